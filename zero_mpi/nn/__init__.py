@@ -1,1 +1,35 @@
-"""nn."""
+"""Layers: parameters by name, a forward and a backward, no arrays of their own."""
+
+from zero_mpi.nn.activation import GELU, SwiGLU
+from zero_mpi.nn.attention import CausalAttention, FusedQKV, Heads, MergeHeads, ProjectQKV, RoPE
+from zero_mpi.nn.compose import Chain, Recompute, Residual
+from zero_mpi.nn.embedding import Embedding, LearnedPositions
+from zero_mpi.nn.layer import Cache, Layer, Param, Stage, stage_params
+from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.loss import cross_entropy
+from zero_mpi.nn.norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "GELU",
+    "Cache",
+    "CausalAttention",
+    "Chain",
+    "Embedding",
+    "FusedQKV",
+    "Heads",
+    "Layer",
+    "LayerNorm",
+    "LearnedPositions",
+    "Linear",
+    "MergeHeads",
+    "Param",
+    "ProjectQKV",
+    "RMSNorm",
+    "Recompute",
+    "Residual",
+    "RoPE",
+    "Stage",
+    "SwiGLU",
+    "cross_entropy",
+    "stage_params",
+]

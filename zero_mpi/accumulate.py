@@ -1,0 +1,123 @@
+"""Gradient accumulation: a step of M micro-batches dealt out to the ranks in rounds.
+
+Micro-batch i is computed by rank i mod P in round i div P, and after each round its gradients are added in
+the order of ranks. So every element is summed over the micro-batches in the order 0 ... M - 1 whatever the
+number of ranks, also when it does not divide M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.sharding.module import ShardedModule
+
+Criterion = Callable[[Any], tuple[float, Any]]  # output of the model -> (loss, its gradient)
+Batch = TypeVar("Batch")
+
+
+class Rounds:
+    """How M micro-batches fall to the ranks."""
+
+    def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"expected at least one micro-batch a step, got {micro_batches}")
+        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+
+    def __len__(self) -> int:
+        return -(-self.micro_batches // self.ranks)
+
+    def mine(self, number: int) -> int | None:
+        """This rank's micro-batch in round `number`; None where it has none."""
+        index = number * self.ranks + self.rank
+        return index if index < self.micro_batches else None
+
+    def contributors(self, number: int) -> int:
+        """How many ranks have a micro-batch in round `number`: the first so many."""
+        return min(self.ranks, self.micro_batches - number * self.ranks)
+
+
+class GradAccum:
+    """Accumulates one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
+
+    Call `accumulate` once a round on every rank until `complete`; then `losses` holds one entry a
+    micro-batch, and the optimizer may step. The next `accumulate` begins a new step.
+    """
+
+    def __init__(self, module: ShardedModule, steps: int) -> None:
+        self.module = module
+        self.rounds = Rounds(steps, module.comm.rank, module.comm.size)
+        self.losses = np.zeros(steps)
+        self.round = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rounds of the step are done."""
+        return self.round == len(self.rounds)
+
+    @property
+    def next_micro_batch(self) -> int | None:
+        """Number of the micro-batch that this rank computes next; None: it has none in the coming round."""
+        return self.rounds.mine(0 if self.complete else self.round)
+
+    def accumulate(self, x: Any, criterion: Criterion | None = None) -> float | None:
+        """One round: forward, loss and backward of this rank's micro-batch. Returns its loss.
+
+        A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
+        maps the output to (loss, gradient), both scaled by 1 over the tokens of the whole step. Collective.
+        """
+        if self.complete:
+            self.round = 0
+            self.losses = np.zeros(self.rounds.micro_batches)
+        mine = self.rounds.mine(self.round)
+        if (x is None) != (mine is None):
+            raise ValueError(
+                f"round {self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
+                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
+                f"{'None' if mine is None else 'its input'}"
+            )
+        output = self.module.forward(x)
+        loss, dy = (None, None) if criterion is None or x is None else criterion(output)
+        if mine is not None and loss is not None:
+            self.losses[mine] = loss
+        self.module.backward(
+            dy,
+            contributors=self.rounds.contributors(self.round),
+            last=self.round == len(self.rounds) - 1,
+        )
+        self.round += 1
+        return loss
+
+    def total_loss(self) -> float:
+        """The step's loss: the micro-batches' losses, summed in their order. Collective."""
+        return ordered_total(self.module.comm.sum_vector(self.losses))
+
+
+def ordered_total(values: Array) -> float:
+    """The sum of a vector from first to last."""
+    return float(np.cumsum(values)[-1])
+
+
+def evaluate(
+    module: ShardedModule,
+    micro_batches: int,
+    batches: Iterator[Batch | None],
+    run: Callable[[Batch], tuple[Any, Criterion]],
+) -> float:
+    """The summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
+
+    `batches` yields this rank's batch of each round or None; `run(batch)` gives (input, criterion).
+    """
+    rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
+    losses = np.zeros(micro_batches)
+    for number, batch in zip(range(len(rounds)), batches, strict=True):
+        mine = rounds.mine(number)
+        if batch is None or mine is None:
+            module.forward(None, training=False)
+            continue
+        x, criterion = run(batch)
+        losses[mine] = criterion(module.forward(x, training=False))[0]
+    return ordered_total(module.comm.sum_vector(losses))

@@ -1,0 +1,160 @@
+"""What the runtime asks of a transport: who owns what, and collectives that start and finish separately.
+
+Every collective returns a `Handle`; between its start and `wait()` the caller may compute, and must leave
+the buffers alone. All ranks start the same collectives in the same order. `label` says what travels, for
+records and error messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
+
+    Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first. A rank
+    may own nothing.
+    """
+
+    length: int
+    parts: int
+    quantum: int = 1
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """parts + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        share, longer = divmod(-(-self.length // self.quantum), self.parts)
+        offsets = (rank * share + min(rank, longer) for rank in range(self.parts + 1))
+        return tuple(min(offset * self.quantum, self.length) for offset in offsets)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Elements that each rank owns."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    def part(self, rank: int) -> slice:
+        """The slice of the flat buffer that `rank` owns."""
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def cut(self, most: int) -> Iterator[Piece]:
+        """The buffer in contiguous pieces of at most `most` elements."""
+        for start in range(0, self.length, most):
+            stop = min(start + most, self.length)
+            inside = [min(max(bound, start), stop) - start for bound in self.bounds]
+            counts = tuple(b - a for a, b in pairwise(inside))
+            yield Piece(start, stop, counts, tuple(inside[:-1]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
+
+    start: int
+    stop: int
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Handle:
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete; its buffers may then be used."""
+
+    def test(self) -> bool:
+        """Push it on without blocking; True when it is complete."""
+        return True
+
+
+DONE = Handle()
+
+
+class Comm(ABC):
+    """A group of ranks and the collectives on flat arrays among them."""
+
+    rank: int
+    size: int
+    exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
+
+    @abstractmethod
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        """Fill `full` on all ranks from every rank's slice: `shard`, or None if it lies in `full`."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        """out = the sum over ranks of this rank's slice of their `full`; added to `out` if `accumulate`.
+
+        Ranks from `contributors` on give nothing (their `full` is not read when exact; it must be zeros
+        when fast). Exact: ((out + rank 0) + rank 1) + ..., one addition after the other in float32.
+        """
+
+    @abstractmethod
+    def allreduce(self, array: Array, label: str = "") -> Handle:
+        """Sum `array` over ranks, in place on all of them, in the library's order."""
+
+    @abstractmethod
+    def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        """Copy `array` from `root` to all ranks, in place."""
+
+    @abstractmethod
+    def gather(
+        self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
+    ) -> None:
+        """Fill `full` on `root` from every rank's slice; blocking."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """`value` of `root`, on all ranks; any small object; blocking."""
+
+    @abstractmethod
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in order of ranks; any small object; blocking."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
+        """Push on what is under way; the runtime calls it between layers."""
+
+    def sum_vector(self, values: Array) -> Array:
+        """The sum over ranks of float64 vectors, of which at most one rank holds a non-zero in a place.
+
+        Then every addition is x + 0, which is exact, and the result does not depend on the order.
+        """
+        total = np.ascontiguousarray(values, np.float64)
+        self.allreduce(total, label="vector").wait()
+        return total
+
+
+def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place."""
+    rest = iter(parts)
+    if not accumulate:
+        first = next(rest, None)
+        if first is None:
+            out.fill(0)
+        else:
+            out[...] = first
+    for part in rest:
+        np.add(out, part, out=out)

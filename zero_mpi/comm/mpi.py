@@ -1,0 +1,267 @@
+"""MPI: allgather by the library; reductions exact (pairwise exchange, ordered sum) or by the library.
+
+The exact reduction sends each owner its slice point to point and lets it add the slices in the order of
+ranks, in float32: the same bits with every MPI library, and as fast as the library's Reduce_scatter or
+faster. It runs in pieces, so its receive buffers are small and stay in cache. Each purpose has a
+communicator of its own, so that parameters, gradients and control messages cannot meet.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.thread_level = "multiple"
+
+from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
+
+from zero_mpi.arrays import Array, empty  # noqa: E402
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, ordered_sum  # noqa: E402
+from zero_mpi.comm.progress import Progress  # noqa: E402
+
+MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
+EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
+FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
+TAGS = 1 << 14
+DEPTH = 2  # pieces of an exact reduction in flight
+
+Running = Iterator[list[Any]]
+
+
+class Transfer(Handle):
+    """Runs a generator that yields the requests it needs next; `test` and `wait` drive it.
+
+    The lock lets the progress thread and the owner push the same transfer.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running, self._lock, self._done = running, threading.Lock(), False
+        self._requests: list[Any] = []
+        self._advance()  # the first requests start now, in program order
+
+    def _advance(self) -> None:
+        try:
+            self._requests = next(self._running)
+        except StopIteration:
+            self._done = True
+
+    def test(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody else is at it
+        try:
+            while not self._done and MPI.Request.Testall(self._requests):
+                self._advance()
+            return self._done
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            while not self._done:
+                MPI.Request.Waitall(self._requests)
+                self._advance()
+
+
+def mpi_type(array: Array) -> Any:
+    """The MPI type of an array's elements."""
+    return MPI._typedict[array.dtype.char]
+
+
+class MPIComm(Comm):
+    """The ranks of an MPI communicator (the world, unless another is given)."""
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        exact: bool = True,
+        threaded: bool | None = None,
+        most: int = MOST_ELEMENTS,
+        exact_piece: int = EXACT_PIECE,
+        fast_piece: int = FAST_PIECE,
+    ) -> None:
+        world = MPI.COMM_WORLD if comm is None else comm
+        self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
+        self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
+        self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
+        self._tags = count()
+        self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
+        self._progress = Progress(self._thread_pays() if threaded is None else threaded)
+
+    def _thread_pays(self) -> bool:
+        """A progress thread needs the library's consent, and a core or another host to gain anything."""
+        node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
+        ranks_here, alone = node.Get_size(), node.Get_size() == self.size
+        node.Free()
+        crowded = ranks_here >= len(os.sched_getaffinity(0))
+        pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
+        return all(self.allgather_object(pays))
+
+    def _start(self, running: Running) -> Handle:
+        transfer = Transfer(running)
+        if transfer.test():
+            return DONE
+        self._progress.add(transfer)
+        return transfer
+
+    def progress(self) -> None:
+        self._progress.push()
+
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        return self._start(self._allgather(shard, full, partition))
+
+    def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
+        kind, mine, requests = mpi_type(full), partition.bounds[self.rank], []
+        for piece in partition.cut(self._most):
+            send: Any = MPI.IN_PLACE
+            if shard is not None:
+                first = piece.start + piece.offsets[self.rank] - mine
+                send = [shard[first : first + piece.counts[self.rank]], kind]
+            receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
+            requests.append(self._parameters.Iallgatherv(send, receive))
+        yield requests
+
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        contributors = self.size if contributors is None else contributors
+        if self.exact:
+            return self._start(self._exact_reduce(full, out, partition, contributors, accumulate))
+        return self._start(self._fast_reduce(full, out, partition, accumulate))
+
+    def _exact_reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
+    ) -> Running:
+        """Round by round: post the next piece, wait for the oldest, add its slices in order of ranks."""
+        tag = next(self._tags) % TAGS
+        starts = range(0, max(partition.counts), self._exact_piece)
+        scratch = [self._take(contributors, full.dtype) for _ in starts[:DEPTH]]
+        posted: list[list[Any]] = []
+        for number in range(len(starts) + DEPTH - 1):
+            if number < len(starts):
+                room = scratch[number % DEPTH]
+                posted.append(self._post(full, room, partition, contributors, starts[number], tag))
+            done = number - (DEPTH - 1)
+            if 0 <= done < len(starts):
+                yield posted.pop(0)
+                room = scratch[done % DEPTH]
+                self._add(full, out, room, partition, contributors, starts[done], accumulate)
+        self._scratch[contributors, full.dtype].extend(scratch)
+
+    def _take(self, contributors: int, dtype: Any) -> Array:
+        """Room for one piece from each contributor; kept for the next reduction."""
+        free = self._scratch[contributors, dtype]
+        return free.pop() if free else empty(contributors * self._exact_piece, dtype)
+
+    def _span(self, partition: Partition, rank: int, start: int) -> slice:
+        """The part of `rank`'s slice that belongs to the piece that begins at `start` of every slice."""
+        first, last = partition.bounds[rank], partition.bounds[rank + 1]
+        return slice(min(first + start, last), min(first + start + self._exact_piece, last))
+
+    def _room(self, room: Array, rank: int, length: int) -> Array:
+        return room[rank * self._exact_piece :][:length]
+
+    def _post(
+        self, full: Array, room: Array, partition: Partition, contributors: int, start: int, tag: int
+    ) -> list[Any]:
+        """Receives first, then sends; the nearest neighbour first, so that ranks do not all hit one."""
+        mine = self._span(partition, self.rank, start)
+        length, kind, requests = mine.stop - mine.start, mpi_type(full), []
+        for step in range(1, self.size):
+            source = (self.rank - step) % self.size
+            if length and source < contributors:
+                target = [self._room(room, source, length), kind]
+                requests.append(self._gradients.Irecv(target, source, tag))
+        for step in range(1, self.size):
+            owner = (self.rank + step) % self.size
+            span = self._span(partition, owner, start)
+            if span.stop > span.start and self.rank < contributors:
+                requests.append(self._gradients.Isend([full[span], kind], owner, tag))
+        return requests
+
+    def _add(
+        self,
+        full: Array,
+        out: Array,
+        room: Array,
+        partition: Partition,
+        contributors: int,
+        start: int,
+        accumulate: bool,
+    ) -> None:
+        mine = self._span(partition, self.rank, start)
+        length = mine.stop - mine.start
+        parts = [
+            full[mine] if rank == self.rank else self._room(room, rank, length)
+            for rank in range(contributors)
+        ]
+        ordered_sum(out[start : start + length], parts, accumulate)
+
+    def _fast_reduce(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
+        kind, mine, requests, received = mpi_type(full), partition.bounds[self.rank], [], []
+        for piece in partition.cut(self._fast_piece):
+            first = piece.start + piece.offsets[self.rank] - mine
+            target = out[first : first + piece.counts[self.rank]]
+            arrives = empty(target.size, full.dtype) if accumulate else target
+            send = [full[piece.start : piece.stop], kind]
+            requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], piece.counts, MPI.SUM))
+            received.append((target, arrives))
+        yield requests
+        if accumulate:
+            for target, arrives in received:
+                np.add(target, arrives, out=target)
+
+    def allreduce(self, array: Array, label: str = "") -> Handle:
+        return self._start(self._allreduce(array))
+
+    def _allreduce(self, array: Array) -> Running:
+        kind = mpi_type(array)
+        yield [
+            self._gradients.Iallreduce(MPI.IN_PLACE, [array[start : start + self._fast_piece], kind], MPI.SUM)
+            for start in range(0, array.size, self._fast_piece)
+        ]
+
+    def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        return self._start(self._broadcast(array.reshape(-1), root))
+
+    def _broadcast(self, array: Array, root: int) -> Running:
+        kind = mpi_type(array)
+        yield [
+            self._parameters.Ibcast([array[start : start + self._most], kind], root)
+            for start in range(0, array.size, self._most)
+        ]
+
+    def gather(
+        self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
+    ) -> None:
+        kind, mine = mpi_type(shard), partition.bounds[self.rank]
+        for piece in partition.cut(self._most):
+            first = piece.start + piece.offsets[self.rank] - mine
+            send = [shard[first : first + piece.counts[self.rank]], kind]
+            receive = None
+            if full is not None:
+                receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
+            self._parameters.Gatherv(send, receive, root)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._control.bcast(value, root)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return list(self._control.allgather(value))
+
+    def barrier(self) -> None:
+        self._control.Barrier()

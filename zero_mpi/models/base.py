@@ -1,0 +1,165 @@
+"""What every architecture offers, and the checks they share.
+
+A model is a configuration that knows three things: the stages that compute it, the GGUF keys that
+describe it, and how to read itself back from such keys. Sizes are named as in GGUF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from zero_mpi.errors import UsageError
+from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
+
+Metadata = Mapping[str, Any]
+HEAD_STD = 0.02  # of all matrices at the start (Radford et al., GPT-2, 2019)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes that every architecture has."""
+
+    arch: ClassVar[str]
+    vocab_size: int
+    context_length: int
+    embedding_length: int
+    block_count: int
+    feed_forward_length: int
+    head_count: int
+    tied: bool
+
+    @classmethod
+    def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
+        """The configuration that command-line flags describe; raises UsageError on impossible sizes."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str]) -> Self:
+        """The configuration that a file's keys and tensor names describe; raises UsageError."""
+        raise NotImplementedError
+
+    def layers(self) -> list[Stage]:
+        """The stages in order of computation."""
+        raise NotImplementedError
+
+    def metadata(self) -> dict[str, Any]:
+        """GGUF keys of this architecture, by which llama.cpp opens the file."""
+        return {
+            f"{self.arch}.context_length": np.uint32(self.context_length),
+            f"{self.arch}.embedding_length": np.uint32(self.embedding_length),
+            f"{self.arch}.block_count": np.uint32(self.block_count),
+            f"{self.arch}.feed_forward_length": np.uint32(self.feed_forward_length),
+            f"{self.arch}.attention.head_count": np.uint32(self.head_count),
+            f"{self.arch}.vocab_size": np.uint32(self.vocab_size),
+        }
+
+    def stages(self, recompute: bool = False) -> list[Stage]:
+        """The stages; with `recompute` each block keeps only its input for backward."""
+        if not recompute:
+            return self.layers()
+        return [
+            Stage(stage.scope, Recompute(stage.layer)) if stage.scope.startswith("blk.") else stage
+            for stage in self.layers()
+        ]
+
+    def params(self) -> dict[str, Param]:
+        """All parameters by name, in the order of the file."""
+        return stage_params(self.layers())
+
+    def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+        """Raise UsageError unless a file's tensors are exactly this model's, naming what differs."""
+        wanted = {name: param.shape for name, param in self.params().items()}
+        missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
+        if missing or surplus:
+            raise UsageError(
+                f"{source}: tensors do not match architecture {self.arch}: "
+                f"missing {name_some(missing)}, surplus {name_some(surplus)}"
+            )
+        for name, shape in wanted.items():
+            if shapes[name] != shape:
+                raise UsageError(f"{source}: {name} has shape {shapes[name]}, expected {shape}")
+
+
+def name_some(names: Iterable[str], most: int = 3) -> str:
+    """'none', or the first few names and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return (", ".join(ordered[:most]) or "none") + more
+
+
+class Keys:
+    """Reads the keys of one architecture; errors name the key."""
+
+    def __init__(self, arch: str, metadata: Metadata) -> None:
+        self.arch, self.metadata = arch, metadata
+
+    def has(self, name: str) -> bool:
+        """Whether the key ARCH.NAME is there."""
+        return f"{self.arch}.{name}" in self.metadata
+
+    def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
+        """The finite number at ARCH.NAME, or `default`; without one the key is required."""
+        key = f"{self.arch}.{name}"
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise UsageError(f"the GGUF key {key} is missing; a {self.arch} model needs it")
+        if not isinstance(value, int | float | np.integer | np.floating) or not least <= value < np.inf:
+            raise UsageError(f"the GGUF key {key} is {value!r}; expected a number of at least {least}")
+        return float(value)
+
+    def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """The whole number at ARCH.NAME, or `default`."""
+        value = self.number(name, default, least=least)
+        if value != int(value):
+            raise UsageError(f"the GGUF key {self.arch}.{name} is {value}; expected a whole number")
+        return int(value)
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""
+        for name in names:
+            value = self.metadata.get(f"{self.arch}.{name}")
+            if value is not None and value not in ("none", 0, 0.0, 1.0):
+                raise UsageError(f"the GGUF key {self.arch}.{name} = {value} is not supported")
+
+
+def vocabulary(metadata: Metadata, keys: Keys) -> int:
+    """Number of tokens: the tokenizer's, else ARCH.vocab_size."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if tokens is not None and len(tokens) else keys.size("vocab_size")
+
+
+def require_divides(whole: int, part: int, what: str, why: str) -> None:
+    """Raise UsageError unless `part` divides `whole`; `what` names both flags with their values."""
+    if part < 1 or whole % part:
+        raise UsageError(f"{what}: {why}")
+
+
+def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that every architecture takes from the flags, checked."""
+    for flag in ("layers", "dim", "heads", "context", "vocab_size"):
+        if flags[flag] < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {flags[flag]}: expected at least 1")
+    if flags.get("ffn") is not None and flags["ffn"] < 1:
+        raise UsageError(f"--ffn {flags['ffn']}: expected at least 1")
+    dim, heads = flags["dim"], flags["heads"]
+    require_divides(
+        dim, heads, f"--heads {heads} does not divide --dim {dim}", "every head gets dim / heads columns"
+    )
+    return {
+        "vocab_size": flags["vocab_size"],
+        "context_length": flags["context"],
+        "embedding_length": dim,
+        "block_count": flags["layers"],
+        "head_count": heads,
+    }
+
+
+def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> list[Stage]:
+    """Final norm and logits; a tied head is the embedding's matrix, hence of its scope."""
+    if tied:
+        return [Stage("output_norm", norm), Stage("token_embd", Linear("token_embd", width, vocabulary_size))]
+    return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]

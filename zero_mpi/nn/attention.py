@@ -1,0 +1,171 @@
+"""Causal attention with grouped key/value heads, as a chain of small layers over (q, k, v).
+
+    Chain(ProjectQKV | FusedQKV, RoPE, CausalAttention, MergeHeads, Linear)
+
+Shapes: q (B, T, H, D), k (B, T, K, D), v (B, T, K, E); B sequences, T positions, H query heads, K key/value
+heads, D and E the widths of a key and of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import ops
+from zero_mpi.arrays import namespace
+from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+from zero_mpi.nn.linear import Linear
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads, and how wide."""
+
+    query: int
+    kv: int
+    key_width: int
+    value_width: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of q, k and v when the heads lie side by side."""
+        return self.query * self.key_width, self.kv * self.key_width, self.kv * self.value_width
+
+    def split(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """(B, T, heads * width) -> (B, T, heads, width) for each."""
+        lead = q.shape[:2]
+        return (
+            q.reshape(*lead, self.query, self.key_width),
+            k.reshape(*lead, self.kv, self.key_width),
+            v.reshape(*lead, self.kv, self.value_width),
+        )
+
+
+def merge(x: Any) -> Any:
+    """(B, T, heads, width) -> (B, T, heads * width)."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+class ProjectQKV(Layer):
+    """x (B, T, C) -> (q, k, v) by `PREFIX.attn_q`, `.attn_k`, `.attn_v`."""
+
+    def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
+        self.heads = heads
+        self.linears = [
+            Linear(f"{prefix}.attn_{letter}", width, columns, bias=bias)
+            for letter, columns in zip("qkv", heads.widths, strict=True)
+        ]
+
+    def params(self) -> dict[str, Param]:
+        return {name: param for linear in self.linears for name, param in linear.params().items()}
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return self.heads.split(*(linear.forward(p, x)[0] for linear in self.linears)), x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        dx = [linear.backward(p, saved, merge(d), g) for linear, d in zip(self.linears, dy, strict=True)]
+        return dx[0] + dx[1] + dx[2]
+
+
+class FusedQKV(Layer):
+    """x (B, T, C) -> (q, k, v) by one matrix `PREFIX.attn_qkv`, whose rows are q's, then k's, then v's."""
+
+    def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
+        self.heads = heads
+        self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias)
+
+    def params(self) -> dict[str, Param]:
+        return self.linear.params()
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        qkv, _ = self.linear.forward(p, x)
+        a, b, _ = self.heads.widths
+        return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        joined = namespace(saved).concatenate([merge(d) for d in dy], axis=-1)
+        return self.linear.backward(p, saved, joined, g)
+
+
+@lru_cache(maxsize=16)
+def rope_table(positions: int, width: int, base: float, dtype: str) -> tuple[Any, Any]:
+    """Cosines and sines (positions, width / 2) of position * base^(-2 j / width)."""
+    frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    angles = np.outer(np.arange(positions), frequencies)
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+class RoPE(Layer):
+    """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX."""
+
+    backward_reads_params = False
+
+    def __init__(self, base: float, *, interleaved: bool) -> None:
+        self.base, self.interleaved = base, interleaved
+
+    def _turn(self, qkv: Any, start: int, sign: int) -> Any:
+        q, k, v = qkv
+        stop = start + q.shape[1]
+        rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
+        cos, sin = rope_table(rounded, q.shape[-1], self.base, q.dtype.name)
+        table = cos[start:stop], sign * sin[start:stop]
+        return ops.rope(q, *table, self.interleaved), ops.rope(k, *table, self.interleaved), v
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return self._turn(x, 0, 1), None
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return self._turn(dy, 0, -1)
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        return self._turn(x, cache.position, 1)
+
+
+class CausalAttention(Layer):
+    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it."""
+
+    backward_reads_params = False
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        y, weights = ops.causal_attention(x[0], x[1], x[2], self.scale)
+        return y, (*x, weights)
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        q, k, v, weights = saved
+        return ops.causal_attention_backward(dy, q, k, v, weights, self.scale)
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        q, k, v = x
+        start, stop = cache.position, cache.position + k.shape[1]
+        keys, values = self._room(cache, k, v, stop)
+        keys[:, start:stop], values[:, start:stop] = k, v
+        return ops.causal_attention(q, keys[:, :stop], values[:, :stop], self.scale)[0]
+
+    def _room(self, cache: Cache, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
+        """This layer's stored keys and values, with room for `stop` positions; doubled when full."""
+        stored = cache.entries.get(id(self))
+        if stored is None or stored[0].shape[1] < stop:
+            grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
+            if stored is not None:
+                for new, old in zip(grown, stored, strict=True):
+                    new[:, : old.shape[1]] = old
+            stored = cache.entries[id(self)] = grown
+        return stored
+
+
+class MergeHeads(Layer):
+    """(B, T, H, E) -> (B, T, H * E)."""
+
+    backward_reads_params = False
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return merge(x), x.shape
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return dy.reshape(saved)

@@ -1,0 +1,81 @@
+"""Layers made of layers: one after the other, with a shortcut, or computed twice to save memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+
+
+class Chain(Layer):
+    """y = last(... second(first(x)))."""
+
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = layers
+        self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
+
+    def params(self) -> dict[str, Param]:
+        return {name: param for layer in self.layers for name, param in layer.params().items()}
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        saved = []
+        for layer in self.layers:
+            x, kept = layer.forward(p, x)
+            saved.append(kept)
+        return x, saved
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        for layer, kept in zip(reversed(self.layers), reversed(saved), strict=True):
+            dy = layer.backward(p, kept, dy, g)
+        return dy
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        for layer in self.layers:
+            x = layer.infer(p, x, cache)
+        return x
+
+
+class Wrapper(Layer):
+    """A layer around one other layer, whose parameters are its own."""
+
+    def __init__(self, inner: Layer) -> None:
+        self.inner = inner
+        self.backward_reads_params = inner.backward_reads_params
+
+    def params(self) -> dict[str, Param]:
+        return self.inner.params()
+
+
+class Residual(Wrapper):
+    """y = x + inner(x)."""
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        y, saved = self.inner.forward(p, x)
+        return x + y, saved
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return dy + self.inner.backward(p, saved, dy, g)
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        return x + self.inner.infer(p, x, cache)
+
+
+class Recompute(Wrapper):
+    """inner(x), which keeps only x and runs forward again inside backward.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The second run has the same bits.
+    """
+
+    def __init__(self, inner: Layer) -> None:
+        super().__init__(inner)
+        self.backward_reads_params = bool(inner.params())
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return self.inner.forward(p, x)[0], x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        kept = self.inner.forward(p, saved)[1]
+        return self.inner.backward(p, kept, dy, g)
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        return self.inner.infer(p, x, cache)

@@ -1,0 +1,50 @@
+"""Token embedding and learned positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_mpi import ops
+from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+
+
+class Embedding(Layer):
+    """y (B, T, C) = rows of `NAME.weight` (V, C) by tokens (B, T). There is no dx."""
+
+    backward_reads_params = False
+
+    def __init__(self, name: str, vocabulary: int, width: int, *, std: float = 0.02) -> None:
+        self.weight, self.param = f"{name}.weight", Param((vocabulary, width), std=std)
+
+    def params(self) -> dict[str, Param]:
+        return {self.weight: self.param}
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return ops.embedding(x, p[self.weight]), x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        if self.weight in g:
+            ops.embedding_backward(saved, dy, g[self.weight])
+
+
+class LearnedPositions(Layer):
+    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C)."""
+
+    backward_reads_params = False
+
+    def __init__(self, name: str, context: int, width: int, *, std: float = 0.02) -> None:
+        self.weight, self.param = f"{name}.weight", Param((context, width), std=std)
+
+    def params(self) -> dict[str, Param]:
+        return {self.weight: self.param}
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return x + p[self.weight][: x.shape[1]], None
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        if self.weight in g:
+            g[self.weight][: dy.shape[1]] += dy.sum(axis=0)
+        return dy
+
+    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        return x + p[self.weight][cache.position : cache.position + x.shape[1]]

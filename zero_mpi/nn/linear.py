@@ -1,0 +1,33 @@
+"""The linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_mpi import ops
+from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+
+
+class Linear(Layer):
+    """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,)."""
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02
+    ) -> None:
+        self.weight, self.bias = f"{name}.weight", f"{name}.bias" if bias else None
+        self._params = {self.weight: Param((outputs, inputs), std=std)}
+        if self.bias:
+            self._params[self.bias] = Param((outputs,), "zeros")
+
+    def params(self) -> dict[str, Param]:
+        return self._params
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        return ops.linear(x, p[self.weight], p[self.bias] if self.bias else None), x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        if self.weight in g:
+            ops.linear_backward_w(dy, saved, g[self.weight])
+        if self.bias and self.bias in g:
+            ops.linear_backward_b(dy, g[self.bias])
+        return ops.linear_backward_x(dy, p[self.weight])

@@ -1,0 +1,306 @@
+"""Every operation and its backward in plain array code: the definition that fast versions are held to.
+
+Shapes, in one legend: N rows (tokens), B sequences, T positions, C model width, O output width, H query
+heads, K key/value heads, R = H / K, D width of a head, V vocabulary. Gradients are called `dx`; those of
+parameters are *added* into the array given for them. Inputs are never written, except where a docstring
+says "in place". The work is done in the type of the inputs (float32 in training, float64 in tests).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from zero_mpi.arrays import Array, namespace
+
+GELU_SCALE = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
+
+
+def rows(x: Array) -> Array:
+    """x (..., C) as a matrix (N, C); a view for contiguous x."""
+    return x.reshape(-1, x.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+def linear(x: Array, w: Array, b: Array | None = None) -> Array:
+    """y (..., O) = x (..., C) @ w (O, C) transposed + b (O,)."""
+    y = rows(x) @ w.T
+    if b is not None:
+        y += b
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def linear_backward_x(dy: Array, w: Array) -> Array:
+    """dx (..., C) of `linear`, from dy (..., O) and w (O, C)."""
+    return (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
+
+
+def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
+    """Add the gradient of w into dw (O, C)."""
+    dw += rows(dy).T @ rows(x)
+
+
+def linear_backward_b(dy: Array, db: Array) -> None:
+    """Add the gradient of b, the sum over rows, into db (O,)."""
+    db += rows(dy).sum(axis=0)
+
+
+# ------------------------------------------------------------------------------------------- embedding
+
+
+def embedding(tokens: Array, w: Array) -> Array:
+    """y (..., C) = rows of w (V, C) by tokens (...), whole numbers below V."""
+    return w[tokens]
+
+
+def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
+    """Add each row of dy (..., C) into the row of dw (V, C) that its token names.
+
+    Rows of one token are first brought together by a stable sort and summed in their order, so the
+    result does not depend on how a machine schedules additions.
+    """
+    xp = namespace(dy)
+    flat = tokens.reshape(-1)
+    order = xp.argsort(flat, kind="stable")
+    ids, starts = xp.unique(flat[order], return_index=True)
+    dw[ids] += xp.add.reduceat(rows(dy)[order], starts, axis=0)
+
+
+# ----------------------------------------------------------------------------------------------- norms
+
+
+def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
+    """y = x / sqrt(mean(x^2) + eps) * w over the last axis; also the reciprocal root (..., 1).
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    xp = namespace(x)
+    r = 1.0 / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * r * w, r
+
+
+def rms_norm_backward(dy: Array, x: Array, w: Array, r: Array, dw: Array | None) -> Array:
+    """dx of `rms_norm`; adds the gradient of w into dw (C,) unless that is None."""
+    n = x * r
+    if dw is not None:
+        dw += rows(dy * n).sum(axis=0)
+    d = dy * w
+    return r * (d - n * (d * n).mean(axis=-1, keepdims=True))
+
+
+def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
+    """y = (x - mean) / sqrt(var + eps) * w + b over the last axis; also mean and reciprocal root.
+
+    Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    xp = namespace(x)
+    mean = x.mean(axis=-1, keepdims=True)
+    centred = x - mean
+    r = 1.0 / xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return centred * r * w + b, mean, r
+
+
+def layer_norm_backward(
+    dy: Array, x: Array, w: Array, mean: Array, r: Array, dw: Array | None, db: Array | None
+) -> Array:
+    """dx of `layer_norm`; adds the gradients of w and b into dw and db (C,) unless None."""
+    n = (x - mean) * r
+    if dw is not None:
+        dw += rows(dy * n).sum(axis=0)
+    if db is not None:
+        db += rows(dy).sum(axis=0)
+    d = dy * w
+    return r * (d - d.mean(axis=-1, keepdims=True) - n * (d * n).mean(axis=-1, keepdims=True))
+
+
+# ----------------------------------------------------------------------------------------- activations
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form of GELU, elementwise, as GPT-2 and llama.cpp use it (Hendrycks and Gimpel, 2016)."""
+    xp = namespace(x)
+    return 0.5 * x * (1.0 + xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)))
+
+
+def gelu_backward(dy: Array, x: Array) -> Array:
+    """dx of `gelu`."""
+    xp = namespace(x)
+    t = xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+    slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
+    return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    xp = namespace(x)
+    return 0.5 + 0.5 * xp.tanh(0.5 * x)
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) * up, elementwise (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+    return gate * sigmoid(gate) * up
+
+
+def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """(dgate, dup) of `swiglu`."""
+    s = sigmoid(gate)
+    silu = gate * s
+    return dy * up * (s + silu * (1.0 - s)), dy * silu
+
+
+# -------------------------------------------------------------------------------------- rotary position
+
+
+def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, D/2).
+
+    `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + D/2]), its
+    NEOX order. Backward is the same with -sin. Su et al., "RoFormer", 2021.
+    """
+    xp = namespace(x)
+    y = xp.empty_like(x)
+    half = x.shape[-1] // 2
+    first, second = slice(half), slice(half, None)
+    if interleaved:
+        first, second = slice(0, None, 2), slice(1, None, 2)
+    a, b = x[..., first], x[..., second]
+    c, s = cos[:, None, :], sin[:, None, :]
+    y[..., first] = a * c - b * s
+    y[..., second] = b * c + a * s
+    return y
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def grouped(x: Array, kv_heads: int) -> Array:
+    """x (B, T, H, D) as a view (B, K, R, T, D): the R query heads that share a key/value head together."""
+    b, t, h, d = x.shape
+    return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
+
+
+def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+    """Softmax attention where a position sees itself and what came before it.
+
+    q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
+    Returns y (B, T, H, E) and the weights (B, K, R, T, S). Query head h uses key/value head h // (H / K)
+    (Ainslie et al., "GQA", 2023).
+    """
+    xp = namespace(q)
+    (b, t, h, _), (s, kv, e) = q.shape, v.shape[1:]
+    p = grouped(q, kv) @ grouped(k, kv).swapaxes(-1, -2)
+    p *= scale
+    p += xp.triu(xp.full((t, s), -xp.inf, p.dtype), s - t + 1)
+    p -= p.max(axis=-1, keepdims=True)
+    xp.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    y = xp.empty((b, t, h, e), q.dtype)
+    xp.matmul(p, grouped(v, kv), out=grouped(y, kv))
+    return y, p
+
+
+def causal_attention_backward(
+    dy: Array, q: Array, k: Array, v: Array, p: Array, scale: float
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and the weights p it returned."""
+    xp = namespace(q)
+    kv = k.shape[2]
+    dy_g = grouped(dy, kv)
+    dv = (p.swapaxes(-1, -2) @ dy_g).sum(axis=2)
+    ds = dy_g @ grouped(v, kv).swapaxes(-1, -2)
+    ds -= (ds * p).sum(axis=-1, keepdims=True)
+    ds *= p
+    ds *= scale
+    dq = xp.empty_like(q)
+    xp.matmul(ds, grouped(k, kv), out=grouped(dq, kv))
+    dk = (ds.swapaxes(-1, -2) @ grouped(q, kv)).sum(axis=2)
+    contiguous = xp.ascontiguousarray
+    return dq, contiguous(dk.transpose(0, 2, 1, 3)), contiguous(dv.transpose(0, 2, 1, 3))
+
+
+# ------------------------------------------------------------------------------------------------ loss
+
+
+def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Array]:
+    """Loss and its gradient by the logits (..., V), for whole-number targets (...).
+
+    loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
+    factor. With scale = 1 / (tokens of the whole step) the sum over micro-batches is the mean.
+    """
+    xp = namespace(logits)
+    z = rows(logits)
+    index = (xp.arange(z.shape[0]), targets.reshape(-1))
+    shifted = z - z.max(axis=-1, keepdims=True)
+    picked = shifted[index].astype(xp.float64)
+    xp.exp(shifted, out=shifted)
+    total = shifted.sum(axis=-1, keepdims=True)
+    loss = (xp.log(total[:, 0].astype(xp.float64)) - picked).sum() * scale
+    shifted *= scale / total
+    shifted[index] -= scale
+    return loss, shifted.reshape(logits.shape)
+
+
+# ------------------------------------------------------------------------- optimizer and flat buffers
+
+
+def adamw(
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    step: int,
+) -> None:
+    """One AdamW update, in place in p, m and v; all flat and of one size.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
+    p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
+    stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
+    """
+    xp = namespace(p)
+    root_c2 = math.sqrt(1.0 - beta2**step)
+    rate = lr / (1.0 - beta1**step)
+    for start in range(0, p.size, ADAMW_BLOCK):
+        part = slice(start, start + ADAMW_BLOCK)
+        d = g[part] * grad_scale
+        mb, vb, pb = m[part], v[part], p[part]
+        mb *= beta1
+        mb += (1.0 - beta1) * d
+        vb *= beta2
+        d *= d
+        d *= 1.0 - beta2
+        vb += d
+        xp.sqrt(vb, out=d)
+        d /= root_c2
+        d += eps
+        xp.divide(mb, d, out=d)
+        d *= rate
+        pb *= 1.0 - lr * decay
+        pb -= d
+
+
+def chunk_squares(g: Array, chunk: int) -> Array:
+    """Float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
+
+    Each sum depends on its own run alone, so a vector of them is the same however the runs are dealt out.
+    """
+    xp = namespace(g)
+    sums = xp.empty(g.size // chunk, xp.float64)
+    block = max(1, ADAMW_BLOCK // chunk)
+    matrix = g.reshape(-1, chunk)
+    for start in range(0, len(sums), block):
+        wide = matrix[start : start + block].astype(xp.float64)
+        wide *= wide
+        sums[start : start + block] = wide.sum(axis=1)
+    return sums

@@ -1,0 +1,210 @@
+"""AdamW over the slices that a rank owns, clipping by the global norm, and learning-rate schedules.
+
+The moments live where the optimizer works: 1/N of them per rank where moments are sharded. A step whose
+gradient norm is not finite is skipped, on all ranks alike since all see the same norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zero_mpi import ops
+from zero_mpi.arrays import Array, zeros
+from zero_mpi.errors import UsageError
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.shard import ShardedUnit
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: the gradient's norm before clipping, and whether the update was left out."""
+
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass
+class Moments:
+    """First and second moments for one unit's part (or one array), flat."""
+
+    first: Array
+    second: Array
+
+    @classmethod
+    def like(cls, array: Array) -> Moments:
+        """Zeros for a flat array."""
+        return cls(zeros(array.size), zeros(array.size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.first.nbytes + self.second.nbytes)
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov and Hutter, 2019) for a ShardedModule. Decay applies to matrices only.
+
+    `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        self.module, self.lr, self.betas, self.eps, self.weight_decay = module, lr, betas, eps, weight_decay
+        self.steps = self.skipped = 0
+        self.units = [unit for unit in module.units if unit.unit.trainable]
+        self.moments = {unit.name: Moments.like(unit.updated[0]) for unit in self.units}
+        self._plain: list[Moments] = []
+        self._plain_steps = 0
+        self._runs = {unit.name: decay_runs(unit) for unit in self.units}
+
+    def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
+        """Update the parameters by the module's gradients and forget these. Collective.
+
+        `lr`: for this step, otherwise the one given at the start; `max_norm`: clip the global norm to it.
+        """
+        pending = self.module.overlapped_sync_gradients()
+        norm = self.module.gradient_norm()
+        pending.wait()
+        finite = math.isfinite(norm)
+        if finite:
+            self.steps += 1
+            scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
+            for unit in self.units:
+                self._update_unit(unit, self.lr if lr is None else lr, scale)
+            self.module.broadcast_updated_params()
+        else:
+            self.skipped += 1
+        self.module.zero_gradients()
+        return StepResult(norm, not finite)
+
+    def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
+        parameters, gradients, _ = unit.updated
+        for run, decays in self._runs[unit.name]:
+            self._update(parameters, gradients, self.moments[unit.name], run, lr, scale, decays, self.steps)
+
+    def _update(
+        self,
+        p: Array,
+        g: Array,
+        moments: Moments,
+        run: slice,
+        lr: float,
+        scale: float,
+        decays: bool,
+        step: int,
+    ) -> None:
+        ops.adamw(
+            p[run],
+            g[run],
+            moments.first[run],
+            moments.second[run],
+            grad_scale=scale,
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            decay=self.weight_decay if decays else 0.0,
+            step=step,
+        )
+
+    def step_on_params(
+        self, params: Sequence[Array], grads: Sequence[Array], lr: float | None = None
+    ) -> None:
+        """Update arrays of any kind by gradients given for them: a list and its order are the identity.
+
+        Moments for them are kept beside the module's; matrices decay. Raises ValueError if lists or shapes
+        do not fit each other or the first call.
+        """
+        shapes = [p.shape for p in params]
+        if shapes != [g.shape for g in grads]:
+            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+        if not self._plain:
+            self._plain = [Moments.like(p) for p in params]
+        if [m.first.size for m in self._plain] != [p.size for p in params]:
+            raise ValueError("step_on_params: the arrays are not those of the first call")
+        self._plain_steps += 1
+        for p, g, moments in zip(params, grads, self._plain, strict=True):
+            flat = p.reshape(-1)
+            if flat.base is not p and flat.base is not p.base:
+                raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
+            whole = slice(0, p.size)
+            self._update(
+                flat,
+                g.reshape(-1),
+                moments,
+                whole,
+                self.lr if lr is None else lr,
+                1.0,
+                p.ndim >= 2,
+                self._plain_steps,
+            )
+
+    def memory_bytes(self) -> int:
+        """Bytes of moments on this rank."""
+        return sum(moments.nbytes for moments in [*self.moments.values(), *self._plain])
+
+
+def decay_runs(unit: ShardedUnit) -> list[tuple[slice, bool]]:
+    """The part that the optimizer updates as runs of equal decay; gaps are zeros and may be included."""
+    runs: list[tuple[slice, bool]] = []
+    for segment in unit.unit.segments(unit.updated[2]):
+        decays = unit.unit.params[segment.name].decays
+        if runs and runs[-1][1] == decays:
+            runs[-1] = (slice(runs[-1][0].start, segment.where.stop), decays)
+        else:
+            runs.append((segment.where, decays))
+    return runs
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with so that their norm is at most `max_norm`."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
+    """Scale the module's gradients in place so that their global norm is at most `max_norm`. Collective.
+
+    Returns the norm before. `ShardedAdamW.step(max_norm=...)` does the same without a pass of its own.
+    """
+    module.sync_gradients()
+    norm = module.gradient_norm()
+    factor = clip_factor(norm, max_norm)
+    if math.isfinite(norm) and factor < 1.0:
+        for unit in module.units:
+            if unit.unit.trainable:
+                unit.scale_gradient(factor)
+    return norm
+
+
+Schedule = Callable[[int], float]
+
+
+def make_schedule(name: str, *, lr: float, min_lr: float, warmup: int, steps: int) -> Schedule:
+    """step (from 0) -> learning rate: linear warm-up to `lr`, then by `name` down to `min_lr` at the end.
+
+    Names: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant". Raises UsageError.
+    """
+    shapes: dict[str, Callable[[float], float]] = {
+        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+        "linear": lambda done: 1.0 - done,
+        "constant": lambda done: 1.0,
+    }
+    if name not in shapes:
+        raise UsageError(f"schedule {name!r} is not known; expected one of {', '.join(shapes)}")
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return min_lr + (lr - min_lr) * shapes[name](done)
+
+    return rate

@@ -1,0 +1,32 @@
+"""DDP: replicated parameters, gradients reduced in buckets while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_mpi.comm import Comm
+from zero_mpi.nn.layer import Stage
+from zero_mpi.sharding.module import BUCKET_MB, ShardedModule
+from zero_mpi.sharding.strategy import NO_SHARD
+
+
+class DDP(ShardedModule):
+    """`ShardedModule` under NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order.
+
+    Li et al., "PyTorch Distributed", 2020, for the idea of buckets.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], comm: Comm, *, bucket_mb: float = BUCKET_MB, frozen: Sequence[str] = ()
+    ) -> None:
+        super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Give every rank the parameters of `root`. Collective; raises ValueError for a rank out of range."""
+        if not 0 <= root < self.comm.size:
+            raise ValueError(
+                f"broadcast_parameters: root {root} is not a rank; expected 0 to {self.comm.size - 1}"
+            )
+        handles = [self.comm.broadcast(unit.full, root, f"parameters {unit.name}") for unit in self.units]
+        for handle in handles:
+            handle.wait()

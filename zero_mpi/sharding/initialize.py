@@ -1,0 +1,41 @@
+"""Initial values, as a function of (seed, parameter name, position) and of nothing else.
+
+A parameter is drawn in blocks, each from its own counter range of the Philox generator (Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", 2011): a rank draws only the blocks that its slice touches,
+and the values do not depend on ranks, units or strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.nn.layer import Param
+
+BLOCK = 1 << 16  # elements
+
+
+def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
+    """Elements [start, stop) of the flattened parameter at the start of training, float32."""
+    values = np.zeros(stop - start, np.float32)
+    if param.init == "ones":
+        values.fill(1)
+    elif param.init == "normal":
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
+            drawn = draw_block(name, seed, block)[first - block * BLOCK : last - block * BLOCK]
+            np.multiply(drawn, np.float32(param.std), out=values[first - start : last - start])
+    elif param.init != "zeros":
+        raise ValueError(
+            f"parameter {name}: init {param.init!r} is not known; expected normal, ones or zeros"
+        )
+    return values
+
+
+def draw_block(name: str, seed: int, block: int) -> Array:
+    """Standard normal numbers (BLOCK,) of one block of a parameter."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
+    return generator.standard_normal(BLOCK, np.float32)

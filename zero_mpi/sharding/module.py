@@ -1,0 +1,258 @@
+"""A model whose parameters, gradients or both are spread over ranks: the two loops and their transfers.
+
+`ShardedModule.forward` and `.backward` walk over the stages; every start and every wait of a transfer is a
+line in them. One rank takes the same path. Gradients are summed, never divided: scale the loss by one
+over the tokens of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.comm import Comm, Handle
+from zero_mpi.nn.layer import Param, Stage, stage_params
+from zero_mpi.sharding.schedule import StagePlan, make_schedule
+from zero_mpi.sharding.shard import ShardedUnit, Views
+from zero_mpi.sharding.state import ShardedState
+from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.sharding.unit import units_by_bytes, units_by_scope
+
+REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the next one is computed
+BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to start early
+
+
+class ShardedModule(ShardedState):
+    """The stages of a model over the ranks of `comm`, under a strategy.
+
+    stages      list of Stage(scope, layer); parameters of one scope travel together
+    strategy    FULL_SHARD, SHARD_GRAD_OP or NO_SHARD
+    prefetch    how many stages ahead parameters are gathered (FULL_SHARD)
+    bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
+    frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
+    by_rows     one unit a parameter, cut between rows (dimension 0)
+
+    Parameters start as zeros; `initialize` or `load_state_dict` fills them. Raises ValueError for
+    impossible arguments.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        comm: Comm,
+        strategy: Strategy = FULL_SHARD,
+        *,
+        prefetch: int = 1,
+        bucket_mb: float = BUCKET_MB,
+        frozen: Sequence[str] = (),
+        by_rows: bool = False,
+    ) -> None:
+        if prefetch < 0 or bucket_mb <= 0:
+            raise ValueError(f"expected prefetch >= 0 and bucket_mb > 0, got {prefetch} and {bucket_mb}")
+        self.stages, self.frozen = list(stages), tuple(frozen)
+        params = stage_params(self.stages)
+        check_patterns(self.frozen, params)
+        if strategy.buckets:
+            layouts = units_by_bytes(params, self.is_trainable, int(bucket_mb * 2**20))
+        else:
+            layouts = units_by_scope(self.stages, params, self.is_trainable, by_rows)
+        self.parameter_pool, self.gradient_pool = pools = BufferPool(), BufferPool()
+        units = [ShardedUnit(layout, comm, strategy, *pools) for layout in layouts]
+        super().__init__(params, units, comm, strategy)
+        self._uses = [self._units_of(stage) for stage in self.stages]
+        self.schedule = make_schedule(
+            self._uses,
+            [stage.layer.backward_reads_params for stage in self.stages],
+            [layout.trainable for layout in layouts],
+            prefetch,
+        )
+        self._saved: list[Any] | None = None
+        self._reducing: deque[ShardedUnit] = deque()
+        self._synced = False
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether no frozen pattern matches the parameter's name."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    def _units_of(self, stage: Stage) -> tuple[int, ...]:
+        """Numbers of the units that hold the stage's parameters."""
+        homes = [self.units.index(self._home[name]) for name in stage.layer.params()]
+        return tuple(dict.fromkeys(homes))
+
+    # -------------------------------------------------------------------------------------- two loops
+
+    def forward(self, x: Any, training: bool = True) -> Any:
+        """The model's output for x; keeps what backward needs if `training`.
+
+        A rank that has no micro-batch in this round passes None: it joins the collectives and gets None.
+        """
+        plans = self.schedule.forward if training else self.schedule.evaluate
+        saved = []
+        for stage, uses, plan in zip(self.stages, self._uses, plans, strict=True):
+            self._start_and_wait(plan)
+            kept = None
+            if x is not None:
+                x, kept = stage.layer.forward(self._weights(uses), x)
+            saved.append(kept if training else None)
+            self._release(plan)
+            self.comm.progress()
+        self._saved = saved if training else None
+        return x
+
+    def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
+        """dx of the first trained stage; adds this micro-batch's gradients and starts their reduction.
+
+        `contributors`: ranks from this number on had no micro-batch in this round and pass dy = None.
+        `last`: whether this is the step's last round; only NO_SHARD with fast reduction defers to it.
+        """
+        if self._saved is None:
+            raise ValueError("backward needs a forward(x, training=True) before it")
+        saved, self._saved = self._saved, None
+        contributors = self.comm.size if contributors is None else contributors
+        idle = dy is None
+        for number in range(len(self.stages) - 1, self.schedule.last_backward - 1, -1):
+            stage, uses, plan = self.stages[number], self._uses[number], self.schedule.backward[number]
+            self._start_and_wait(plan)
+            if not idle:
+                kept, saved[number] = saved[number], None  # activations go as soon as they are used
+                weights = self._weights(uses) if plan.need else {}
+                dy = stage.layer.backward(weights, kept, dy, self._gradients(uses))
+            self._release(plan)
+            self._start_reductions(plan, contributors, last)
+            self.comm.progress()
+        self._synced = False
+        return dy
+
+    def _start_and_wait(self, plan: StagePlan) -> None:
+        if self.strategy.shards_parameters:
+            for unit in plan.start:
+                self.units[unit].start_gather()
+        for unit in plan.need:
+            self.units[unit].wait_gather()
+
+    def _release(self, plan: StagePlan) -> None:
+        if self.strategy.shards_parameters:
+            for unit in plan.drop:
+                self.units[unit].release()
+
+    def _start_reductions(self, plan: StagePlan, contributors: int, last: bool) -> None:
+        if self.accumulates_locally and not last:
+            return
+        for number in plan.reduce:
+            while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
+                self._reducing.popleft().wait_reduce()
+            self.units[number].start_reduce(contributors)
+            self._reducing.append(self.units[number])
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Whether micro-batches are summed on each rank before one reduction: NO_SHARD, fast."""
+        return not self.strategy.shards_moments and not self.comm.exact and self.comm.size > 1
+
+    def _weights(self, uses: tuple[int, ...]) -> Views:
+        if len(uses) == 1:
+            return self.units[uses[0]].weights()
+        return {name: view for unit in uses for name, view in self.units[unit].weights().items()}
+
+    def _gradients(self, uses: tuple[int, ...]) -> Views:
+        if len(uses) == 1:
+            return self.units[uses[0]].gradients()
+        return {name: view for unit in uses for name, view in self.units[unit].gradients().items()}
+
+    # ------------------------------------------------------------------------------------ around a step
+
+    def prefetch_forward_params(self) -> None:
+        """Start the gathers of the next forward now, for example while a batch is being read.
+
+        Raises ValueError if that has been done since the last forward, or if nothing is ever gathered.
+        """
+        if not self.strategy.shards_parameters:
+            raise ValueError(
+                f"prefetch: strategy {self.strategy.name} keeps parameters whole, nothing to gather"
+            )
+        if self.has_pending_prefetch:
+            raise ValueError("prefetch: already started; run forward before the next prefetch")
+        for unit in self.schedule.forward[0].start:
+            self.units[unit].start_gather()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether gathered parameters wait for a forward to begin."""
+        return (
+            self.strategy.shards_parameters
+            and self._saved is None
+            and any(unit.gathered for unit in self.units)
+        )
+
+    def overlapped_sync_gradients(self) -> Handle:
+        """Complete the step's reductions, and start what else gradients need; `wait` on the result.
+
+        Only NO_SHARD has such a rest, the gather of the summed slices.
+        """
+        while self._reducing:
+            self._reducing.popleft().wait_reduce()
+        handles = [] if self._synced else [unit.start_gradient_gather() for unit in self.units]
+        self._synced = True
+        return AllOf(handles)
+
+    def sync_gradients(self) -> None:
+        """Return when `gradients` are the sums over all ranks and micro-batches of the step."""
+        self.overlapped_sync_gradients().wait()
+
+    def broadcast_updated_params(self) -> None:
+        """After the slices were updated: start to bring them to ranks that keep the whole (SHARD_GRAD_OP).
+
+        The next forward waits for each unit where it needs it.
+        """
+        if self.strategy.shards_moments and not self.strategy.shards_parameters:
+            for unit in self.units:
+                if unit.unit.trainable:
+                    unit.start_update()
+
+    def zero_gradients(self) -> None:
+        """Forget the step's gradients."""
+        self._reducing.clear()
+        for unit in self.units:
+            unit.reset()
+
+    def gradients(self) -> Iterator[tuple[str, Array]]:
+        """(unit, this rank's slice of its summed gradient) for trainable units, after `sync_gradients`."""
+        for unit in self.units:
+            if unit.unit.trainable:
+                yield unit.name, unit.gradient
+
+    @property
+    def module(self) -> list[Stage]:
+        """The model that is sharded."""
+        return self.stages
+
+    def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
+        """The model and its whole parameters, on every rank: leaves sharding behind. Collective."""
+        return self.stages, self.state_dict()
+
+
+class AllOf(Handle):
+    """Several transfers as one."""
+
+    def __init__(self, handles: list[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def test(self) -> bool:
+        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
+
+
+def check_patterns(patterns: Sequence[str], params: Mapping[str, Param]) -> None:
+    """Raise ValueError for a pattern that matches nothing: most likely a slip of the pen."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in params):
+            raise ValueError(
+                f"frozen pattern {pattern!r} matches no parameter; names are like "
+                f"{', '.join(list(params)[:3])}"
+            )

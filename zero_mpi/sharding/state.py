@@ -1,0 +1,203 @@
+"""The sharded state from outside: read, write, measure and bring together what the ranks hold.
+
+Everything goes by parameter name and full shape, so it looks the same under every strategy and at any
+number of ranks. Methods marked "collective" must be called on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm import Comm
+from zero_mpi.nn.layer import Param
+from zero_mpi.ops import chunk_squares
+from zero_mpi.sharding.initialize import initial_values
+from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.strategy import Strategy
+from zero_mpi.sharding.unit import ShardInfo, shard_infos
+
+Source = Callable[[ShardedUnit], tuple[Array, bool]]
+Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
+
+
+class ShardedState:
+    """Access to the parameters and gradients that a list of units holds on this rank."""
+
+    def __init__(
+        self, params: Mapping[str, Param], units: list[ShardedUnit], comm: Comm, strategy: Strategy
+    ) -> None:
+        self.params, self.units, self.comm, self.strategy = params, units, comm, strategy
+        self._home = {name: unit for unit in units for name in unit.unit.params}
+        self._chunk_places = self._number_chunks()
+
+    # ------------------------------------------------------------------------------------------- write
+
+    def initialize(self, seed: int) -> None:
+        """Fill parameters by (seed, name): the same values at any number of ranks."""
+        self.load_slices(lambda name, start, stop: initial_values(name, self.params[name], seed, start, stop))
+
+    def load_slices(self, read: Read) -> None:
+        """Fill parameters by read(name, start, stop); only what this rank keeps is asked for."""
+        for unit in self.units:
+            unit.wait_gather()
+            target, part = held(unit)
+            fill(unit, target, part, read)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Fill parameters from whole arrays by name. Raises ValueError for wrong names or shapes."""
+        if state.keys() != self.params.keys():
+            odd = sorted(state.keys() ^ self.params.keys())
+            raise ValueError(f"state does not fit the model: {', '.join(odd[:3])} missing or surplus")
+        for name, param in self.params.items():
+            if tuple(state[name].shape) != param.shape:
+                raise ValueError(f"{name}: expected shape {param.shape}, got {tuple(state[name].shape)}")
+        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop])
+
+    def update_shards(self, flat: Array) -> None:
+        """Set this rank's slices, one after the other in the order of `parameters`, from one flat array.
+
+        Raises ValueError if `flat` has another size. Collective where ranks keep the whole.
+        """
+        shards = self.parameters()
+        wanted = sum(int(shard.size) for shard in shards)
+        if flat.ndim != 1 or flat.size != wanted:
+            raise ValueError(
+                f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
+                f"{self.comm.rank}, got shape {tuple(flat.shape)}"
+            )
+        start = 0
+        for unit, shard in zip(self.units, shards, strict=True):
+            shard[...] = flat[start : start + shard.size]
+            start += shard.size
+            if not self.strategy.shards_parameters:
+                unit.start_update()
+                unit.wait_gather()
+
+    # -------------------------------------------------------------------------------------------- read
+
+    def parameters(self) -> list[Array]:
+        """This rank's slice of each unit, flat, padding included: writing to them changes the model."""
+        return [unit.shard for unit in self.units]
+
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """(name, this rank's elements of that parameter as a flat view), for what it owns any of."""
+        for unit in self.units:
+            for segment in unit.unit.segments(unit.part):
+                yield segment.name, unit.shard[segment.where]
+
+    def shard_info(self) -> dict[str, ShardInfo]:
+        """Name -> which elements of the parameter this rank owns, in the model's order."""
+        infos = {name: info for unit in self.units for name, info in shard_infos(unit.unit, unit.part)}
+        return {name: infos[name] for name in self.params}
+
+    def all_gather_param(self, name: str) -> Array:
+        """A copy of one whole parameter, on every rank. Collective. Raises ValueError for unknown names."""
+        if name not in self._home:
+            raise ValueError(
+                f"parameter {name!r} is not known; names are like {', '.join(list(self.params)[:3])}"
+            )
+        unit = self._home[name]
+        was_gathered = unit.gathered
+        unit.start_gather()
+        unit.wait_gather()
+        whole = unit.weights()[name].copy()
+        if not was_gathered:
+            unit.release()
+        return whole
+
+    def state_dict(self) -> dict[str, Array]:
+        """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
+        return {name: self.all_gather_param(name) for name in self.params}
+
+    def collect(self, source: Source, root: int = 0) -> Iterator[tuple[str, Array | None]]:
+        """(name, whole array on `root` and None elsewhere), in the model's order. Collective.
+
+        `source(unit)` is a rank's array and whether that is the whole, on every rank, or this rank's slice.
+        One unit at a time is gathered, and to the root only; an array is valid until the next is asked for.
+        """
+        left = {id(unit): set(unit.unit.params) for unit in self.units}
+        views: dict[int, Mapping[str, Array] | None] = {}
+        for name in self.params:
+            unit = self._home[name]
+            key = id(unit)
+            if key not in views:
+                array, whole = source(unit)
+                views[key] = self._gather_to(unit, array, whole, root)
+            here = views[key]
+            yield name, None if here is None else here[name]
+            left[key].discard(name)
+            if not left[key]:
+                views[key] = None
+
+    def _gather_to(
+        self, unit: ShardedUnit, array: Array, whole_everywhere: bool, root: int
+    ) -> Mapping[str, Array] | None:
+        at_root = self.comm.rank == root
+        if whole_everywhere:
+            return unit.unit.views(array) if at_root else None
+        full = np.empty(unit.unit.length, array.dtype) if at_root else None
+        self.comm.gather(array, full, unit.partition, root, f"collect {unit.name}")
+        return None if full is None else unit.unit.views(full)
+
+    # ----------------------------------------------------------------------------------------- measure
+
+    @property
+    def shard_memory_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps between steps."""
+        return sum(int(held(unit)[0].nbytes) for unit in self.units)
+
+    @property
+    def replicated_memory_bytes(self) -> int:
+        """Bytes of parameters that a rank would keep without sharding."""
+        return sum(unit.unit.length * unit.shard.itemsize for unit in self.units)
+
+    def _number_chunks(self) -> dict[int, Array]:
+        """Per trainable unit: the places of its slice's chunks in the vector over the whole model."""
+        first, end = {}, 0
+        for name in self.params:
+            unit = self._home[name].unit
+            first[name] = end
+            end += unit.chunks(name) if unit.trainable else 0
+        self.chunk_count = end
+        places = {}
+        for number, sharded in enumerate(self.units):
+            unit, quantum = sharded.unit, sharded.unit.quantum
+            whole = np.concatenate([first[name] + np.arange(unit.chunks(name)) for name in unit.params])
+            places[number] = whole[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
+        return places
+
+    def gradient_norm(self) -> float:
+        """The Euclidean norm of the whole summed gradient, the same bits on every rank. Collective.
+
+        Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
+        in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
+        """
+        sums = np.zeros(self.chunk_count)
+        for number, unit in enumerate(self.units):
+            if unit.unit.trainable and unit.gradient.size:
+                sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
+        return float(np.sqrt(self.comm.sum_vector(sums).sum()))
+
+
+def parameters_of(unit: ShardedUnit) -> tuple[Array, bool]:
+    """A source for `collect`: the parameters."""
+    unit.wait_gather()
+    return held(unit)[0], not unit.strategy.shards_parameters
+
+
+def held(unit: ShardedUnit) -> tuple[Array, slice]:
+    """The parameters that this rank keeps between steps: the array, and which part of the unit it is."""
+    if unit.strategy.shards_parameters:
+        return unit.shard, unit.part
+    assert unit.full is not None
+    return unit.full, slice(0, unit.unit.length)
+
+
+def fill(unit: ShardedUnit, target: Array, part: slice, read: Read) -> None:
+    """Write read(name, start, stop) into `target`, which is `part` of the unit."""
+    for segment in unit.unit.segments(part):
+        size = segment.where.stop - segment.where.start
+        target[segment.where] = read(segment.name, segment.offset, segment.offset + size)

@@ -1,0 +1,37 @@
+"""Sharding strategies, as data: what of parameters, gradients and moments a rank holds only its slice of.
+
+FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
+training with replicated state (DDP).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_mpi.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is sharded. Gradients are reduced into slices under every strategy."""
+
+    name: str
+    shards_parameters: bool  # parameters are slices, gathered around each use
+    shards_moments: (
+        bool  # the optimizer updates its slice; otherwise gradients are gathered and all is updated
+    )
+    buckets: bool  # units are cut by bytes in reverse order, not by the model's scopes
+
+
+FULL_SHARD = Strategy("full-shard", shards_parameters=True, shards_moments=True, buckets=False)
+SHARD_GRAD_OP = Strategy("shard-grad-op", shards_parameters=False, shards_moments=True, buckets=False)
+NO_SHARD = Strategy("no-shard", shards_parameters=False, shards_moments=False, buckets=True)
+
+STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)}
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of that name; raises UsageError listing the known ones."""
+    if name not in STRATEGIES:
+        raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
