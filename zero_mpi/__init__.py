@@ -1,3 +1,83 @@
-"""zero_mpi: transformers trained over MPI ranks, sharded, exact to the last bit, into GGUF."""
+"""zero_mpi: transformers trained over MPI ranks, sharded, exact to the last bit, into GGUF.
+
+Importing it starts neither MPI nor CUDA; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zero_mpi import environment
+
+environment.prepare()  # before numpy is imported and MPI starts
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zero_mpi.accumulate import GradAccum
+    from zero_mpi.comm import Comm, Partition, SerialComm
+    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.errors import UsageError
+    from zero_mpi.nn import cross_entropy
+    from zero_mpi.optim import ShardedAdamW, clip_grad_norm
+    from zero_mpi.sharding import (
+        DDP,
+        FULL_SHARD,
+        NO_SHARD,
+        SHARD_GRAD_OP,
+        ShardedLinear,
+        ShardedModule,
+        ShardInfo,
+        Strategy,
+    )
+
+PUBLIC = {
+    "GradAccum": "accumulate",
+    "Comm": "comm",
+    "Partition": "comm",
+    "SerialComm": "comm",
+    "MPIComm": "comm.mpi",
+    "UsageError": "errors",
+    "cross_entropy": "nn",
+    "ShardedAdamW": "optim",
+    "clip_grad_norm": "optim",
+    "DDP": "sharding",
+    "FULL_SHARD": "sharding",
+    "NO_SHARD": "sharding",
+    "SHARD_GRAD_OP": "sharding",
+    "ShardInfo": "sharding",
+    "ShardedLinear": "sharding",
+    "ShardedModule": "sharding",
+    "Strategy": "sharding",
+}
+
+__all__ = [
+    "DDP",
+    "FULL_SHARD",
+    "NO_SHARD",
+    "SHARD_GRAD_OP",
+    "Comm",
+    "GradAccum",
+    "MPIComm",
+    "Partition",
+    "SerialComm",
+    "ShardInfo",
+    "ShardedAdamW",
+    "ShardedLinear",
+    "ShardedModule",
+    "Strategy",
+    "UsageError",
+    "clip_grad_norm",
+    "cross_entropy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'zero_mpi' has no attribute {name!r}")
+    return getattr(import_module(f"zero_mpi.{PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *PUBLIC])

@@ -7,8 +7,8 @@ number of ranks, also when it does not divide M.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from zero_mpi.arrays import Array
 from zero_mpi.sharding.module import ShardedModule
 
 Criterion = Callable[[Any], tuple[float, Any]]  # output of the model -> (loss, its gradient)
-Batch = TypeVar("Batch")
 
 
 class Rounds:
@@ -93,7 +92,12 @@ class GradAccum:
 
     def total_loss(self) -> float:
         """The step's loss: the micro-batches' losses, summed in their order. Collective."""
-        return ordered_total(self.module.comm.sum_vector(self.losses))
+        return self.totals(0.0)[0]
+
+    def totals(self, flag: float) -> tuple[float, float]:
+        """The step's loss, and the sum of the ranks' `flag`, a small whole number, in one collective."""
+        totals = self.module.comm.sum_vector(np.append(self.losses, flag))
+        return ordered_total(totals[:-1]), float(totals[-1])
 
 
 def ordered_total(values: Array) -> float:
@@ -102,22 +106,19 @@ def ordered_total(values: Array) -> float:
 
 
 def evaluate(
-    module: ShardedModule,
-    micro_batches: int,
-    batches: Iterator[Batch | None],
-    run: Callable[[Batch], tuple[Any, Criterion]],
+    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
 ) -> float:
     """The summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
 
-    `batches` yields this rank's batch of each round or None; `run(batch)` gives (input, criterion).
+    `read(i)` gives input and criterion of micro-batch i.
     """
     rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
     losses = np.zeros(micro_batches)
-    for number, batch in zip(range(len(rounds)), batches, strict=True):
+    for number in range(len(rounds)):
         mine = rounds.mine(number)
-        if batch is None or mine is None:
+        if mine is None:
             module.forward(None, training=False)
-            continue
-        x, criterion = run(batch)
-        losses[mine] = criterion(module.forward(x, training=False))[0]
+        else:
+            x, criterion = read(mine)
+            losses[mine] = criterion(module.forward(x, training=False))[0]
     return ordered_total(module.comm.sum_vector(losses))

@@ -6,7 +6,7 @@ number of ranks. Methods marked "collective" must be called on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -112,15 +112,18 @@ class ShardedState:
         """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
         return {name: self.all_gather_param(name) for name in self.params}
 
-    def collect(self, source: Source, root: int = 0) -> Iterator[tuple[str, Array | None]]:
+    def collect(
+        self, source: Source, names: Sequence[str] | None = None, root: int = 0
+    ) -> Iterator[tuple[str, Array | None]]:
         """(name, whole array on `root` and None elsewhere), in the model's order. Collective.
 
         `source(unit)` is a rank's array and whether that is the whole, on every rank, or this rank's slice.
         One unit at a time is gathered, and to the root only; an array is valid until the next is asked for.
         """
-        left = {id(unit): set(unit.unit.params) for unit in self.units}
+        names = list(self.params) if names is None else names
+        left = {id(unit): set(unit.unit.params) & set(names) for unit in self.units}
         views: dict[int, Mapping[str, Array] | None] = {}
-        for name in self.params:
+        for name in names:
             unit = self._home[name]
             key = id(unit)
             if key not in views:

@@ -1,0 +1,478 @@
+"""From files to token streams: what is taken, held out and refused, and the hash that tells corpora apart."""
+
+import math
+import os
+import shutil
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from zero_mpi.data import (
+    ByteTokenizer,
+    collect_files,
+    holds_token_files,
+    load_corpus,
+    stdlib_files,
+    unigram_entropy,
+)
+from zero_mpi.data import corpus as corpus_module
+from zero_mpi.errors import UsageError
+
+TOKENIZER = ByteTokenizer()
+EOS = TOKENIZER.eos
+
+
+def load(*paths, val_fraction=0.0, context=4, seed=0, tokenizer=TOKENIZER, vocab_size=260):
+    return load_corpus(
+        [str(path) for path in paths],
+        val_fraction=val_fraction,
+        context=context,
+        seed=seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+    )
+
+
+def write(root, **files):
+    """Files under `root`; `__` in a name stands for a slash."""
+    for name, content in files.items():
+        put(root / name.replace("__", "/"), content)
+    return root
+
+
+def put(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def put_ids(path, ids, dtype=np.uint16):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, np.array(ids, dtype))
+    return path
+
+
+def many(root, count=40, size=50):
+    """`count` documents, each of `size` times its own byte."""
+    return write(root, **{f"d{i:02}": bytes([i + 1]) * size for i in range(count)})
+
+
+def documents_of(tokens):
+    """The set of documents (by their byte) in a stream of `many`."""
+    return set(np.unique(tokens).tolist()) - {EOS}
+
+
+# finding files
+
+
+def test_folders_are_read_in_order_of_name_and_hidden_files_skipped(tmp_path):
+    write(tmp_path, b="1", a__z="2", a__c__x="3", B="4", a0="5")
+    for hidden in (".git/config", "a/.hidden", "a/.cache/x"):
+        put(tmp_path / hidden, "no")
+    assert [name for name, _ in collect_files([str(tmp_path)])] == ["B", "a/c/x", "a/z", "a0", "b"]
+    assert all(path == tmp_path / name for name, path in collect_files([str(tmp_path)]))
+
+
+def test_files_come_as_given_and_hidden_ones_too_if_named(tmp_path):
+    write(tmp_path, b="1", a="2", sub__c="3")
+    paths = [str(tmp_path / name) for name in ("sub/c", "b", "a")]
+    assert [name for name, _ in collect_files(paths)] == ["c", "b", "a"]
+    hidden = put(tmp_path / ".secret" / ".x", "4")
+    assert [name for name, _ in collect_files([str(hidden)])] == [".x"]
+    assert collect_files([str(hidden.parent)]) == []
+
+
+def test_a_file_reached_twice_is_taken_once(tmp_path):
+    write(tmp_path, a="1", b="2")
+    (tmp_path / "c").symlink_to(tmp_path / "a")
+    names = [name for name, _ in collect_files([str(tmp_path / "b"), str(tmp_path), str(tmp_path / "b")])]
+    assert names == ["b", "a"]
+
+
+def test_linked_folders_are_followed_and_loops_end(tmp_path):
+    outside = write(tmp_path / "outside", x="1")
+    inside = write(tmp_path / "inside", y="2")
+    (inside / "loop").symlink_to(inside)
+    (inside / "link").symlink_to(outside)
+    (inside / "broken").symlink_to(tmp_path / "nowhere")
+    assert [name for name, _ in collect_files([str(inside)])] == ["link/x", "y"]
+
+
+def test_a_missing_path_is_named(tmp_path):
+    put(tmp_path / "here", "text")
+    with pytest.raises(UsageError, match=r"--data .*/nowhere.txt does not exist"):
+        load(tmp_path / "here", tmp_path / "nowhere.txt")
+
+
+def test_a_pipe_is_refused_by_name_and_skipped_in_a_folder(tmp_path):
+    """Reading one would wait for ever, and only one rank could."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is neither a file nor a folder"):
+        collect_files([str(tmp_path / "pipe")])
+    assert collect_files([str(tmp_path)]) == []
+
+
+# text
+
+
+def test_documents_are_bytes_each_closed_by_eos(tmp_path):
+    write(tmp_path, a="hi", b=b"\xff\r\n", c="")
+    corpus = load(tmp_path)
+    assert corpus.train.tolist() == [*b"hi", EOS, *b"\xff\r\n", EOS]
+    assert corpus.train.dtype == np.uint16
+    assert (corpus.documents, corpus.val_documents, corpus.val.size, corpus.notes) == (2, 0, 0, ())
+    assert corpus.vocab_size == 260
+
+
+def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
+    write(tmp_path, a="text " * 9, b=b"x\0y", c=b"z" * 8191 + b"\0", d=b"late" * 2048 + b"\0")
+    corpus = load(tmp_path)
+    assert corpus.documents == 2
+    assert corpus.notes == ("binary files left out: 2 (b, c); name a file to take it",)
+    assert corpus.train[-2] == 0  # beyond the first 8 KiB nobody looks
+
+
+def test_a_binary_file_that_the_user_names_is_taken(tmp_path):
+    write(tmp_path, a="text", b=b"x\0y")
+    assert load(tmp_path / "b", context=3).train.tolist() == [*b"x\0y", EOS]
+    assert load(tmp_path, tmp_path / "b").documents == 2
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="tokenizer has 260 tokens, the model's vocabulary 259"):
+        load(put(tmp_path / "a", "text"), vocab_size=259)
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"without a tokenizer: .* token files"):
+        load(put(tmp_path / "a", "text"), tokenizer=None)
+
+
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+    path = put(tmp_path / "locked", "text")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(UsageError, match=r"cannot read .*locked: Permission denied"):
+        load(path)
+
+
+# token files
+
+
+def test_token_files_are_taken_as_they_are(tmp_path):
+    one, two = put_ids(tmp_path / "1.npy", [5, 6, 7]), put_ids(tmp_path / "2.npy", [70000, 1, 2], np.uint32)
+    corpus = load(one, two, tokenizer=None, vocab_size=70001)
+    assert corpus.train.tolist() == [5, 6, 7, 70000, 1, 2]
+    assert (corpus.train.dtype, corpus.documents) == (np.uint32, 2)
+
+
+def test_one_token_file_stays_on_disk(tmp_path):
+    corpus = load(put_ids(tmp_path / "ids.npy", range(100)), val_fraction=0.2)
+    for part in (corpus.train, corpus.val):
+        base = part
+        while base.base is not None and not isinstance(base, np.memmap):
+            base = base.base
+        assert isinstance(base, np.memmap)
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_BLOCK", 7)
+    path = put_ids(tmp_path / "ids.npy", [259] * 16 + [260, 300])
+    with pytest.raises(UsageError, match=r"ids.npy: id 260 at position 16 is outside the vocabulary of 260"):
+        load(path)
+    assert load(path, vocab_size=301).train.size == 18
+
+
+@pytest.mark.parametrize(
+    ("array", "found"),
+    [
+        (np.zeros(9, np.int64), r"int64 of shape \(9,\)"),
+        (np.zeros(9, np.float32), "float32"),
+        (np.zeros((3, 3), np.uint16), r"uint16 of shape \(3, 3\)"),
+        (np.zeros((), np.uint16), r"uint16 of shape \(\)"),
+        (np.zeros(9, np.dtype(np.uint16).newbyteorder()), "[<>]u2"),
+    ],
+)
+def test_other_arrays_are_refused_with_what_came(tmp_path, array, found):
+    np.save(tmp_path / "ids.npy", array)
+    with pytest.raises(
+        UsageError, match=f"ids.npy: expected a 1-D array of uint16 or uint32 ids, found {found}"
+    ):
+        load(tmp_path / "ids.npy")
+
+
+def pickled(path):
+    np.save(path, np.array([{}], object), allow_pickle=True)
+
+
+def archive(path):
+    with path.open("wb") as file:
+        np.savez(file, a=np.zeros(9, np.uint16))
+
+
+def cut_short(path):
+    np.save(path, np.zeros(5000, np.uint16))
+    os.truncate(path, 4000)
+
+
+@pytest.mark.parametrize(
+    "make", [pickled, archive, cut_short, lambda path: put(path, ""), lambda path: put(path, "x")]
+)
+def test_files_that_are_no_arrays_are_refused(tmp_path, make):
+    make(tmp_path / "ids.npy")
+    with pytest.raises(UsageError, match=r"cannot read .*ids.npy as a token file: ."):
+        load(tmp_path / "ids.npy")
+
+
+def test_text_and_token_files_are_not_mixed(tmp_path):
+    put_ids(tmp_path / "ids.npy", range(9))
+    write(tmp_path, a="text " * 9)
+    for paths in ([tmp_path], [tmp_path / "a", tmp_path / "ids.npy"]):
+        with pytest.raises(UsageError, match=r"not both: .*ids.npy is one, .*a is not"):
+            load(*paths)
+
+
+def test_which_kind_of_files_is_known_beforehand(tmp_path):
+    ids, text = put_ids(tmp_path / "ids.npy", range(9)), put(tmp_path / "a", "text")
+    assert holds_token_files([str(ids)])
+    assert not holds_token_files([str(text)])
+    assert not holds_token_files([])
+
+
+# the held-out set
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.33, 0.5, 0.9])
+def test_whole_documents_are_held_out(tmp_path, fraction, seed):
+    corpus = load(many(tmp_path), val_fraction=fraction, seed=seed)
+    train, val = documents_of(corpus.train), documents_of(corpus.val)
+    assert train | val == set(range(1, 41))
+    assert not train & val
+    assert corpus.train.size + corpus.val.size == 40 * 51
+    assert len(val) == corpus.val_documents == math.ceil(40 * fraction)
+    assert corpus.train.size % 51 == corpus.val.size % 51 == 0
+    assert corpus.notes == ()
+
+
+def test_both_sides_keep_the_order_of_the_corpus(tmp_path):
+    corpus = load(many(tmp_path), val_fraction=0.4)
+    for side in (corpus.train, corpus.val):
+        assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
+        assert side[-1] == EOS
+
+
+def test_the_draw_depends_on_the_seed_alone(tmp_path):
+    many(tmp_path)
+    drawn = [frozenset(documents_of(load(tmp_path, val_fraction=0.2, seed=s).val)) for s in (0, 0, 1, 2)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_last_training_document_is_never_held_out(tmp_path, seed):
+    corpus = load(many(tmp_path, count=3), val_fraction=0.99, seed=seed)
+    assert (corpus.documents, corpus.val_documents) == (3, 2)
+    assert corpus.train.size == 51
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_giant_is_not_held_out_where_others_do(tmp_path, seed):
+    write(tmp_path, **{f"d{i}": "s" * 99 for i in range(9)}, giant="g" * 9099)
+    corpus = load(tmp_path, val_fraction=0.05, seed=seed)
+    assert ord("g") not in corpus.val
+    assert corpus.val.size == 500
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_giants_the_smaller_is_held_out(tmp_path, seed):
+    corpus = load(write(tmp_path, a="a" * 500, b="b" * 400), val_fraction=0.05, seed=seed)
+    assert documents_of(corpus.val) == {ord("b")}
+
+
+def test_of_a_single_document_the_tail_is_held_out(tmp_path):
+    corpus = load(put(tmp_path / "a", bytes(range(99))), val_fraction=0.101)
+    assert corpus.train.tolist() == list(range(89))
+    assert corpus.val.tolist() == [*range(89, 99), EOS]
+    assert (corpus.documents, corpus.val_documents, corpus.notes) == (1, 0, ())
+
+
+@pytest.mark.parametrize(("fraction", "held"), [(0.04, 0), (0.05, 5), (0.95, 95), (0.96, 0)])
+def test_a_tail_is_held_out_only_if_both_parts_have_a_window(tmp_path, fraction, held):
+    corpus = load(put(tmp_path / "a", "x" * 99), val_fraction=fraction)
+    assert (corpus.val.size, corpus.train.size) == (held, 100 - held)
+    assert len(corpus.notes) == (not held)
+
+
+def test_without_a_held_out_set_a_note_says_why(tmp_path):
+    many(tmp_path / "many", count=10, size=3)
+    corpus = load(tmp_path / "many", val_fraction=0.1)
+    assert (corpus.val.size, corpus.train.size, corpus.val_documents) == (0, 40, 0)
+    assert corpus.notes == (
+        "no held-out set: it would have 4 tokens, a window takes 5; use a larger --val-fraction or a smaller "
+        "--context",
+    )
+    corpus = load(put(tmp_path / "one", "abcd"), val_fraction=0.5)
+    assert corpus.notes == ("no held-out set: it would leave 2 tokens to train on, a window takes 5",)
+    assert corpus.train.tolist() == [*b"abcd", EOS]
+
+
+def test_fraction_zero_turns_it_off_without_a_note(tmp_path):
+    corpus = load(many(tmp_path), val_fraction=0)
+    assert (corpus.val.size, corpus.val_documents, corpus.notes) == (0, 0, ())
+    assert corpus.train.size == 40 * 51
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, math.nan])
+def test_other_fractions_are_refused(tmp_path, fraction):
+    with pytest.raises(UsageError, match="--val-fraction must be at least 0 and below 1, not "):
+        load(many(tmp_path), val_fraction=fraction)
+
+
+# too little data
+
+
+def test_a_single_window_is_enough_and_one_token_less_is_not(tmp_path):
+    path = put(tmp_path / "a", "abcd")
+    assert load(path, context=4, val_fraction=0.05).train.size == 5
+    with pytest.raises(
+        UsageError,
+        match=r"^context 5 needs at least 6 tokens, the data holds 5: use a smaller --context or more",
+    ):
+        load(path, context=5)
+
+
+@pytest.mark.parametrize("files", [{}, {"a": "", "b": ""}])
+def test_empty_data_is_named(tmp_path, files):
+    write(tmp_path, **files)
+    with pytest.raises(UsageError, match=f"--data holds no text and no tokens: {tmp_path}$"):
+        load(tmp_path)
+
+
+def test_empty_token_files_are_empty_data(tmp_path):
+    with pytest.raises(UsageError, match=r"no tokens: .*ids.npy"):
+        load(put_ids(tmp_path / "ids.npy", []))
+
+
+def test_a_folder_of_binary_files_is_empty_data_and_says_so(tmp_path):
+    put(tmp_path / "b", b"\0" * 99)
+    with pytest.raises(UsageError, match=r"no text and no tokens: .*; binary files left out: 1"):
+        load(tmp_path)
+
+
+# the hash
+
+
+def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatch):
+    many(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there" / "deeper")
+    first = load(tmp_path / "here").sha256
+    assert len(first) == 64
+    assert load(tmp_path / "there/deeper", val_fraction=0.3, context=7, seed=5).sha256 == first
+    monkeypatch.chdir(tmp_path / "here")
+    assert load(".").sha256 == first
+
+
+def test_the_hash_sees_names_bytes_order_and_bounds(tmp_path):
+    variants = [
+        {"a": "one", "b": "two"},
+        {"a": "onf", "b": "two"},
+        {"a": "two", "b": "one"},
+        {"a": "one", "c": "two"},
+        {"a": "onet", "b": "wo"},
+        {"a": "one", "b": "two", "c": "x"},
+        {"aone": "b", "two": "x"},
+        {"x__a": "one", "b": "two"},
+    ]
+    hashes = {load(write(tmp_path / str(i), **files), context=2).sha256 for i, files in enumerate(variants)}
+    paths = [tmp_path / "0" / name for name in "ab"]
+    assert load(*paths, context=2).sha256 in hashes
+    hashes.add(load(*reversed(paths), context=2).sha256)
+    assert len(hashes) == len(variants) + 1
+
+
+def test_the_hash_is_pinned(tmp_path):
+    """A checkpoint records it: another recipe would make every resume look like one on other data."""
+    write(tmp_path, a="one", b__c="two")
+    recipe = [(b"a", b"one"), (b"b/c", b"two")]
+    parts = [len(name).to_bytes(8, "little") + name + sha256(data).digest() for name, data in recipe]
+    assert load(tmp_path).sha256 == sha256(b"".join(parts)).hexdigest()
+
+
+def test_the_hash_of_token_files_sees_ids_and_names(tmp_path):
+    files = [("a/x.npy", [1, 2, 3]), ("b/x.npy", [1, 2, 4]), ("c/y.npy", [1, 2, 3]), ("d/x.npy", [1, 2, 3])]
+    hashes = [load(put_ids(tmp_path / name, ids), context=2).sha256 for name, ids in files]
+    assert hashes[0] == hashes[3]
+    assert len(set(hashes)) == 3
+
+
+# Python's own library
+
+
+def test_the_library_is_python_source_without_tests_and_packages():
+    files = stdlib_files()
+    root = corpus_module.stdlib_root()
+    names = [path.relative_to(root).as_posix() for path in files]
+    assert names == sorted(names)
+    assert {"os.py", "json/decoder.py", "__future__.py"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert all(name.endswith(".py") and not name.startswith("_sysconfigdata") for name in names)
+
+
+def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
+    kept = ("a.py", "email/b.py", "testing.py")
+    dropped = (
+        "test/x.py",
+        "lib2to3/tests/x.py",
+        "idlelib/idle_test/x.py",
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        "__pycache__/x.py",
+        "a.pyc",
+        "_sysconfigdata__linux.py",
+        ".x.py",
+    )
+    for name in kept + dropped:
+        put(tmp_path / name, "x = 1\n")
+    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == list(kept)
+
+
+def test_no_path_means_the_library(tmp_path, monkeypatch):
+    write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
+    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path / "lib")
+    corpus = load()
+    assert corpus.train.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
+    assert corpus.sha256 == load(tmp_path / "lib").sha256
+
+
+def test_the_default_corpus_trains_and_holds_out():
+    corpus = load(val_fraction=0.05, context=256)
+    total = corpus.train.size + corpus.val.size
+    assert total > 3_000_000
+    assert 0.05 <= corpus.val.size / total <= 0.1
+    assert corpus.notes == ()
+
+
+def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path)
+    with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
+        load()
+
+
+# entropy
+
+
+@pytest.mark.parametrize("block", [3, 1 << 20])
+def test_the_entropy_of_a_unigram_model(monkeypatch, block):
+    monkeypatch.setattr(corpus_module, "_BLOCK", block)
+    assert unigram_entropy(np.array([7] * 9, np.uint16)) == 0
+    assert unigram_entropy(np.arange(64, dtype=np.uint32)[::-1]) == pytest.approx(math.log(64))
+    tokens = np.array([300, 0, 0, 0], np.uint16)
+    assert unigram_entropy(tokens) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert math.isnan(unigram_entropy(tokens[:0]))

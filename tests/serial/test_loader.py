@@ -1,0 +1,200 @@
+"""Which tokens go where: a function of seed, step and micro-batch, never of the number of ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_mpi.data import EvalLoader, StepLoader, Windows, window_of
+from zero_mpi.data.loader import permutation
+from zero_mpi.errors import UsageError
+
+
+def windows_of(count, context=4, extra=0):
+    """`count` windows over the stream 0, 1, 2, ...: a token says where it stood."""
+    return Windows(np.arange(count * context + 1 + extra, dtype=np.uint32), context)
+
+
+def loader_of(windows=10, batch_size=7, micro_batch=2, seed=3):
+    return StepLoader(windows_of(windows), batch_size=batch_size, micro_batch=micro_batch, seed=seed)
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# windows
+
+
+def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
+    inputs, targets = windows_of(3).batch([2, 0])
+    assert inputs.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert targets.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("tokens", range(14))
+def test_the_number_of_windows(tokens):
+    assert len(Windows(np.zeros(tokens, np.uint16), 4)) == max(0, (tokens - 1) // 4)
+
+
+@pytest.mark.parametrize("indices", [[1], [2, 0, 2], []])
+def test_batches_are_fresh_contiguous_int64(indices):
+    tokens = np.arange(20, dtype=np.uint16)
+    for part in Windows(tokens, 4).batch(indices):
+        assert part.dtype == np.int64
+        assert part.shape == (len(indices), 4)
+        assert part.flags.c_contiguous
+        assert part.flags.owndata
+        part[:] = 99
+    assert tokens.tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("indices", [[-1], [3], [0, 3], [-1, 2]])
+def test_a_window_that_is_not_there_is_an_error(indices):
+    with pytest.raises(IndexError, match="of 3"):
+        windows_of(3).batch(indices)
+
+
+def test_tokens_may_be_a_mapped_file(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(9, dtype=np.uint16))
+    mapped = np.load(tmp_path / "ids.npy", mmap_mode="r")
+    assert type(Windows(mapped, 4).batch([1])[0]) is np.ndarray
+
+
+def test_a_context_below_one_is_refused():
+    with pytest.raises(UsageError, match="--context must be at least 1, not 0"):
+        Windows(np.zeros(5, np.uint16), 0)
+
+
+# samples to windows
+
+
+@given(windows=st.integers(1, 40), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
+def test_an_epoch_has_each_window_once(windows, seed, epoch):
+    samples = np.arange(windows) + epoch * windows
+    assert sorted(window_of(samples, windows, seed).tolist()) == list(range(windows))
+
+
+def test_a_run_of_samples_over_many_epochs_equals_its_single_samples():
+    samples = np.array([0, 1, 5, 6, 7, 22, 23, 6])
+    singles = [window_of(sample, 3, 9) for sample in samples.tolist()]
+    assert window_of(samples, 3, 9).tolist() == singles
+    assert all(type(window) is int for window in singles)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    epochs = [tuple(window_of(np.arange(50) + 50 * e, 50, s).tolist()) for s in (0, 1) for e in (0, 1, 2)]
+    assert len(set(epochs)) == 6
+    assert epochs[0] == tuple(window_of(np.arange(50), 50, 0).tolist())
+    assert all(epoch != tuple(range(50)) for epoch in epochs)
+
+
+def test_one_window_serves_every_sample():
+    assert window_of(np.arange(6), 1, 7).tolist() == [0] * 6
+    assert window_of(123456789, 1, 7) == 0
+
+
+def test_the_order_is_pinned():
+    """These numbers must never change: a resume would train on other samples than the run it continues."""
+    assert permutation(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]
+    assert window_of(np.arange(16), 8, 0).tolist() == [3, 4, 1, 6, 5, 2, 7, 0, 1, 4, 0, 6, 3, 5, 2, 7]
+
+
+@given(count=st.integers(0, 50), key=st.lists(st.integers(0, 2**33), min_size=1, max_size=3))
+def test_a_permutation_permutes(count, key):
+    assert sorted(permutation(count, *key).tolist()) == list(range(count))
+
+
+# steps
+
+
+def test_the_steps_of_an_epoch_read_each_window_once():
+    """10 windows in steps of 4: five steps are two epochs, and step 2 lies across the seam."""
+    loader = loader_of(windows=10, batch_size=4, micro_batch=3)
+    read = [loader.micro(step, i)[0] for step in range(5) for i in range(loader.micro_batches)]
+    starts = np.concatenate(read)[:, 0] // 4
+    assert sorted(starts[:10].tolist()) == sorted(starts[10:].tolist()) == list(range(10))
+
+
+def test_the_samples_of_a_step_follow_the_global_index():
+    loader = loader_of(windows=10, batch_size=7, micro_batch=2, seed=3)
+    read = np.concatenate([loader.micro(2, i)[0] for i in range(4)])[:, 0] // 4
+    assert read.tolist() == [window_of(sample, 10, 3) for sample in range(14, 21)]
+
+
+def test_micro_batches_change_the_cut_and_not_the_samples():
+    whole = loader_of(batch_size=7, micro_batch=7).micro(3, 0)
+    cut = loader_of(batch_size=7, micro_batch=3)
+    assert [len(cut.micro(3, i)[0]) for i in range(3)] == [3, 3, 1]
+    assert same(
+        whole, [np.concatenate(parts) for parts in zip(*map(cut.micro, [3] * 3, range(3)), strict=True)]
+    )
+
+
+def test_the_sizes_of_a_step():
+    loader = loader_of(batch_size=7, micro_batch=2)
+    assert (loader.micro_batches, loader.tokens_per_step) == (4, 28)
+    assert sum(loader.micro(0, i)[1].size for i in range(4)) == 28
+
+
+def test_a_corpus_of_one_window_fills_any_batch():
+    loader = loader_of(windows=1, batch_size=5, micro_batch=2)
+    assert np.concatenate([loader.micro(4, i)[0] for i in range(3)]).tolist() == [[0, 1, 2, 3]] * 5
+
+
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("flag", ["batch_size", "micro_batch"])
+def test_sizes_below_one_name_their_flag(flag, value):
+    sizes = {"batch_size": 2, "micro_batch": 1} | {flag: value}
+    with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} must be at least 1, not {value}"):
+        StepLoader(windows_of(3), **sizes, seed=0)
+
+
+def test_a_stream_without_a_window_is_refused():
+    with pytest.raises(UsageError, match="no window of 5 tokens"):
+        StepLoader(windows_of(0), batch_size=1, micro_batch=1, seed=0)
+
+
+# evaluation
+
+
+def chosen(loader):
+    parts = [loader.micro(i)[0][:, 0] // 4 for i in range(loader.micro_batches)]
+    return np.concatenate(parts).tolist() if parts else []
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, list(range(10))),
+        (99, list(range(10))),
+        (10, list(range(10))),
+        (5, [0, 2, 4, 6, 8]),
+        (1, [0]),
+        (0, []),
+    ],
+)
+def test_evaluation_windows_are_spread_evenly_in_order(limit, expected):
+    loader = EvalLoader(windows_of(10), 3, limit)
+    assert chosen(loader) == expected
+    assert loader.tokens == 4 * len(expected)
+    assert loader.micro_batches == -(-len(expected) // 3)
+
+
+@given(total=st.integers(1, 60), limit=st.integers(1, 60))
+def test_any_limit_takes_distinct_windows_with_even_gaps(total, limit):
+    picks = chosen(EvalLoader(windows_of(total), 7, limit))
+    assert len(picks) == min(total, limit)
+    gaps = np.diff([*picks, total])
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_nothing_held_out_is_no_evaluation():
+    loader = EvalLoader(windows_of(0), 2, 9)
+    assert (loader.micro_batches, loader.tokens) == (0, 0)
+
+
+def test_an_evaluation_micro_batch_below_one_is_refused():
+    with pytest.raises(UsageError, match="--micro-batch must be at least 1, not 0"):
+        EvalLoader(windows_of(3), 0)

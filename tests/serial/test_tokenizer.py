@@ -1,0 +1,112 @@
+"""The byte tokenizer: ids are bytes, and its GGUF keys are the ones that llama.cpp reads back exactly."""
+
+import numpy as np
+import pytest
+
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import UsageError
+
+TOKENIZER = ByteTokenizer()
+TOKENS = "tokenizer.ggml.tokens"
+
+
+def test_every_byte_is_its_own_id_and_comes_back():
+    data = bytes(range(256))
+    ids = TOKENIZER.encode(data)
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == list(range(256))
+    assert TOKENIZER.decode(ids) == data
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve 😀 \u2581\0\r\n", "\ud7ff\uffff"])
+def test_text_goes_through_utf8(text):
+    assert TOKENIZER.encode(text).tolist() == list(text.encode())
+    assert TOKENIZER.decode(TOKENIZER.encode(text)).decode() == text
+
+
+def test_a_string_with_smuggled_bytes_gives_those_bytes():
+    assert TOKENIZER.encode(b"\xff\xfea".decode("utf-8", "surrogateescape")).tolist() == [0xFF, 0xFE, 97]
+
+
+def test_special_ids_decode_to_nothing():
+    assert TOKENIZER.decode([256, 104, 257, 105, 258, 259]) == b"hi"
+    assert TOKENIZER.decode([]) == b""
+    assert TOKENIZER.decode(np.array([[97], [98]])) == b"ab"
+
+
+@pytest.mark.parametrize("strange", [-1, 260, 65536 + 97])
+def test_ids_outside_the_vocabulary_are_refused(strange):
+    with pytest.raises(ValueError, match=f"id {strange} is outside the byte vocabulary of 260"):
+        TOKENIZER.decode([97, strange])
+
+
+def test_the_ids_of_the_special_tokens():
+    assert (TOKENIZER.bos, TOKENIZER.eos, TOKENIZER.pad, TOKENIZER.vocab_size) == (256, 257, 258, 260)
+
+
+def expected_characters():
+    """GPT-2's map written out run by run, another way than the code's."""
+    runs = [(0, 33, 256), (33, 127, 33), (127, 161, 289), (161, 173, 161), (173, 174, 323), (174, 256, 174)]
+    return [chr(byte - start + image) for start, stop, image in runs for byte in range(start, stop)]
+
+
+def test_the_metadata_is_exact():
+    metadata = TOKENIZER.metadata()
+    types = metadata.pop("tokenizer.ggml.token_type")
+    assert (types.dtype, types.tolist()) == (np.int32, [1] * 256 + [3, 3, 3, 5])
+    assert metadata == {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        TOKENS: [*expected_characters(), "<|bos|>", "<|endoftext|>", "<|pad|>", "<|bos|><|endoftext|>"],
+        "tokenizer.ggml.merges": ["<|bos|> <|endoftext|>"],
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.ggml.padding_token_id": 258,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def test_the_metadata_has_the_types_a_gguf_needs():
+    metadata = TOKENIZER.metadata()
+    for key, value in metadata.items():
+        if key.endswith("_id"):
+            assert type(value) is np.uint32, key
+        elif ".add_" in key:
+            assert type(value) is bool, key
+    assert len(set(metadata[TOKENS])) == 260
+
+
+def test_the_map_is_the_one_of_the_gpt2_vocabulary():
+    tokens = TOKENIZER.metadata()[TOKENS]
+    assert [tokens[byte] for byte in (0, 10, 32, 65, 127, 160, 173, 255)] == list("ĀĊĠAġłŃÿ")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_its_own_metadata_is_recognised_as_any_sequence(kind):
+    metadata = TOKENIZER.metadata()
+    metadata[TOKENS] = kind(metadata[TOKENS])
+    assert isinstance(ByteTokenizer.from_metadata(metadata), ByteTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"tokenizer.ggml.model": None}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "llama"}, "'llama' of 260 tokens"),
+        ({TOKENS: ["a", "b"]}, "'gpt2' of 2 tokens"),
+        ({TOKENS: None}, "'gpt2' of 0 tokens"),
+        ({TOKENS: [str(i) for i in range(260)]}, "'0' for 'Ā' as token 0"),
+        ({TOKENS: [*TOKENIZER.metadata()[TOKENS][:259], "<|end|>"]}, "'<|end|>' for .* as token 259"),
+    ],
+)
+def test_another_tokenizer_is_refused_with_what_was_found(change, found):
+    found = found.replace("|", r"\|")
+    with pytest.raises(UsageError, match=f"{found}.* token files"):
+        ByteTokenizer.from_metadata(TOKENIZER.metadata() | change)
+
+
+def test_a_file_without_any_key_is_refused():
+    with pytest.raises(UsageError, match="no tokenizer"):
+        ByteTokenizer.from_metadata({})

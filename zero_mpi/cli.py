@@ -1,0 +1,32 @@
+"""`zero-mpi COMMAND ...`: the same as `python -m zero_mpi.COMMAND ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from zero_mpi import __version__
+
+COMMANDS = {"train": "train a model, sharded over MPI ranks", "generate": "text from a GGUF model"}
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name == "--version":
+        print(f"zero_mpi {__version__}")
+    elif name in ("-h", "--help"):
+        print("usage: zero-mpi COMMAND [flags]\n\ncommands:")
+        print("\n".join(f"  {command:10} {text}" for command, text in COMMANDS.items()))
+    elif name in COMMANDS:
+        del sys.argv[1]
+        importlib.import_module(f"zero_mpi.{name}").main()
+    else:
+        sys.stderr.write(
+            f"zero-mpi: error: {name!r} is not a command; expected one of {', '.join(COMMANDS)}\n"
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

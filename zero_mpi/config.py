@@ -1,0 +1,251 @@
+"""The flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
+
+A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks what a run must
+keep when it is resumed, because another value would make it another run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zero_mpi.errors import UsageError
+from zero_mpi.models import ARCHITECTURES
+
+
+def flag(
+    default: Any, kind: Any, group: str, text: str, *, fixed: bool = False, choices: Sequence[str] = ()
+) -> Any:
+    """A field of the configuration; `kind` is int, float, str, bool or list."""
+    about = {"kind": kind, "group": group, "text": text, "fixed": fixed, "choices": tuple(choices)}
+    if kind is list:
+        return dataclasses.field(default_factory=list, metadata=about)
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclass
+class Config:
+    """Everything that a run depends on. None means: worked out from the rest."""
+
+    out: str = flag("runs/default", str, "run", "run directory: metrics, configuration, checkpoints")
+    steps: int = flag(240, int, "run", "optimizer steps")
+    seed: int = flag(0, int, "run", "seed of initial weights and of the order of the data", fixed=True)
+    resume: str = flag("auto", str, "run", "auto: from OUT/latest if there is one; never; or a checkpoint")
+    sample: int = flag(400, int, "run", "tokens of text to generate at the end; 0 turns it off")
+
+    arch: str = flag("llama", str, "model", "architecture", fixed=True, choices=tuple(ARCHITECTURES))
+    layers: int = flag(4, int, "model", "blocks", fixed=True)
+    dim: int = flag(192, int, "model", "width", fixed=True)
+    heads: int = flag(6, int, "model", "query heads", fixed=True)
+    kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)", fixed=True)
+    ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)", fixed=True)
+    context: int = flag(128, int, "model", "tokens per training window", fixed=True)
+    tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)", fixed=True)
+    vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files", fixed=True)
+    init: str | None = flag(
+        None, str, "model", "start from this GGUF file instead; gives all sizes", fixed=True
+    )
+    freeze: list[str] = flag(
+        None, list, "model", "name patterns of parameters to leave as they are", fixed=True
+    )
+
+    data: list[str] = flag(
+        None, list, "data", "text files, folders or .npy token files (default: Python's library)"
+    )
+    tokenizer: str = flag("byte", str, "data", "tokenizer", fixed=True, choices=("byte", "from-init"))
+    val_fraction: float = flag(
+        0.05, float, "data", "part of the documents held out; 0: no evaluation", fixed=True
+    )
+
+    batch_size: int = flag(32, int, "batch", "sequences per step over all ranks", fixed=True)
+    micro_batch: int = flag(4, int, "batch", "sequences per forward", fixed=True)
+
+    lr: float = flag(4e-3, float, "optimizer", "learning rate after the warm-up")
+    min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
+    warmup: int = flag(20, int, "optimizer", "steps of linear warm-up")
+    schedule: str = flag("cosine", str, "optimizer", "decay", choices=("cosine", "linear", "constant"))
+    weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
+    beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
+    beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")
+    eps: float = flag(1e-8, float, "optimizer", "added to the root of the second moment")
+    grad_clip: float = flag(1.0, float, "optimizer", "largest global norm of the gradient; 0: no clipping")
+
+    strategy: str = flag(
+        "full-shard", str, "sharding", "what is sharded", choices=("full-shard", "shard-grad-op", "no-shard")
+    )
+    bucket_mb: float = flag(25.0, float, "sharding", "MiB per bucket of no-shard")
+    prefetch: int = flag(1, int, "sharding", "stages that parameters are gathered ahead")
+    recompute: bool = flag(False, bool, "sharding", "keep only each block's input for backward")
+    reduction: str = flag(
+        "exact",
+        str,
+        "sharding",
+        "exact: same bits at any number of ranks; fast: the library's sums",
+        choices=("exact", "fast"),
+    )
+    transport: str = flag("auto", str, "sharding", "how ranks communicate", choices=("auto", "mpi"))
+    device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu"))
+    precision: str = flag("fp32", str, "machine", "type of parameters and activations", choices=("fp32",))
+    threads: str | None = flag(
+        None, str, "machine", "BLAS threads per rank, or auto: cores per rank (default 1)"
+    )
+
+    save_every: int = flag(0, int, "records", "steps between checkpoints; 0: only at the end")
+    keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
+    eval_every: int = flag(60, int, "records", "steps between evaluations; 0: only at the end")
+    eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
+    log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
+    timeout: float = flag(600.0, float, "records", "seconds without progress after which the job is ended")
+    max_time: str | None = flag(None, str, "records", "save and stop in time, such as 3h50m; exit status 75")
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that a resumed run must keep."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors: who prints them is decided elsewhere."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def spelled(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def make_parser() -> Parser:
+    """The command line, in groups. Flags that are not given are absent from the result."""
+    parser = Parser(
+        prog="mpirun -n N python -m zero_mpi.train",
+        description="Train a transformer sharded over MPI ranks, into a GGUF that llama.cpp opens.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file that sets the same names as the flags")
+    groups: dict[str, Any] = {}
+    for field in FIELDS.values():
+        about = field.metadata
+        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
+        groups[about["group"]] = group
+        group.add_argument(spelled(field.name), **argument(field))
+    return parser
+
+
+def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What argparse needs to know of a setting."""
+    about = field.metadata
+    shown = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
+    common = {"help": (about["text"] + shown).replace("%", "%%")}
+    if about["kind"] is bool:
+        return {**common, "action": argparse.BooleanOptionalAction}
+    if about["kind"] is list:
+        return {**common, "nargs": "+", "metavar": "PATH" if field.name == "data" else "PATTERN"}
+    if about["choices"]:
+        return {**common, "choices": about["choices"]}
+    metavar = {int: "N", float: "X", str: "TEXT"}[about["kind"]]
+    return {**common, "type": about["kind"], "metavar": metavar}
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The configuration of a command line; raises UsageError for what cannot be meant."""
+    given = vars(make_parser().parse_args(arguments))
+    path = given.pop("config", None)
+    settings = read_toml(Path(path)) if path else {}
+    config = Config(**{**settings, **given})
+    check(config)
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, by flag names with - or _; raises UsageError naming file and key."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: not a TOML file: {error}") from error
+    return {name.replace("-", "_"): checked_type(path, name, value) for name, value in raw.items()}
+
+
+def checked_type(path: Path, key: str, value: Any) -> Any:
+    """`value` as the setting's type; raises UsageError for an unknown key or another type."""
+    field = FIELDS.get(key.replace("-", "_"))
+    if field is None:
+        raise UsageError(f"--config {path}: {key!r} is not a setting; see --help for the names")
+    kind = field.metadata["kind"]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UsageError(f"--config {path}: {key} = {value!r}, expected {kind.__name__}")
+    return value
+
+
+def write_toml(config: Config) -> str:
+    """The configuration as TOML text that `--config` reads back."""
+    import tomli_w
+
+    settings: Mapping[str, Any] = dataclasses.asdict(config)
+    return tomli_w.dumps({name: value for name, value in settings.items() if value is not None})
+
+
+LEAST = {
+    "steps": 0, "batch_size": 1, "micro_batch": 1, "context": 1, "layers": 1, "dim": 1, "heads": 1,
+    "kv_heads": 1, "ffn": 1, "vocab_size": 1, "prefetch": 0, "save_every": 0, "keep": 0, "eval_every": 0,
+    "eval_windows": 1, "log_every": 1, "warmup": 0, "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0,
+    "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0, "seed": 0, "timeout": 0, "val_fraction": 0,
+}  # fmt: skip
+BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for the first value that is out of range, naming the flag."""
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{spelled(name)} {value}: expected at least {least}")
+    for name, bound in BELOW.items():
+        if not getattr(config, name) < bound:
+            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        if choices and getattr(config, name) not in choices:
+            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected one of {', '.join(choices)}")
+    if config.bucket_mb <= 0:
+        raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
+    thread_count(config.threads)
+    seconds(config.max_time)
+
+
+def thread_count(text: str | None) -> int | None:
+    """`--threads` as a number, 0 for auto, None for not given; raises UsageError."""
+    if text is None or text == "auto":
+        return None if text is None else 0
+    if not str(text).isdigit() or int(text) < 1:
+        raise UsageError(f"--threads {text}: expected a number of at least 1, or auto")
+    return int(text)
+
+
+def seconds(text: str | None) -> float | None:
+    """A duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
+    if text is None:
+        return None
+    total, digits = 0.0, ""
+    units = {"h": 3600, "m": 60, "s": 1}
+    for letter in text if text[-1:] in units else f"{text}s":
+        if letter in units and digits:
+            total, digits = total + float(digits) * units[letter], ""
+        elif letter.isdigit() or letter == ".":
+            digits += letter
+        else:
+            raise UsageError(f"--max-time {text}: expected a duration such as 3h50m, 90s or 3600")
+    return total

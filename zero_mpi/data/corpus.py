@@ -1,0 +1,303 @@
+"""From files and folders to two token streams, one to train on and one held out.
+
+A corpus is an ordered list of documents: text files, whose bytes are encoded and closed by an eos token, or
+token files, whose ids are taken as they are. Whole documents are held out, so no text is on both sides. Its
+sha256 covers names and bytes of the documents, wherever they lie and however they are split: a checkpoint
+records it, and a resume on other data is noticed. With no path named, the corpus is Python's own standard
+library: real text that is on every machine.
+"""
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.loader import permutation
+from zero_mpi.data.tokenizer import ByteTokenizer
+from zero_mpi.errors import UsageError
+
+Tokens = NDArray[np.integer]
+
+_HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
+_HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
+_BLOCK = 1 << 20  # ids looked at together
+_TOKEN_SUFFIX = ".npy"
+# Distributions ship these or not as they like, and tests are poor prose; caches are no source.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """What training reads: ids (1-D, uint16 or uint32) and what is known about them."""
+
+    train: Tokens
+    val: Tokens  # held out; may be empty, and `notes` say why
+    sha256: str  # over names and bytes of all documents in order, whatever the split
+    documents: int
+    val_documents: int  # held out whole; 0 where the tail of a single document is held out
+    notes: tuple[str, ...]  # what was left out and why, for the user
+    vocab_size: int
+
+
+class _Document(NamedTuple):
+    name: str
+    tokens: Tokens
+    digest: bytes  # sha256 of the file's bytes
+
+
+_Reading = tuple[list[_Document], list[str]]  # documents, and notes on what was left out
+
+
+def stdlib_root() -> Path:
+    """Where Python's own library lies (of the base installation, also inside a virtual environment)."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files() -> list[Path]:
+    """Python's own .py sources in the order of their names, without tests and installed packages."""
+    root = stdlib_root()
+    names = [name for name in _walk(root, _NOT_LIBRARY) if name.endswith(".py")]
+    # _sysconfigdata* is written by the build and differs from machine to machine.
+    return [root / name for name in names if not name.startswith("_sysconfigdata")]
+
+
+def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
+    """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
+
+    The name is relative to the given folder, with forward slashes; of a file given by itself, its last part.
+    Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
+    once, or its text could be trained on and held out too. Raises UsageError for a path that is not there.
+    """
+    found: dict[str, tuple[str, Path]] = {}
+    for given in map(Path, paths):
+        for name, path in _files_of(given):
+            found.setdefault(os.path.realpath(path), (name, path))
+    return list(found.values())
+
+
+def _files_of(given: Path) -> list[tuple[str, Path]]:
+    if given.is_dir():
+        return [(name, given / name) for name in _walk(given)]
+    if given.is_file():
+        return [(given.name, given)]
+    problem = "is neither a file nor a folder" if given.exists() else "does not exist"
+    raise UsageError(f"--data {given} {problem}")
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
+    """Names of the regular files under `root`, sorted; each folder once, because links may form a loop."""
+    names: list[str] = []
+    seen: set[str] = set()
+    for folder, below, files in os.walk(root, onerror=_unreadable, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(n for n in below if n not in skip and n[0] != ".")
+        kept = (Path(folder, n) for n in files if n[0] != ".")
+        names += [path.relative_to(root).as_posix() for path in kept if path.is_file()]
+    return sorted(names)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def holds_token_files(paths: Sequence[str]) -> bool:
+    """Whether `paths` mean token files, which need no tokenizer. Raises UsageError if only some do."""
+    return _are_tokens(collect_files(paths))
+
+
+def _are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
+    tokens = [path for _, path in files if path.suffix == _TOKEN_SUFFIX]
+    texts = [path for _, path in files if path.suffix != _TOKEN_SUFFIX]
+    if tokens and texts:
+        raise UsageError(f"--data takes text or token files, not both: {tokens[0]} is one, {texts[0]} is not")
+    return bool(tokens)
+
+
+def _read(paths: Sequence[str], tokenizer: ByteTokenizer | None, vocab: int) -> _Reading:
+    """Every document, and notes on what was left out."""
+    root = stdlib_root()
+    files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
+    if _are_tokens(files):
+        return [_token_document(name, path, vocab) for name, path in files], []
+    return _text_documents(files, {Path(path) for path in paths}, tokenizer, vocab)
+
+
+def _text_documents(
+    files: Sequence[tuple[str, Path]], named: set[Path], tokenizer: ByteTokenizer | None, vocab: int
+) -> _Reading:
+    """Text files encoded, eos behind each; a binary file only if the user named it."""
+    if tokenizer is None:
+        raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+    if vocab < tokenizer.vocab_size:
+        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
+    documents, binary = list[_Document](), list[str]()
+    for name, path in files:
+        data = _text(path, binary=path in named)
+        if data is None:
+            binary.append(name)
+        else:
+            documents.append(_encoded(name, data, tokenizer))
+    some = ", ".join(binary[:3]) + (", ..." if len(binary) > 3 else "")
+    notes = [f"binary files left out: {len(binary)} ({some}); name a file to take it"] if binary else []
+    return documents, notes
+
+
+def _text(path: Path, *, binary: bool) -> bytes | None:
+    """The bytes of a file; None for one that is not text, unless `binary` ones are wanted too."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            return head + file.read() if binary or b"\0" not in head else None
+    except OSError as error:
+        _unreadable(error)
+
+
+def _encoded(name: str, data: bytes, tokenizer: ByteTokenizer) -> _Document:
+    """An empty file stays empty: an eos alone teaches nothing."""
+    ids = tokenizer.encode(data)
+    closed = np.append(ids, ids.dtype.type(tokenizer.eos)) if ids.size else ids
+    return _Document(name, closed, hashlib.sha256(data).digest())
+
+
+def _token_document(name: str, path: Path, vocab: int) -> _Document:
+    """A .npy of ids, mapped and not read; ids outside the vocabulary are refused."""
+    try:
+        # np.load would also open archives, and take a file with another beginning for a pickle.
+        ids = np.lib.format.open_memmap(path, mode="r")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UsageError(f"cannot read {path} as a token file: {error}") from error
+    if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
+        found = f"found {ids.dtype} of shape {ids.shape}"
+        raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
+    for start, block in _blocks(ids):
+        if block.max() >= vocab:
+            place = int(np.argmax(block >= vocab))
+            problem = f"id {block[place]} at position {start + place} is outside the vocabulary of {vocab}"
+            raise UsageError(f"{path}: {problem}: use a larger --vocab-size or other token files")
+    return _Document(name, np.asarray(ids), digest)
+
+
+def _blocks(ids: Tokens) -> Iterator[tuple[int, Tokens]]:
+    """`ids` in pieces, each with its start: a mapped file of any size passes through little memory."""
+    for start in range(0, len(ids), _BLOCK):
+        yield start, ids[start : start + _BLOCK]
+
+
+def load_corpus(
+    paths: Sequence[str],
+    *,
+    val_fraction: float,
+    context: int,
+    seed: int,
+    tokenizer: ByteTokenizer | None,
+    vocab_size: int,
+) -> Corpus:
+    """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
+
+    Token files need no tokenizer and ignore one. A single token file stays a mapped view; several, or text,
+    are held in memory. Raises UsageError for what the user can mend: paths, fraction, files, sizes.
+    """
+    if not 0 <= val_fraction < 1:
+        raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
+    read, notes = _read(paths, tokenizer, vocab_size)
+    documents = [document for document in read if document.tokens.size]
+    if not documents:
+        where = ", ".join(paths) or f"Python's own library in {stdlib_root()}"
+        raise UsageError("; ".join([f"--data holds no text and no tokens: {where}", *notes]))
+    total = sum(document.tokens.size for document in documents)
+    if total < context + 1:
+        need = f"context {context} needs at least {context + 1} tokens, the data holds {total}"
+        raise UsageError(f"{need}: use a smaller --context or more --data")
+    pieces = [document.tokens for document in documents]
+    train, val = _hold_out(pieces, val_fraction, seed)
+    if val_fraction and (refusal := _too_small(train, val, context)):
+        train, val, notes = pieces, [], [*notes, refusal]
+    whole = len(val) if len(pieces) > 1 else 0
+    digest = _digest(documents)
+    return Corpus(_joined(train), _joined(val), digest, len(pieces), whole, tuple(notes), vocab_size)
+
+
+def _hold_out(documents: list[Tokens], fraction: float, seed: int) -> tuple[list[Tokens], list[Tokens]]:
+    """Training and held-out pieces, each in the order of the corpus."""
+    if fraction == 0:
+        return documents, []
+    if len(documents) == 1:
+        ids = documents[0]
+        cut = ids.size - math.ceil(fraction * ids.size)
+        return [ids[:cut]], [ids[cut:]]
+    held = _draw([ids.size for ids in documents], fraction, seed)
+    train = [ids for place, ids in enumerate(documents) if place not in held]
+    return train, [documents[place] for place in sorted(held)]
+
+
+def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
+    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one is always left.
+
+    One that would make them more than twice that is passed over, and the smallest of those is taken only if
+    the others do not reach it: or a draw that begins with a giant would hold out nearly everything.
+    """
+    goal, tokens = fraction * sum(sizes), 0
+    order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
+    for place in order:
+        if tokens < goal and tokens + sizes[place] <= 2 * goal:
+            held.append(place)
+            tokens += sizes[place]
+    if tokens < goal:
+        passed = set(order) - set(held)
+        held.append(min((place for place in order if place in passed), key=sizes.__getitem__))
+    return set(held[: len(sizes) - 1])
+
+
+def _too_small(train: list[Tokens], val: list[Tokens], context: int) -> str:
+    """Why this split serves nobody, for the user; empty if both sides have a window."""
+    left, held = (sum(ids.size for ids in side) for side in (train, val))
+    if left <= context:
+        return f"no held-out set: it would leave {left} tokens to train on, a window takes {context + 1}"
+    if held <= context:
+        return (
+            f"no held-out set: it would have {held} tokens, a window takes {context + 1}; "
+            "use a larger --val-fraction or a smaller --context"
+        )
+    return ""
+
+
+def _joined(pieces: list[Tokens]) -> Tokens:
+    """One array; a single piece is not copied, so that a mapped file stays one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
+
+
+def _digest(documents: Sequence[_Document]) -> str:
+    """sha256 over (length of name, name, sha256 of bytes) of each: no two lists of documents read alike."""
+    total = hashlib.sha256()
+    for document in documents:
+        name = os.fsencode(document.name)
+        total.update(len(name).to_bytes(8, "little") + name + document.digest)
+    return total.hexdigest()
+
+
+def unigram_entropy(tokens: Tokens) -> float:
+    """Nats per token of the distribution of the ids in `tokens` (1-D): what the best order-0 model of this
+    very text reaches, hence what a trained model has to beat. NaN for no tokens.
+    """
+    counts = np.zeros(0, np.int64)
+    for _, block in _blocks(tokens):
+        fresh = np.bincount(block, minlength=counts.size)
+        fresh[: counts.size] += counts
+        counts = fresh
+    shares = counts[counts > 0] / len(tokens) if len(tokens) else np.array([np.nan])
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,139 @@
+"""Which tokens go where: token stream -> windows -> samples -> micro-batches.
+
+A corpus is cut into non-overlapping windows of `context` tokens. Sample k of the run (counted from 0 over all
+steps) is one window, by one function of (seed, epoch) alone; step s holds samples s*B .. s*B + B - 1; its
+micro-batch i is a fixed run of those, and rank i mod P computes it in round i div P. So the samples and the
+shape of a micro-batch never depend on the number of ranks, and a resume needs to know nothing but the step.
+"""
+
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike, NDArray
+
+from zero_mpi.errors import UsageError
+
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+_EPOCH_STREAM = 0x65706F63  # keeps these draws apart from every other use of the user's seed
+
+
+def permutation(count: int, *key: int) -> NDArray[np.int64]:
+    """A permutation of 0..count-1 drawn from `key` (integers from 0 up), the same with every NumPy.
+
+    NumPy promises the raw stream of a bit generator for good, but lets `Generator.permutation` change from
+    release to release (NEP 19). Sorting raw 64-bit draws stays inside the promise.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+
+
+@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+def _epoch_order(windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    order = permutation(windows, seed, _EPOCH_STREAM, epoch)
+    order.flags.writeable = False
+    return order
+
+
+@overload
+def window_of(sample: int, windows: int, seed: int) -> int: ...
+@overload
+def window_of(sample: NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]: ...
+def window_of(sample: int | NDArray[np.int64], windows: int, seed: int) -> int | NDArray[np.int64]:
+    """The window (0..windows-1) behind each global sample index; every epoch has each window once."""
+    epochs, positions = np.divmod(np.asarray(sample, dtype=np.int64), windows)
+    found = np.empty_like(positions)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        found[here] = _epoch_order(windows, seed, epoch)[positions[here]]
+    return found if isinstance(sample, np.ndarray) else int(found)
+
+
+class Windows:
+    """Non-overlapping windows of T = `context` tokens over a 1-D array of ids; window i starts at i*T.
+
+    The last target of a window is the first input of the next, so every token but the first is predicted
+    once. Tokens after the last whole window are not used.
+    """
+
+    def __init__(self, tokens: NDArray[np.integer], context: int) -> None:
+        self.context = _at_least_one("--context", context)
+        self._rows = self._overlapping_rows(np.asarray(tokens), context)
+
+    @staticmethod
+    def _overlapping_rows(tokens: NDArray[np.integer], context: int) -> NDArray[np.integer]:
+        """A view (len(self), T + 1): the inputs of each window and, one place on, its targets."""
+        if len(tokens) <= context:
+            return np.empty((0, context + 1), tokens.dtype)
+        return sliding_window_view(tokens, context + 1)[::context]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: ArrayLike) -> Batch:
+        """Inputs and targets of the windows `indices` (b,): two fresh C-contiguous int64 arrays (b, T).
+
+        Raises IndexError for an index outside 0..len-1.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {len(self)}")
+        rows = self._rows[wanted]
+        return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
+
+
+def _at_least_one(flag: str, value: int) -> int:
+    if value < 1:
+        raise UsageError(f"{flag} must be at least 1, not {value}")
+    return value
+
+
+class StepLoader:
+    """Training batches: B = `batch_size` samples a step, cut into M micro-batches of `micro_batch` samples.
+
+    The last micro-batch of a step is the shorter one where B is no multiple. Raises UsageError for sizes
+    below 1 and for a corpus without a window.
+    """
+
+    def __init__(self, windows: Windows, *, batch_size: int, micro_batch: int, seed: int) -> None:
+        if not len(windows):
+            raise UsageError(
+                f"the data holds no window of {windows.context + 1} tokens: use a smaller --context"
+            )
+        self.batch_size = _at_least_one("--batch-size", batch_size)
+        self.micro_batch = _at_least_one("--micro-batch", micro_batch)
+        self.micro_batches = -(-batch_size // micro_batch)
+        self.tokens_per_step = batch_size * windows.context
+        self._windows = windows
+        self._seed = seed
+
+    def micro(self, step: int, i: int) -> Batch:
+        """Micro-batch i (0..M-1) of `step` (from 0): inputs and targets, each (b, T)."""
+        assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
+        end = min((i + 1) * self.micro_batch, self.batch_size)
+        samples = step * self.batch_size + np.arange(i * self.micro_batch, end)
+        return self._windows.batch(window_of(samples, len(self._windows), self._seed))
+
+
+class EvalLoader:
+    """Held-out batches: at most `limit` windows (None: all), evenly spread over the text and always the same.
+
+    Without a window (nothing held out) it has no micro-batches. Raises UsageError for a micro-batch below 1.
+    """
+
+    def __init__(self, windows: Windows, micro_batch: int, limit: int | None = None) -> None:
+        assert limit is None or limit >= 0, limit
+        self.micro_batch = _at_least_one("--micro-batch", micro_batch)
+        total = len(windows)
+        taken = total if limit is None else min(limit, total)
+        self._chosen = np.arange(taken) * total // max(taken, 1)
+        self._windows = windows
+        self.micro_batches = -(-taken // micro_batch)
+        self.tokens = taken * windows.context  # targets of one evaluation: what a mean loss divides by
+
+    def micro(self, i: int) -> Batch:
+        """Micro-batch i (0..micro_batches-1): inputs and targets, each (b, T)."""
+        assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
+        return self._windows.batch(self._chosen[i * self.micro_batch : (i + 1) * self.micro_batch])

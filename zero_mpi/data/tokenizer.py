@@ -1,0 +1,105 @@
+"""Byte-level tokens: the id of a byte is the byte, so any data can be learnt and nothing is trained before.
+
+In a GGUF the same vocabulary is a GPT-2 one (llama.cpp's "gpt2" model): byte b is written as the printable
+character that GPT-2's byte-to-unicode map gives it, three special tokens follow, and one merge that never
+fires, because readers ask for at least one and want both its halves and the joined token in the vocabulary.
+The "llama" (SentencePiece) kind with <0xNN> tokens was not chosen: it turns spaces into U+2581.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zero_mpi.errors import UsageError
+
+_BYTES = 256
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types
+_SPECIAL = ("<|bos|>", "<|endoftext|>", "<|pad|>")
+_MODEL = "gpt2"
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(_BYTES) if byte not in printable]
+    moved = {byte: _BYTES + place for place, byte in enumerate(others)}
+    return [chr(moved.get(byte, byte)) for byte in range(_BYTES)]
+
+
+class ByteTokenizer:
+    """256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids."""
+
+    bos = 256
+    eos = 257
+    pad = 258
+    vocab_size = 260
+
+    def encode(self, data: bytes | str) -> NDArray[np.uint16]:
+        """The ids of `data`, shape (number of bytes,); text goes through UTF-8. No bos or eos is added.
+
+        Bytes that Python smuggled into a string (a command line that is not UTF-8) come out as they were.
+        """
+        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: ArrayLike) -> bytes:
+        """The bytes behind `ids`, any shape, in C order; special ids give nothing.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        flat = np.asarray(ids).ravel()
+        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if strange.size:
+            raise ValueError(f"id {strange[0]} is outside the byte vocabulary of {self.vocab_size}")
+        return flat[flat < _BYTES].astype(np.uint8).tobytes()
+
+    def metadata(self) -> dict[str, object]:
+        """The `tokenizer.ggml.*` keys of a GGUF. NumPy scalars and arrays carry the exact width to write."""
+        bos, eos, _ = _SPECIAL
+        return {
+            "tokenizer.ggml.model": _MODEL,
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [*_byte_characters(), *_SPECIAL, bos + eos],
+            "tokenizer.ggml.token_type": np.array([_NORMAL] * _BYTES + [_CONTROL] * 3 + [_UNUSED], np.int32),
+            "tokenizer.ggml.merges": [f"{bos} {eos}"],
+            "tokenizer.ggml.bos_token_id": np.uint32(self.bos),
+            "tokenizer.ggml.eos_token_id": np.uint32(self.eos),
+            "tokenizer.ggml.padding_token_id": np.uint32(self.pad),
+            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.ggml.add_eos_token": False,
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object]) -> "ByteTokenizer":
+        """The tokenizer that a GGUF's keys describe, by its model and tokens.
+
+        Raises UsageError, saying what the keys hold, if that is not this byte-level one.
+        """
+        found = _difference(metadata, cls().metadata())
+        if found:
+            raise UsageError(
+                f"the model file has {found}, where text can only be read with the byte-level tokenizer "
+                f"(model '{_MODEL}', {cls.vocab_size} tokens): give --data as token files, 1-D .npy of "
+                "uint16 or uint32 ids made with the model's own tokenizer"
+            )
+        return cls()
+
+
+def _difference(metadata: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """What `metadata` holds instead of the expected model and tokens, in words; empty if it holds them."""
+    model = metadata.get("tokenizer.ggml.model")
+    tokens, wanted = (_strings(keys.get("tokenizer.ggml.tokens")) for keys in (metadata, expected))
+    if model is None:
+        return "no tokenizer"
+    if model != _MODEL or len(tokens) != len(wanted):
+        return f"the tokenizer '{model}' of {len(tokens)} tokens"
+    pairs = enumerate(zip(tokens, wanted, strict=True))
+    return next((f"{a!r} for {b!r} as token {i} of its tokenizer" for i, (a, b) in pairs if a != b), "")
+
+
+def _strings(value: object) -> list[str]:
+    """A string array of a GGUF as a list, whichever sequence the reader made of it."""
+    sequence = value.tolist() if isinstance(value, np.ndarray) else value
+    return list(sequence) if isinstance(sequence, Sequence) and not isinstance(sequence, str) else []

@@ -1,0 +1,54 @@
+"""Settings that must be made before numpy is imported and before MPI starts; respects what is set.
+
+A rank computes with one thread unless the user says otherwise: many ranks with a thread per core each are
+ten times slower, and exact mode pins the number because BLAS rounds differently with another. Where a node
+has more ranks than cores, the MPI library must hand a core over instead of spinning on it: a factor of 10 to
+100.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+LOCAL_RANKS = (  # ranks on this node, as launchers tell it
+    "MPI_LOCALNRANKS",  # MPICH's hydra
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+)
+LAUNCHER = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+YIELDING = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline is many hand-overs
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+threads_were_set = any(name in os.environ for name in THREADS)
+
+
+def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what is not set, in `environ`. Thread counts are left alone once numpy has read them."""
+    if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
+        environ.update(dict.fromkeys(THREADS, "1"))
+    if local_ranks(environ) > cores():
+        for name, value in YIELDING.items():
+            environ.setdefault(name, value)
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def local_ranks(environ: MutableMapping[str, str] = os.environ) -> int:
+    """Ranks on this node as the launcher says, or 1."""
+    return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
+
+
+def under_launcher(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether an MPI launcher started this process."""
+    return any(name in environ for name in LAUNCHER)

@@ -1,0 +1,65 @@
+"""`python -m zero_mpi.generate MODEL.gguf --prompt "def "`: text from a model file, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from threadpoolctl import threadpool_limits
+
+from zero_mpi import environment
+from zero_mpi.config import Parser
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World, run
+from zero_mpi.textmodel import TextModel
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m zero_mpi.generate",
+        description="Generate text from a GGUF model, in one process.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="GGUF file, or a checkpoint folder")
+    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print prompt and continuation, as it comes."""
+    options = make_parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("generation runs in one process: leave mpirun out")
+    for name in ("tokens", "temperature", "top_k", "seed"):
+        if getattr(options, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 0")
+    if not environment.threads_were_set:
+        threadpool_limits(environment.cores())
+    path = options.model
+    model = TextModel(f"{path}/model.gguf" if not path.endswith(".gguf") else path)
+    tokenizer = ByteTokenizer.from_metadata(model.file.metadata)
+    prompt = tokenizer.encode(options.prompt).tolist() if options.prompt else [tokenizer.eos]
+    sys.stdout.buffer.write(options.prompt.encode("utf-8", "surrogateescape"))
+    for token in model.generate(
+        prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
+    ):
+        sys.stdout.buffer.write(tokenizer.decode([token]))
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
+    return 0
+
+
+def main() -> None:
+    """Entry point."""
+    run("generate", command, sys.argv[1:], alone=True)
+
+
+if __name__ == "__main__":
+    main()

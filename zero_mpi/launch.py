@@ -1,0 +1,137 @@
+"""Runs a command on all ranks, so that it ends on all ranks: one line, one traceback, one exit status.
+
+An MPI job whose rank dies of an exception hangs: the others wait for it. So whatever leaves a command is
+caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an error of one
+rank is printed with its number and aborts the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from zero_mpi import environment
+from zero_mpi.errors import UsageError
+
+BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
+STAGGER = (
+    0.2  # seconds a rank: if all fail at once, the first prints and ends the job before the others speak
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that a command runs on. `mpi` is mpi4py's MPI module, or None for a single process."""
+
+    rank: int
+    size: int
+    mpi: Any = None
+
+    def agree(self, problem: UsageError | None) -> None:
+        """Raise the first rank's problem on all ranks, if any has one. Collective."""
+        if self.mpi is None:
+            problems: list[UsageError | None] = [problem]
+        else:
+            problems = self.mpi.COMM_WORLD.allgather(problem)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                where = f"rank {rank}: " if rank else ""
+                raise UsageError(f"{where}{found}")
+
+    def together(self, action: Callable[[], Any]) -> Any:
+        """action() on every rank; if it raises UsageError on any, all raise. It must not communicate."""
+        result, problem = None, None
+        try:
+            result = action()
+        except UsageError as error:
+            problem = error
+        self.agree(problem)
+        return result
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value on all ranks. Collective."""
+        return value if self.mpi is None else self.mpi.COMM_WORLD.bcast(value)
+
+    def on_root(self, action: Callable[[], Any]) -> Any:
+        """action() on rank 0 only, its result there and None elsewhere; if it raises UsageError, all do."""
+        return self.together(lambda: action() if self.rank == 0 else None)
+
+
+def find_world() -> World:
+    """The MPI world; a single process where there is no MPI and no launcher asks for one."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "multiple"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if environment.under_launcher():
+            raise UsageError(
+                f"started by an MPI launcher, but no MPI library can be loaded ({first_line(error)}); "
+                "install one: pip install 'zero-mpi[mpich]'"
+            ) from error
+        return World(0, 1)
+    return World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def run(
+    name: str,
+    command: Callable[[World, Sequence[str]], int],
+    arguments: Sequence[str],
+    *,
+    alone: bool = False,
+) -> NoReturn:
+    """Run command(world, arguments) on this rank and end the process with the job's exit status.
+
+    `alone`: the command is for one process, so MPI is started only where a launcher started us.
+    """
+    world = World(0, 1)
+    try:
+        if not alone or environment.under_launcher():
+            world = find_world()
+        status = command(world, arguments)
+    except UsageError as error:
+        if world.rank == 0:
+            say(f"zero_mpi {name}: error: {error}")
+        status = BAD_USAGE
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else FAILED
+    except BaseException:
+        abort(world)
+    finish(world, status)
+
+
+def say(text: str) -> None:
+    """One line on stderr, in one write so that lines of several ranks do not mix."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def abort(world: World) -> NoReturn:
+    """Print the current exception with this rank's number and end the whole job."""
+    time.sleep(STAGGER * min(world.rank, 20))
+    text = traceback.format_exc().rstrip()
+    say(f"{text}\nzero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job")
+    if world.mpi is not None:
+        world.mpi.COMM_WORLD.Abort(FAILED)
+    os._exit(FAILED)
+
+
+def finish(world: World, status: int) -> NoReturn:
+    """End this process with `status`, which all ranks have agreed on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.mpi is not None and not world.mpi.Is_finalized():
+        world.mpi.Finalize()
+    sys.exit(status)

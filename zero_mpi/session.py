@@ -1,0 +1,308 @@
+"""Builds a run from its configuration: data, model, sharded module, optimizer, and where to go on from.
+
+What only one rank need look at (folders, files) rank 0 looks at; a fault is raised on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from zero_mpi import __version__, environment
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.state import (
+    Description,
+    Progress,
+    load_checkpoint,
+    open_checkpoint,
+    read_json,
+)
+from zero_mpi.comm import Comm, SerialComm
+from zero_mpi.config import Config, spelled, thread_count, write_toml
+from zero_mpi.data import (
+    ByteTokenizer,
+    Corpus,
+    EvalLoader,
+    StepLoader,
+    Windows,
+    holds_token_files,
+    load_corpus,
+)
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
+from zero_mpi.optim import ShardedAdamW
+from zero_mpi.sharding import ShardedModule, strategy_named
+
+
+@dataclass
+class Session:
+    """A run that is ready to go on from `progress`."""
+
+    config: Config
+    comm: Comm
+    out: Path
+    corpus: Corpus
+    model: ModelConfig
+    module: ShardedModule
+    optimizer: ShardedAdamW
+    loader: StepLoader
+    held_out: EvalLoader
+    description: Description
+    progress: Progress
+    tokenizer: ByteTokenizer | None
+    notes: list[str]
+
+
+def prepare(world: World, config: Config) -> Session:
+    """The session of a configuration. Collective; raises UsageError on all ranks alike."""
+    threads = set_threads(config)
+    out = Path(config.out)
+    world.on_root(lambda: make_folder(out))
+    start = find_start(world, config, out)
+    init = world.together(partial(GGUFFile.open, config.init)) if config.init else None
+    tokenizer = world.together(lambda: choose_tokenizer(config, init))
+    model = world.together(lambda: choose_model(config, init, tokenizer))
+    if config.context > model.context_length:
+        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    comm = make_comm(world, config)
+    corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
+    module = make_module(config, model, comm)
+    optimizer = ShardedAdamW(
+        module,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    description = describe(config, model, corpus, tokenizer, init, threads)
+    notes = list(corpus.notes)
+    progress = Progress()
+    if start is not None:
+        world.on_root(lambda: check_resume(start, description, notes))
+        progress = world.together(lambda: load_checkpoint(start, optimizer))
+        notes.append(f"resuming from {start} at step {progress.step}")
+    elif init is not None:
+        world.together(lambda: module.load_slices(init.read))
+    else:
+        module.initialize(config.seed)
+    if world.rank == 0:
+        (out / "config.toml").write_text(write_toml(config))
+    return Session(
+        config=config,
+        comm=comm,
+        out=out,
+        corpus=corpus,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        loader=StepLoader(
+            Windows(corpus.train, config.context),
+            batch_size=config.batch_size,
+            micro_batch=config.micro_batch,
+            seed=config.seed,
+        ),
+        held_out=EvalLoader(Windows(corpus.val, config.context), config.micro_batch, config.eval_windows),
+        description=description,
+        progress=progress,
+        tokenizer=tokenizer,
+        notes=notes,
+    )
+
+
+def set_threads(config: Config) -> int:
+    """Set the BLAS threads of this rank and return their number; exact mode has one unless told otherwise."""
+    wanted = thread_count(config.threads)
+    if wanted is None and environment.threads_were_set:
+        return blas_threads()
+    if wanted == 0:
+        wanted = max(1, environment.cores() // environment.local_ranks())
+    threadpool_limits(wanted or 1)
+    return wanted or 1
+
+
+def blas_threads() -> int:
+    """The threads that BLAS has now."""
+    from threadpoolctl import threadpool_info
+
+    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+
+
+def make_folder(out: Path) -> None:
+    """Make the run directory and see that it can be written to; raises UsageError."""
+    probe = out / ".probe"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot write there: {error.strerror or error}") from error
+
+
+def find_start(world: World, config: Config, out: Path) -> Path | None:
+    """The checkpoint to go on from, or None; the same on all ranks."""
+
+    def look() -> Path | None:
+        if config.resume == "never":
+            return None
+        folder = out / manager.LATEST if config.resume == "auto" else Path(config.resume)
+        if config.resume == "auto" and not folder.exists():
+            return None
+        if not folder.is_dir():
+            raise UsageError(
+                f"--resume {config.resume}: no such checkpoint folder; expected auto, never or a folder"
+            )
+        open_checkpoint(folder)
+        return folder.resolve()
+
+    found: Path | None = world.share(world.on_root(look))
+    return found
+
+
+def choose_tokenizer(config: Config, init: GGUFFile | None) -> ByteTokenizer | None:
+    """The tokenizer of text data; None for token files."""
+    if holds_token_files(config.data):
+        if init is None and config.vocab_size is None:
+            raise UsageError("token files need --vocab-size V with --arch, or --init MODEL.gguf")
+        return None
+    if config.vocab_size is not None:
+        raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
+    if init is not None:
+        return ByteTokenizer.from_metadata(init.metadata)
+    if config.tokenizer == "from-init":
+        raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
+    return ByteTokenizer()
+
+
+def choose_model(config: Config, init: GGUFFile | None, tokenizer: ByteTokenizer | None) -> ModelConfig:
+    """The model's sizes, from the flags or from the file it starts from."""
+    if init is not None:
+        shapes = {name: info.shape for name, info in init.tensors.items()}
+        model = config_from_gguf(init.metadata, shapes, str(init.path))
+        model.check_tensors(shapes, str(init.path))
+        return model
+    vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    return ARCHITECTURES[config.arch].from_flags(dataclasses.asdict(config) | {"vocab_size": vocab_size})
+
+
+def make_comm(world: World, config: Config) -> Comm:
+    """The transport between the ranks."""
+    if world.mpi is None:
+        return SerialComm()
+    from zero_mpi.comm.mpi import MPIComm
+
+    return MPIComm(exact=config.reduction == "exact")
+
+
+def read_corpus(config: Config, model: ModelConfig, tokenizer: ByteTokenizer | None) -> Corpus:
+    """The data of the flags."""
+    return load_corpus(
+        config.data,
+        val_fraction=config.val_fraction,
+        context=config.context,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+    )
+
+
+def share_corpus(world: World, comm: Comm, corpus: Corpus | None) -> Corpus:
+    """Rank 0's corpus on every rank: all train on the same text, and files are read once. Collective."""
+    about = None
+    if corpus is not None:
+        parts = {
+            name: (getattr(corpus, name).dtype.str, getattr(corpus, name).size) for name in ("train", "val")
+        }
+        rest = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(Corpus) if f.name not in parts}
+        about = parts, rest
+    parts, rest = comm.broadcast_object(about)
+    arrays: dict[str, Any] = {}
+    for name, (kind, size) in parts.items():
+        array = np.empty(size, kind) if corpus is None else np.ascontiguousarray(getattr(corpus, name))
+        comm.broadcast(array, label=f"corpus {name}").wait()
+        arrays[name] = array
+    return Corpus(**arrays, **rest)
+
+
+def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
+    """The sharded module; a frozen pattern that matches nothing is bad usage."""
+    try:
+        return ShardedModule(
+            model.stages(config.recompute),
+            comm,
+            strategy_named(config.strategy),
+            prefetch=config.prefetch,
+            bucket_mb=config.bucket_mb,
+            frozen=config.freeze,
+        )
+    except ValueError as error:
+        raise UsageError(f"--freeze: {error}") from error
+
+
+def describe(
+    config: Config,
+    model: ModelConfig,
+    corpus: Corpus,
+    tokenizer: ByteTokenizer | None,
+    init: GGUFFile | None,
+    threads: int,
+) -> Description:
+    """What the checkpoints of this run say beside their tensors."""
+    name = {"general.name": f"zero_mpi {model.arch}"}
+    if init is not None:
+        metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
+    elif tokenizer is not None:
+        metadata = model.metadata() | name | tokenizer.metadata()
+    else:
+        metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
+    sizes = {
+        f"model.{key}": sorted(value) if isinstance(value, frozenset) else value
+        for key, value in dataclasses.asdict(model).items()
+    }
+    kept = ("seed", "context", "val_fraction", "batch_size", "micro_batch", "freeze")
+    settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
+    settings |= {key: getattr(config, key) for key in kept}
+    machine = {
+        "threads": threads,
+        "numpy": np.__version__,
+        "zero_mpi": __version__,
+        "cpu": platform.machine(),
+    }
+    return Description(model.arch, metadata, settings, machine)
+
+
+def check_resume(folder: Path, description: Description, notes: list[str]) -> None:
+    """Raise UsageError if the checkpoint is of another run, naming the first difference.
+
+    What may differ but moves bits goes into `notes`.
+    """
+    _, state = open_checkpoint(folder)
+    difference = first_difference(read_json(state, "training.settings"), description.settings)
+    if difference:
+        key, was, now = difference
+        label = key if "." in key or key == "corpus" else spelled(key)
+        raise UsageError(
+            f"{folder} is a checkpoint of another run: {label} was {was}, now {now}; "
+            "use the same value, another --out, or --resume never"
+        )
+    difference = first_difference(read_json(state, "training.machine"), description.machine)
+    if difference:
+        key, was, now = difference
+        notes.append(f"the checkpoint was made with {key} {was}, now {now}: the last bits may change")
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """(key, before, now) of the first key whose values differ; None if all are equal."""
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            return key, before.get(key), now.get(key)
+    return None

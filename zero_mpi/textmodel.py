@@ -1,0 +1,86 @@
+"""A GGUF model in one process: prompt in, tokens out, with a key/value cache.
+
+The layers are those of training; each keeps what it needs of earlier positions in the cache. When the context
+is full the newest half of it is read again, and generation goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.errors import UsageError
+from zero_mpi.models import config_from_gguf
+from zero_mpi.nn import Cache
+
+
+class TextModel:
+    """The model of a GGUF file, its weights as float32. Raises UsageError for a file it cannot run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = GGUFFile.open(path)
+        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        self.config = config_from_gguf(self.file.metadata, shapes, str(path))
+        self.config.check_tensors(shapes, str(path))
+        self.stages = self.config.stages()
+        self.weights = {name: self.file.tensor(name) for name in shapes}
+        self.cache = Cache()
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.cache = Cache()
+
+    def logits(self, ids: Sequence[int] | Array) -> Array:
+        """Logits (T, V) of the positions of `ids` (T,), which follow those given before.
+
+        Raises ValueError beyond the model's context.
+        """
+        x = np.asarray(ids, np.int64)[None]
+        end = self.cache.position + x.shape[1]
+        if end > self.config.context_length:
+            raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
+        for stage in self.stages:
+            x = stage.layer.infer(self.weights, x, self.cache)
+        self.cache.position = end
+        return x[0]
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Array,
+        tokens: int,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        seed: int = 0,
+    ) -> Iterator[int]:
+        """`tokens` ids that continue `prompt` (at least one id). Temperature 0 takes the likeliest."""
+        if not len(prompt):
+            raise UsageError("the prompt is empty: give at least one token")
+        generator = np.random.default_rng(seed)
+        room = self.config.context_length
+        history = [int(i) for i in prompt]
+        self.reset()
+        waiting = history[-max(1, room // 2) :] if len(history) > room else history
+        for _ in range(tokens):
+            if self.cache.position + len(waiting) > room:
+                self.reset()
+                waiting = history[-max(1, room // 2) :]
+            chosen = choose(self.logits(waiting)[-1], temperature, top_k, generator)
+            history.append(chosen)
+            waiting = [chosen]
+            yield chosen
+
+
+def choose(logits: Array, temperature: float, top_k: int, generator: np.random.Generator) -> int:
+    """An id drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all)."""
+    if temperature <= 0:
+        return int(np.argmax(logits))
+    scaled = logits.astype(np.float64) / temperature
+    if 0 < top_k < scaled.size:
+        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
+    weights = np.exp(scaled - scaled.max())
+    return int(generator.choice(scaled.size, p=weights / weights.sum()))

@@ -1,0 +1,246 @@
+"""`mpirun -n N python -m zero_mpi.train`: train, record, save, and show a sample.
+
+The loop of a step is `Trainer.step`: rounds of micro-batches, the loss, the optimizer. Everything else is
+what happens between steps: evaluation, checkpoints, signals, the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.accumulate import Criterion, GradAccum, evaluate
+from zero_mpi.arrays import Array
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.state import save_checkpoint
+from zero_mpi.config import Config, parse, seconds
+from zero_mpi.data import unigram_entropy
+from zero_mpi.launch import REQUEUE, World, run
+from zero_mpi.nn import cross_entropy
+from zero_mpi.optim import make_schedule
+from zero_mpi.records import Records
+from zero_mpi.session import Session, prepare
+from zero_mpi.textmodel import TextModel
+from zero_mpi.watchdog import Watchdog
+
+SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before --max-time
+
+
+class Trainer:
+    """Runs a session to its last step."""
+
+    def __init__(self, world: World, session: Session, watchdog: Watchdog) -> None:
+        config = session.config
+        self.world, self.session, self.config, self.watchdog = world, session, config, watchdog
+        self.progress = session.progress
+        self.accumulator = GradAccum(session.module, session.loader.micro_batches)
+        self.rate = make_schedule(
+            config.schedule,
+            lr=config.lr,
+            min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
+            warmup=config.warmup,
+            steps=config.steps,
+        )
+        self.records = Records(
+            session.out, world.rank, done=self.progress.step, steps=config.steps, log_every=config.log_every
+        )
+        self.started, self.longest_save, self.longest_step = time.monotonic(), 1.0, 0.0
+        self.limit = seconds(config.max_time)
+        self.signalled = False
+        self.saved_step = self.progress.step if self.progress.step else -1
+        self.val_loss: float | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.signalled = True  # the ranks agree on it after the step
+
+    def run(self) -> int:
+        """Train to the last step or until told to stop. Returns the exit status."""
+        for note in [*self.summary(), *self.session.notes]:
+            self.records.say(note)
+        stopped = False
+        while self.progress.step < self.config.steps and not stopped:
+            stopped = self.step()
+            if stopped or self.due(self.config.save_every):
+                self.save()
+        if self.saved_step != self.progress.step:
+            self.save()
+        self.records.close()
+        if stopped and self.progress.step < self.config.steps:
+            self.records.say(f"stopped after step {self.progress.step}; run the same command to go on")
+            return REQUEUE
+        self.close()
+        return 0
+
+    def step(self) -> bool:
+        """One optimizer step and its record. Returns whether to stop."""
+        begun, number = time.perf_counter(), self.progress.step
+        self.watchdog.beat(f"step {number + 1}")
+        self.rounds(number)
+        loss, stop = self.accumulator.totals(float(self.wants_to_stop()))
+        lr = self.rate(number)
+        result = self.session.optimizer.step(lr=lr, max_norm=self.config.grad_clip or None)
+        optimizer, tokens = self.session.optimizer, self.session.loader.tokens_per_step
+        self.progress = replace(
+            self.progress,
+            step=number + 1,
+            tokens=self.progress.tokens + tokens,
+            skipped=optimizer.skipped,
+            updates=optimizer.steps,
+        )
+        took = time.perf_counter() - begun
+        self.longest_step = max(self.longest_step, took)
+        record = {
+            "step": number + 1,
+            "loss": loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": self.progress.tokens,
+            "tokens_per_second": tokens / took,
+            "step_seconds": took,
+            "skipped": optimizer.skipped,
+        }
+        if number + 1 == self.config.steps or self.due(self.config.eval_every):
+            record |= self.evaluate()
+        self.records.step(record)
+        return stop > 0
+
+    def rounds(self, number: int) -> None:
+        """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
+        loader = self.session.loader
+        scale = 1.0 / loader.tokens_per_step
+        for _ in range(len(self.accumulator.rounds)):
+            mine = self.accumulator.next_micro_batch
+            if mine is None:
+                self.accumulator.accumulate(None)
+            else:
+                self.accumulator.accumulate(*with_loss(loader.micro(number, mine), scale))
+
+    def evaluate(self) -> dict[str, float]:
+        """The held-out loss in nats per token, as an entry of a record; empty if nothing is held out."""
+        held_out = self.session.held_out
+        if not held_out.micro_batches:
+            return {}
+        self.watchdog.beat("evaluation")
+        self.val_loss = evaluate(
+            self.session.module,
+            held_out.micro_batches,
+            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.tokens),
+        )
+        return {"val_loss": self.val_loss}
+
+    def due(self, every: int) -> bool:
+        """Whether the step just done is one of every `every`; 0 is never."""
+        return every > 0 and self.progress.step % every == 0
+
+    def wants_to_stop(self) -> bool:
+        """Whether this rank was signalled, or rank 0 sees the time run out."""
+        if self.limit is None or self.world.rank != 0:
+            return self.signalled
+        needed = 2 * self.longest_step + SAVE_MARGIN * self.longest_save
+        return self.signalled or time.monotonic() - self.started + needed > self.limit
+
+    def save(self) -> None:
+        """Write a checkpoint of the step just done."""
+        begun = time.monotonic()
+        self.watchdog.beat(f"saving step {self.progress.step}")
+        session = self.session
+        folder = save_checkpoint(
+            session.out, session.optimizer, self.progress, session.description, self.config.keep
+        )
+        self.saved_step = self.progress.step
+        self.longest_save = max(self.longest_save, time.monotonic() - begun)
+        self.records.say(f"saved {folder}")
+
+    def summary(self) -> list[str]:
+        """What is about to happen, for the person who started it."""
+        session, module, comm = self.session, self.session.module, self.session.comm
+        parameters = sum(param.size for param in module.params.values())
+        moments = session.optimizer.memory_bytes()
+        return [
+            f"zero_mpi: {session.model.arch}, {parameters:,} parameters, {module.strategy.name} over "
+            f"{comm.size} rank{'s' if comm.size > 1 else ''}, {self.config.reduction} reduction, "
+            f"{session.description.machine['threads']} BLAS thread(s) a rank",
+            f"data: {session.corpus.train.size:,} tokens to train on in "
+            f"{session.corpus.documents - session.corpus.val_documents} documents, "
+            f"{session.corpus.val.size:,} held out; {session.loader.tokens_per_step:,} tokens a step in "
+            f"{session.loader.micro_batches} micro-batches",
+            f"memory on rank 0: {mebibytes(module.shard_memory_bytes)} parameters and {mebibytes(moments)} "
+            f"moments; the whole model has {mebibytes(module.replicated_memory_bytes)} of parameters",
+        ]
+
+    def close(self) -> None:
+        """Rank 0 compares with what letter frequencies alone would give, and shows a sample."""
+        self.watchdog.beat("sample")
+        if self.world.rank == 0:
+            self.report()
+            self.show_sample()
+        self.session.comm.barrier()
+
+    def report(self) -> None:
+        """The held-out loss beside the entropy of the same text's token frequencies."""
+        held_out = self.session.held_out
+        if self.val_loss is None or not held_out.micro_batches:
+            return
+        targets = np.concatenate([held_out.micro(i)[1].ravel() for i in range(held_out.micro_batches)])
+        self.records.say(
+            f"validation loss {self.val_loss:.4f} nats a token; "
+            f"the entropy of the same text's unigram distribution is {unigram_entropy(targets):.4f}"
+        )
+
+    def show_sample(self) -> None:
+        """Text from the file that was just written."""
+        tokenizer = self.session.tokenizer
+        if tokenizer is None or not self.config.sample:
+            return
+        path = manager.step_folder(self.session.out, self.progress.step) / manager.MODEL
+        if not path.exists():
+            return
+        model = TextModel(path)
+        prompt = tokenizer.encode("def ")
+        ids = [*prompt.tolist(), *model.generate(prompt, self.config.sample, seed=self.config.seed)]
+        self.records.say(f"sample of {path}:\n{tokenizer.decode(ids).decode('utf-8', 'replace')}")
+
+
+def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterion]:
+    """Tokens, and the criterion that holds the model's output against their targets."""
+    tokens, targets = batch
+    return tokens, partial(cross_entropy, targets=targets, scale=scale)
+
+
+def mebibytes(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def read_flags(world: World, arguments: Sequence[str]) -> Config:
+    """The configuration; `--help` is printed by rank 0 only."""
+    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
+    with quiet:
+        return parse(arguments)
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """The whole run. Returns the exit status."""
+    config = read_flags(world, arguments)
+    watchdog = Watchdog(world.rank, config.timeout)
+    return Trainer(world, prepare(world, config), watchdog).run()
+
+
+def main() -> None:
+    """Entry point."""
+    run("train", command, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
