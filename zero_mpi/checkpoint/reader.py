@@ -26,7 +26,7 @@ from zero_mpi.errors import UsageError
 
 Metadata = dict[str, Any]
 """Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
-key's width, a 1-D array of such (or of bool), or `list[str]`."""
+key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do

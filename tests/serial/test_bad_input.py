@@ -1,0 +1,233 @@
+"""Bad usage and bad input: one line from rank 0 that names the thing and the way out, status 2, nothing done.
+
+The cases run on three ranks, where each fault is noticed by all, by rank 0 alone, or while the others wait; a
+few of each kind run on one rank too.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import needs_mpiexec, train, write_text
+
+pytestmark = needs_mpiexec
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--steps", "1"]
+SMALL += ["--batch-size", "2", "--micro-batch", "1", "--sample", "0"]
+BOX = re.compile(r"(?ms)^(-{20,}|={20,})$.*?^\1$\n?")  # in which launchers put what they say themselves
+
+
+def ids(path: Path, values: list[int], dtype: type = np.uint16) -> None:
+    """A token file."""
+    np.save(path, np.array(values, dtype))
+
+
+def model_file(path: Path, architecture: str) -> None:
+    """A sound GGUF of any architecture, without what makes a model."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_configurations(folder: Path) -> None:
+    """TOML files, each but one with a fault."""
+    (folder / "broken.toml").write_text("steps = = 3\n")
+    (folder / "unknown.toml").write_text("stepz = 3\n")
+    (folder / "type.toml").write_text('steps = "three"\n')
+    (folder / "sound.toml").write_text("steps = 1\n")
+    (folder / "data.toml").write_text("data = [1]\n")
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory) -> Path:
+    """A folder of sound and of broken things, in which the commands run; only read by the tests."""
+    folder = tmp_path_factory.mktemp("things")
+    Path(write_text(folder, documents=1)[0]).rename(folder / "text")
+    train(1, folder / "run", "--data", "text", *SMALL)
+    whole = (folder / "run" / "latest" / "model.gguf").read_bytes()
+    (folder / "model.gguf").write_bytes(whole)
+    (folder / "truncated.gguf").write_bytes(whole[:-100])
+    (folder / "header.gguf").write_bytes(whole[:40])
+    model_file(folder / "mamba.gguf", "mamba")
+    model_file(folder / "partial.gguf", "llama")
+    (folder / "empty").touch()
+    (folder / "empty-folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    write_configurations(folder)
+    ids(folder / "ids.npy", [1, 2, 3] * 50)
+    ids(folder / "wide.npy", [1, 2, 3] * 50, np.int64)
+    ids(folder / "high.npy", [1, 2, 999] * 50)
+    (folder / "fake.npy").write_text("no numpy file")
+    return folder
+
+
+def refusal(ranks: int, flags: list[str], folder: Path, out: Path) -> str:
+    """The one line, after seeing that it is one and that nothing was done."""
+    job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
+    status, printed, errors = run_job(ranks, job, cwd=folder, timeout=20)
+    own = BOX.sub("", errors)
+    assert (status, printed, own.count("\n")) == (2, "", 1), f"status {status}\n{printed}\n{errors}"
+    assert own.startswith("zero_mpi train: error: ")
+    assert own.endswith("\n")
+    assert not list(out.glob("step-*"))
+    return own
+
+
+TEXT = ["--data", "text"]
+NO_DATA = {
+    "missing file": (["--data", "nowhere.txt"], "--data nowhere.txt does not exist"),
+    "missing beside sound": (["--data", "text", "nowhere.txt"], "--data nowhere.txt does not exist"),
+    "empty file": (["--data", "empty"], "--data .*empty"),
+    "empty folder": (["--data", "empty-folder"], "--data .*empty-folder"),
+    "pipe": (["--data", "pipe"], "--data pipe is neither a file nor a folder"),
+    "context": ([*TEXT, "--context", "100000"], "context 100000 .*--context or more --data"),
+}
+SIZES = {
+    "heads": ([*TEXT, "--heads", "5"], "--heads 5 does not divide --dim 24"),
+    "kv-heads": ([*TEXT, "--kv-heads", "2"], "--kv-heads 2 does not divide --heads 3"),
+    "kv-heads of gpt2": ([*TEXT, "--arch", "gpt2", "--kv-heads", "1"], "--kv-heads 1: .*--arch llama"),
+    "odd head": ([*TEXT, "--dim", "9", "--heads", "3"], "--dim 9 / --heads 3 = 3 is odd"),
+    "ffn": ([*TEXT, "--ffn", "0"], "--ffn 0: expected at least 1"),
+    "batch-size": ([*TEXT, "--batch-size", "0"], "--batch-size 0: expected at least 1"),
+    "micro-batch": ([*TEXT, "--micro-batch", "0"], "--micro-batch 0: expected at least 1"),
+}
+FLAGS = {
+    "unknown flag": ([*TEXT, "--no-such-flag"], "--no-such-flag"),
+    "stray word": (["stray"], "stray"),
+    "strategy": ([*TEXT, "--strategy", "foo"], "--strategy.*'foo'.*full-shard"),
+    "arch": ([*TEXT, "--arch", "foo"], "--arch.*'foo'.*llama"),
+    "schedule": ([*TEXT, "--schedule", "foo"], "--schedule.*'foo'.*cosine"),
+    "no number": ([*TEXT, "--steps", "many"], "--steps.*'many'"),
+    "no value": (["--steps"], "--steps.*expected one argument"),
+    "seed": ([*TEXT, "--seed", "-1"], "--seed -1: expected at least 0"),
+    "val-fraction": ([*TEXT, "--val-fraction", "1"], "--val-fraction 1.0: expected less than 1"),
+    "threads": ([*TEXT, "--threads", "zero"], "--threads zero: expected a number"),
+    "max-time": ([*TEXT, "--max-time", "soon"], "--max-time soon: expected a duration such as 3h50m"),
+    "max-time of dots": ([*TEXT, "--max-time", "1.2.3m"], "--max-time 1.2.3m: expected a duration"),
+    "bucket-mb": ([*TEXT, "--strategy", "no-shard", "--bucket-mb", "nan"], "--bucket-mb nan"),
+    "freeze": ([*TEXT, "--freeze", "no.such.*"], r"--freeze.*no\.such\.\*"),
+    "tokenizer": ([*TEXT, "--tokenizer", "from-init"], "--tokenizer from-init needs --init"),
+    "vocab-size": ([*TEXT, "--vocab-size", "300"], "--vocab-size is for token files"),
+}
+INITS = {
+    "no GGUF": ([*TEXT, "--init", "text"], "text: .*expected a GGUF file"),
+    "empty": ([*TEXT, "--init", "empty"], "empty: expected a GGUF file"),
+    "missing": ([*TEXT, "--init", "nowhere.gguf"], "nowhere.gguf: no such file"),
+    "folder": ([*TEXT, "--init", "run"], "run: expected a GGUF file, found a folder"),
+    "truncated": ([*TEXT, "--init", "truncated.gguf"], "truncated.gguf: .*found the end of the file"),
+    "truncated header": ([*TEXT, "--init", "header.gguf"], "header.gguf: "),
+    "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: architecture 'mamba'.*llama, gpt2"),
+    "not a whole model": ([*TEXT, "--init", "partial.gguf"], "partial.gguf: "),
+    "context": ([*TEXT, "--init", "model.gguf", "--context", "32"], "--context 32: the model .* has 16"),
+}
+PLACES = {
+    "a file in the way": ([*TEXT, "--out", "text"], "--out text: cannot write there"),
+    "a file above": ([*TEXT, "--out", "text/run"], "--out text/run: cannot write there"),
+    "no writing there": ([*TEXT, "--out", "/proc/x"], "--out /proc/x: cannot write there"),
+    "no checkpoint": (
+        [*TEXT, "--resume", "nosuchfolder"],
+        "--resume nosuchfolder: .*auto, never or a folder",
+    ),
+    "no checkpoint in it": ([*TEXT, "--resume", "empty-folder"], "empty-folder.*no such file"),
+    "another model": ([*TEXT, "--resume", "run/latest", "--dim", "48"], "embedding_length was 24, now 48"),
+}
+FILES = {
+    "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
+    "no TOML": (["--config", "text"], "--config text: not a TOML file"),
+    "broken": (["--config", "broken.toml"], "--config broken.toml: not a TOML file"),
+    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' is not a setting.*--help"),
+    "wrong type": (["--config", "type.toml"], "--config type.toml: steps = 'three', expected int"),
+    "wrong item": (["--config", "data.toml"], r"--config data.toml: data = \[1\], expected"),
+}
+TOKENS = {
+    "dtype": (["--data", "wide.npy", "--vocab-size", "9"], "wide.npy: .*uint16 or uint32 ids, found int64"),
+    "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*larger --vocab-size"),
+    "no vocab-size": (["--data", "ids.npy"], "token files need --vocab-size"),
+    "no token file": (["--data", "fake.npy", "--vocab-size", "9"], "fake.npy"),
+    "text and tokens": (["--data", "ids.npy", "text"], "text or token files, not both"),
+}
+GROUPS = {
+    "data": NO_DATA,
+    "sizes": SIZES,
+    "flags": FLAGS,
+    "init": INITS,
+    "places": PLACES,
+    "config": FILES,
+    "tokens": TOKENS,
+}
+CASES = [
+    pytest.param(flags, expected, id=f"{group}: {name}")
+    for group, cases in GROUPS.items()
+    for name, (flags, expected) in cases.items()
+]
+ON_ONE_RANK = [next(iter(cases.values())) for cases in GROUPS.values()]
+
+
+@pytest.mark.parametrize(("flags", "expected"), CASES)
+def test_one_line_and_status_2(flags, expected, things, tmp_path):
+    assert re.search(expected, refusal(3, [*SMALL, *flags], things, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("flags", "expected"), ON_ONE_RANK, ids=GROUPS)
+def test_the_same_on_one_rank(flags, expected, things, tmp_path):
+    assert re.search(expected, refusal(1, [*SMALL, *flags], things, tmp_path / "out"))
+
+
+def cut(path: Path) -> None:
+    """A file whose end is missing."""
+    os.truncate(path, path.stat().st_size - 100)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["model.gguf", "optimizer.gguf"])
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_corrupt_checkpoint_is_named_and_left_alone(damage, name, ranks, things, tmp_path):
+    """`auto` does not begin anew where a checkpoint is: the user says what is to be done about it."""
+    out = shutil.copytree(things / "run", tmp_path / "out", symlinks=True)
+    damage(out / "latest" / name)
+    job = ["-m", "zero_mpi.train", "--out", str(out), *TEXT, *SMALL, "--steps", "2"]
+    status, printed, errors = run_job(ranks, job, cwd=things, timeout=20)
+    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
+    assert name in errors
+    assert (out / "metrics.jsonl").read_bytes() == (things / "run" / "metrics.jsonl").read_bytes()
+    assert "--resume" in errors, "the way out"
+
+
+FAR_AWAY = """
+import os
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.rank == 2:
+    os.chdir({folder!r})
+
+from zero_mpi import train
+
+train.main()
+"""
+
+
+def on_a_far_node(flags: list[str], things: Path, folder: Path) -> tuple[int, str, str]:
+    """A job of three ranks, the last of which does not see the shared folder."""
+    script = folder / "far.py"
+    script.write_text(FAR_AWAY.format(folder=str(folder)))
+    job = [str(script), "--out", str(folder / "out"), *TEXT, *SMALL, *flags]
+    return run_job(3, job, cwd=things, timeout=15)
+
+
+def test_a_file_that_one_rank_cannot_see_is_told_once(things, tmp_path):
+    status, printed, errors = on_a_far_node(["--init", "model.gguf"], things, tmp_path)
+    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
+    assert "rank 2: model.gguf: no such file" in errors
+
+
+def test_a_configuration_that_one_rank_cannot_see_does_not_hang(things, tmp_path):
+    """Rank 0 may read it for all, or all may refuse it."""
+    status, _, errors = on_a_far_node(["--config", "sound.toml"], things, tmp_path)
+    assert (status, errors.count("\n")) in [(0, 0), (2, 1)], errors

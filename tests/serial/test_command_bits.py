@@ -1,0 +1,221 @@
+"""Sharding changes nothing: the command gives the same bytes at any number of ranks and under any settings.
+
+Each row of TABLE is one job. Its `loss` and `grad_norm` fields are compared as text and its two checkpoint
+files as bytes with those of the same training on one rank. The sizes are odd on purpose: a feed-forward width
+that nothing divides, three heads on one key/value head, micro-batches that do not come out even.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from jobs import launcher, run_command, run_job
+
+SIZES = ["--layers", "2", "--dim", "48", "--heads", "3", "--ffn", "97", "--context", "16"]
+# A short warm-up: with the default one, the weights would hardly move in a few steps.
+SETTINGS = ["--steps", "3", "--warmup", "2", "--sample", "0"]
+MODELS = {
+    "llama": ["--arch", "llama", "--kv-heads", "1"],
+    "llama-tied": ["--arch", "llama", "--kv-heads", "1", "--tied"],
+    "gpt2": ["--arch", "gpt2"],  # tied by default
+    "gpt2-untied": ["--arch", "gpt2", "--no-tied"],
+}
+# Every pair of values of two columns is in some row; ranks and models meet in all ways.
+# Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one ragged.
+TABLE = """
+    ranks  strategy       prefetch  recompute  bucket  model        batch
+    2      full-shard     2         yes        0.01    llama        5/1
+    2      shard-grad-op  1         no         25      llama-tied   7/2
+    2      no-shard       0         yes        25      gpt2         3/2
+    2      no-shard       0         no         0.01    gpt2-untied  7/2
+    3      shard-grad-op  2         no         0.01    llama        3/2
+    3      no-shard       1         yes        0.01    llama-tied   5/1
+    3      full-shard     2         no         25      gpt2         7/2
+    3      shard-grad-op  0         no         25      gpt2-untied  5/1
+    4      no-shard       1         yes        25      llama        7/2
+    4      full-shard     0         no         25      llama-tied   3/2
+    4      shard-grad-op  2         yes        0.01    gpt2         5/1
+    4      full-shard     1         yes        25      gpt2-untied  3/2
+    8      no-shard       0         no         25      llama        3/2
+    8      full-shard     2         yes        0.01    llama-tied   5/1
+    8      shard-grad-op  1         no         25      gpt2         7/2
+    8      no-shard       2         no         0.01    gpt2-untied  5/1
+"""
+HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
+
+
+def no_launcher() -> bool:
+    """Whether jobs cannot be started here."""
+    try:
+        return not launcher()
+    except FileNotFoundError:
+        return True
+
+
+needs_mpiexec = pytest.mark.skipif(no_launcher(), reason="no mpiexec")
+pytestmark = needs_mpiexec
+
+
+def write_text(folder: Path, documents: int = 4, seed: int = 0) -> list[str]:
+    """Paths of a few small text files that look a little like a program."""
+    words = ["def", "return", "self", "for", "in", "x", "y", "(", ")", ":", "+", "\n"]
+    draw = random.Random(seed)
+    paths = [folder / f"text-{seed}-{number}.txt" for number in range(documents)]
+    for path in paths:
+        path.write_text(" ".join(draw.choices(words, k=250)))
+    return [str(path) for path in paths]
+
+
+def train(ranks: int, out: Path, *flags: str, script: Path | None = None, timeout: float = 50) -> str:
+    """Train into `out`, on success only. Returns what was printed; `script` instead of the plain command."""
+    start = [str(script)] if script else ["-m", "zero_mpi.train"]
+    status, printed, errors = run_job(
+        ranks, [*start, "--out", str(out), *flags], timeout=timeout, cwd=out.parent
+    )
+    assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
+    return printed
+
+
+def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
+    """The text of these fields (loss and grad_norm) of all steps, as it stands in the file."""
+    wanted = names or ("loss", "grad_norm")
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
+    return [tuple(record[name] for name in ("step", *wanted)) for record in records]
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """Both files of the newest checkpoint."""
+    return {name: (out / "latest" / name).read_bytes() for name in ("model.gguf", "optimizer.gguf")}
+
+
+def assert_same_run(out: Path, reference: Path) -> None:
+    """Same curve, same files, byte for byte."""
+    assert fields(out) == fields(reference)
+    found, expected = files(out), files(reference)
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file, by a reader that is not ours."""
+    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+
+
+Reference = Callable[[str, str], tuple[Path, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> list[str]:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def reference(text, tmp_path_factory) -> Reference:
+    """(model, batch) -> the run on one rank, made when first asked for, and the flags that made it."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def find(model: str, batch: str) -> tuple[Path, list[str]]:
+        size, micro = batch.split("/")
+        flags = ["--data", *text, *SIZES, *SETTINGS, *MODELS[model]]
+        flags += ["--batch-size", size, "--micro-batch", micro]
+        if (model, batch) not in made:
+            made[model, batch] = tmp_path_factory.mktemp("one-rank") / "out"
+            train(1, made[model, batch], *flags)
+        return made[model, batch], flags
+
+    return find
+
+
+@pytest.mark.parametrize(HEADER, ROWS, ids=["-".join(row) for row in ROWS])
+def test_same_bytes_as_on_one_rank(
+    ranks, strategy, prefetch, recompute, bucket, model, batch, reference, tmp_path
+):
+    expected, flags = reference(model, batch)
+    flags += ["--strategy", strategy, "--prefetch", prefetch, "--bucket-mb", bucket]
+    flags += ["--recompute"] if recompute == "yes" else []
+    train(int(ranks), tmp_path / "out", *flags)
+    assert_same_run(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "no-shard"])
+def test_more_ranks_than_rows(strategy, text, tmp_path):
+    """Keys and values of two rows, norms of six elements, over eight ranks: most own nothing of them."""
+    flags = ["--data", *text, *SETTINGS, "--layers", "1", "--context", "16", "--batch-size", "3"]
+    flags += ["--micro-batch", "1", "--dim", "6", "--heads", "3", "--kv-heads", "1", "--ffn", "5"]
+    train(1, tmp_path / "one", *flags)
+    train(8, tmp_path / "eight", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    shapes = {t.shape for t in tensors(tmp_path / "one" / "latest" / "model.gguf").values()}
+    assert {(2, 6), (6,)} <= shapes
+    assert_same_run(tmp_path / "eight", tmp_path / "one")
+
+
+def test_table_covers_every_pair_of_values():
+    for first, a in enumerate(HEADER):
+        for second, b in list(enumerate(HEADER))[first + 1 :]:
+            pairs = {(row[first], row[second]) for row in ROWS}
+            possible = len({row[first] for row in ROWS}) * len({row[second] for row in ROWS})
+            assert len(pairs) == possible, f"{a} and {b} do not meet in all ways"
+
+
+def test_equality_is_of_something_that_moves(reference, text, tmp_path):
+    """Three steps of falling loss; and another seed gives other bytes."""
+    expected, flags = reference("llama", "7/2")
+    losses = [float(loss) for _, loss, _ in fields(expected)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] - 0.1
+    train(1, tmp_path / "out", *flags, "--seed", "1")
+    assert fields(tmp_path / "out")[0] != fields(expected)[0]
+    assert files(tmp_path / "out")["model.gguf"] != files(expected)["model.gguf"]
+
+
+def test_without_a_launcher_it_is_the_run_of_one_rank(reference, tmp_path):
+    expected, flags = reference("llama", "7/2")
+    command = [sys.executable, "-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags]
+    assert run_command(command, timeout=50, cwd=tmp_path)[::2] == (0, "")
+    assert_same_run(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
+def test_strategies_on_one_rank_are_the_same_run(strategy, reference, tmp_path):
+    expected, flags = reference("gpt2", "7/2")
+    train(1, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    assert_same_run(tmp_path / "out", expected)
+
+
+FROZEN = ("token_embd.weight", "blk.0.")  # what the two patterns below match, as prefixes
+
+
+@pytest.fixture(scope="module")
+def frozen_run(text, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run on one rank with the embedding and the first block frozen, and its flags."""
+    out = tmp_path_factory.mktemp("frozen") / "out"
+    flags = ["--data", *text, *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
+    flags += ["--freeze", "token_embd.*", "blk.0.*"]
+    train(1, out, *flags)
+    return out, flags
+
+
+def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run, tmp_path):
+    out, flags = frozen_run
+    train(1, tmp_path / "start", *flags, "--steps", "0")
+    before = tensors(tmp_path / "start" / "latest" / "model.gguf")
+    after = tensors(out / "latest" / "model.gguf")
+    assert list(before) == list(after)
+    unchanged = {name for name in after if after[name].tobytes() == before[name].tobytes()}
+    assert unchanged == {name for name in after if name.startswith(FROZEN)}
+    assert 0 < len(unchanged) < len(after)
+    moments = tensors(out / "latest" / "optimizer.gguf")
+    assert len(moments) == 2 * (len(after) - len(unchanged))
+    assert not [name for name in moments for frozen in unchanged if name.endswith(f".{frozen}")]
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
+def test_a_run_with_frozen_tensors_is_the_same_on_three_ranks(strategy, frozen_run, tmp_path):
+    expected, flags = frozen_run
+    train(3, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    assert_same_run(tmp_path / "out", expected)

@@ -1,0 +1,305 @@
+"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other.
+
+The tests walk over the fields of Config, so a new setting is covered on the day it is added.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from jobs import run_job
+from test_command_bits import needs_mpiexec
+
+from zero_mpi import __version__
+from zero_mpi.config import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
+from zero_mpi.errors import UsageError
+
+ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
+# Settings whose values are checked more closely than by type.
+SPECIAL = {
+    "threads": "2",
+    "max_time": "1h30m",
+    "resume": "never",
+    "schedule": "linear",
+    "strategy": "no-shard",
+}
+SPECIAL |= {
+    "arch": "gpt2",
+    "reduction": "fast",
+    "tokenizer": "from-init",
+    "transport": "mpi",
+    "device": "cpu",
+}
+
+
+def other_value(name):
+    """A value that is not the default, where the setting has more than one."""
+    field = FIELDS[name]
+    if name in SPECIAL:
+        return SPECIAL[name]
+    return field.metadata["choices"][-1] if field.metadata["choices"] else ODD[field.metadata["kind"]]
+
+
+def as_flags(name, value):
+    """The command line that sets one value."""
+    if isinstance(value, bool):
+        return [spelled(name) if value else spelled(name).replace("--", "--no-", 1)]
+    return [spelled(name), *map(str, value if isinstance(value, list) else [value])]
+
+
+def from_file(tmp_path, text, *flags):
+    """The configuration of a TOML file and flags."""
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return parse(["--config", str(path), *flags])
+
+
+def changed(config):
+    """The settings that differ from the default."""
+    pairs = zip(dataclasses.asdict(config).items(), dataclasses.asdict(Config()).items(), strict=True)
+    return {name: value for (name, value), (_, default) in pairs if value != default}
+
+
+# flags
+
+
+def test_no_flags_give_the_defaults():
+    assert parse([]) == Config()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_flag_sets_its_setting_and_no_other(name):
+    value = other_value(name)
+    config = parse(as_flags(name, value))
+    assert getattr(config, name) == value
+    assert changed(config).keys() <= {name}
+
+
+@pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.metadata["kind"] is bool])
+def test_switches_can_be_turned_off(name, tmp_path):
+    assert getattr(parse([spelled(name), *as_flags(name, False)]), name) is False
+    assert getattr(from_file(tmp_path, f"{name} = true\n", *as_flags(name, False)), name) is False
+
+
+def test_a_flag_cannot_be_shortened():
+    """--val would be --val-fraction today and an error when there is a second --val-something."""
+    with pytest.raises(UsageError, match="--val"):
+        parse(["--val", "0.1"])
+
+
+@pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.metadata["choices"]])
+def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path):
+    with pytest.raises(UsageError, match=f"{spelled(name)}.*nonsense"):
+        parse([spelled(name), "nonsense"])
+    with pytest.raises(UsageError, match=f"{spelled(name)} nonsense: expected one of"):
+        from_file(tmp_path, f'{name} = "nonsense"\n')
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--batch-size", "0"], ["--micro-batch", "0"], ["--context", "0"], ["--seed", "-1"]),
+        *(["--val-fraction", "1"], ["--val-fraction", "-0.1"], ["--beta1", "1"], ["--beta2", "-1"]),
+        *(["--lr", "-1"], ["--lr", "nan"], ["--steps", "-1"], ["--log-every", "0"], ["--keep", "-1"]),
+        *(["--bucket-mb", "0"], ["--bucket-mb", "nan"], ["--bucket-mb", "inf"], ["--prefetch", "-1"]),
+        *(["--lr", "inf"], ["--timeout", "nan"]),
+    ],
+    ids=" ".join,
+)
+def test_values_out_of_range_are_refused_by_name(flags):
+    with pytest.raises(UsageError, match=flags[0]):
+        parse(flags)
+
+
+# the file
+
+
+def test_every_setting_goes_through_the_file_and_back(tmp_path):
+    config = Config(**{name: other_value(name) for name in FIELDS})
+    assert from_file(tmp_path, write_toml(config)) == config
+
+
+def test_defaults_go_through_the_file_and_back(tmp_path):
+    """None has no spelling in TOML: such settings are left out, and lists may be empty."""
+    assert from_file(tmp_path, write_toml(Config())) == Config()
+
+
+def test_zeros_and_no_are_written_too(tmp_path):
+    """0, 0.0 and false are said by somebody; only None is left out."""
+    config = Config(keep=0, sample=0, grad_clip=0.0, val_fraction=0.0, tied=False, warmup=0)
+    assert from_file(tmp_path, write_toml(config)) == config
+
+
+@pytest.mark.parametrize(
+    "value", [["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"]], ids=repr
+)
+def test_lists_of_any_text_go_through_the_file_and_back(value, tmp_path):
+    config = Config(data=value, freeze=value)
+    assert from_file(tmp_path, write_toml(config)) == config
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 1e-300, 1e22, 4e-3, 5e-324])
+def test_floats_go_through_the_file_to_the_last_bit(value, tmp_path):
+    assert from_file(tmp_path, write_toml(Config(lr=value))).lr == value
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_flag_wins_over_the_file(name, tmp_path):
+    """Also where the flag's value is the default: given is given."""
+    value = other_value(name)
+    text = write_toml(Config(**{name: value}))
+    assert getattr(from_file(tmp_path, text), name) == value
+    default = getattr(Config(), name)
+    if default not in (None, []):
+        assert getattr(from_file(tmp_path, text, *as_flags(name, default)), name) == default
+
+
+def test_names_are_spelled_with_dashes_or_underscores(tmp_path):
+    config = from_file(tmp_path, "batch-size = 5\nmicro_batch = 3\n")
+    assert (config.batch_size, config.micro_batch) == (5, 3)
+
+
+def test_a_whole_number_is_a_float_where_one_is_expected(tmp_path):
+    lr = from_file(tmp_path, "lr = 1\n").lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stepz = 3\n", r"run\.toml: 'stepz' is not a setting"),
+        ('steps = "3"\n', r"run\.toml: steps = '3', expected int"),
+        ("steps = 3.5\n", r"run\.toml: steps = 3\.5, expected int"),
+        ("steps = true\n", r"run\.toml: steps = True, expected int"),
+        ("lr = false\n", r"run\.toml: lr = False, expected float"),
+        ("tied = 1\n", r"run\.toml: tied = 1, expected bool"),
+        ('data = "a"\n', r"run\.toml: data = 'a', expected list"),
+        ("data = [1]\n", r"run\.toml: data = \[1\], expected"),
+        ("[run]\nsteps = 3\n", r"run\.toml: 'run' is not a setting"),
+        ("steps = \n", r"run\.toml: not a TOML file"),
+        ("batch_size = 0\n", r"--batch-size 0: expected at least 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
+    with pytest.raises(UsageError, match=expected):
+        from_file(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"--config .*nowhere\.toml: No such file"):
+        parse(["--config", str(tmp_path / "nowhere.toml")])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"--config .*binary\.toml: not a TOML file"):
+        parse(["--config", str(tmp_path / "binary.toml")])
+    with pytest.raises(UsageError, match=r"--config .*: Is a directory"):
+        parse(["--config", str(tmp_path)])
+
+
+# durations and threads
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("3h50m", 13800), ("90s", 90), ("15m", 900), ("3600", 3600), ("1h2m3s", 3723), ("0.5h", 1800)),
+        *(("1h30", 3630), ("0", 0), ("1.5", 1.5), (None, None)),
+    ],
+)
+def test_durations(text, expected):
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["soon", "", "h", "3d", "-5", "1 h", "1e3", "3hh", ".", "1.2.3s", "²"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(UsageError, match="--max-time"):
+        seconds(text)
+
+
+def test_threads():
+    assert [thread_count(text) for text in (None, "auto", "1", "12")] == [None, 0, 1, 12]
+
+
+@pytest.mark.parametrize("text", ["zero", "0", "-1", "1.5", "", "²"])
+def test_what_is_no_thread_count_is_refused(text):
+    with pytest.raises(UsageError, match="--threads"):
+        thread_count(text)
+
+
+# --help and the console script
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """What three ranks print for --help."""
+    status, printed, errors = run_job(
+        3, ["-m", "zero_mpi.train", "--help"], env={"COLUMNS": "100"}, timeout=30
+    )
+    assert (status, errors) == (0, "")
+    return printed
+
+
+@needs_mpiexec
+def test_help_is_printed_once_and_names_the_command(shown):
+    assert shown.count("usage: mpirun -n N python -m zero_mpi.train") == 1
+    assert len(re.findall(r"(?m)^ +--config FILE ", shown)) == 1
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("name", FIELDS)
+def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
+    field = FIELDS[name]
+    entries = re.split(r"(?m)^  (?=--|-h)", shown.partition("options:")[2])
+    (entry,) = [" ".join(entry.split()) for entry in entries if re.match(rf"{spelled(name)}\b(?!-)", entry)]
+    assert field.metadata["text"] in entry
+    if field.default not in (None, dataclasses.MISSING):
+        assert f"(default: {field.default})" in entry
+    for choice in field.metadata["choices"]:
+        assert choice in entry
+
+
+def console(*arguments):
+    """(status, stdout, stderr) of `zero-mpi ARGUMENTS`."""
+    done = subprocess.run([sys.executable, "-m", "zero_mpi.cli", *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_console_script_says_its_version_and_commands():
+    assert console("--version") == (0, f"zero_mpi {__version__}\n", "")
+    for arguments in ([], ["--help"], ["-h"]):
+        status, printed, errors = console(*arguments)
+        assert (status, errors) == (0, "")
+        assert re.search(r"(?m)^  train +\S", printed)
+        assert re.search(r"(?m)^  generate +\S", printed)
+
+
+def test_the_console_script_refuses_an_unknown_command():
+    status, printed, errors = console("trian")
+    assert (status, printed) == (2, "")
+    assert re.fullmatch(
+        r"zero-mpi: error: 'trian' is not a command; expected one of train, generate\n", errors
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_the_console_script_hands_the_flags_on(command):
+    status, printed, errors = console(command, "--help")
+    assert (status, errors) == (0, "")
+    assert f"python -m zero_mpi.{command}" in printed
+    status, printed, errors = console(command, "--no-such-flag")
+    assert (status, printed) == (2, "")
+    assert errors.startswith(f"zero_mpi {command}: error: ")
+
+
+@needs_mpiexec
+def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path):
+    """OUT/config.toml of a run with flags repeats the run."""
+    flags = ["--steps", "0", "--layers", "1", "--dim", "6", "--heads", "3", "--context", "4", "--no-tied"]
+    (tmp_path / "text").write_text("some text to train on " * 9)
+    flags += ["--data", "text", "--out", "run", "--sample", "0", "--max-time", "1h"]
+    status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=30)
+    assert (status, errors) == (0, "")
+    assert parse(["--config", str(tmp_path / "run" / "config.toml")]) == parse(flags)
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["tied"] is False

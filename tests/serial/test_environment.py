@@ -1,0 +1,133 @@
+"""What is set before numpy and MPI start: one thread, yielding where ranks outnumber cores, users first.
+
+A wrong choice costs a factor of 10 to 100 and no test of results would notice it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs import clean_environment, run_job
+from test_command_bits import needs_mpiexec
+
+from zero_mpi import environment
+from zero_mpi.environment import LOCAL_RANKS, THREADS, YIELDING, local_ranks, prepare, under_launcher
+
+
+@pytest.fixture(autouse=True)
+def before_numpy(monkeypatch):
+    """A process of four cores that has not imported numpy yet."""
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    monkeypatch.setattr(environment, "cores", lambda: 4)
+
+
+def prepared(**environ):
+    """What `prepare` makes of an environment."""
+    prepare(environ)
+    return environ
+
+
+def test_one_thread_where_nothing_is_set():
+    assert prepared() == dict.fromkeys(THREADS, "1")
+    assert {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"} <= {*THREADS}
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_one_setting_of_the_user_leaves_all_alone(name):
+    """OMP_NUM_THREADS=8 speaks for OpenBLAS too, as long as nobody sets OPENBLAS_NUM_THREADS beside it."""
+    assert prepared(**{name: "8"}) == {name: "8"}
+
+
+def test_threads_are_left_alone_once_numpy_has_read_them(monkeypatch):
+    """A change would reach the children of this process and not the process itself."""
+    monkeypatch.setitem(sys.modules, "numpy", object())
+    assert prepared() == {}
+
+
+@pytest.mark.parametrize("name", LOCAL_RANKS)
+def test_cores_are_handed_over_only_where_ranks_outnumber_them(name):
+    for ranks in (1, 3, 4):
+        assert YIELDING.keys() & prepared(**{name: str(ranks)}).keys() == set()
+    assert YIELDING.items() <= prepared(**{name: "5"}).items()
+
+
+def test_yielding_does_not_depend_on_threads():
+    assert YIELDING.items() <= prepared(MPI_LOCALNRANKS="8", OMP_NUM_THREADS="2").items()
+
+
+@pytest.mark.parametrize("name", YIELDING)
+def test_what_the_user_says_about_yielding_stays(name):
+    found = prepared(MPI_LOCALNRANKS="8", **{name: "0"})
+    assert found[name] == "0"
+    assert all(found[other] == value for other, value in YIELDING.items() if other != name)
+
+
+@pytest.mark.parametrize("value", ["", "4(x2)", "-3", "many"])
+def test_a_count_that_is_no_number_is_one_rank(value):
+    """Slurm writes things like 4(x2)."""
+    assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
+
+
+def test_the_launcher_itself_is_asked_before_the_batch_system():
+    """One rank started inside an allocation of eight tasks a node is one rank."""
+    assert local_ranks({"SLURM_NTASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}) == 2
+
+
+@pytest.mark.parametrize("name", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_a_launcher_is_noticed(name):
+    assert under_launcher({name: "0"})
+    assert not under_launcher({"PATH": "/bin"})
+
+
+REPORT = """
+import json, os, sys
+{statement}
+loaded = [name for name in {modules} if name in sys.modules]
+print(json.dumps([loaded, {{name: os.environ.get(name) for name in {names}}}]))
+"""
+HEAVY = ["mpi4py", "mpi4py.MPI", "numpy", "cupy"]
+
+
+def report(statement, names, ranks=0):
+    """(modules loaded, variables) in a fresh process after `statement`; under a launcher if `ranks`."""
+    code = REPORT.format(statement=statement, modules=HEAVY, names=[*names])
+    if ranks:
+        status, printed, errors = run_job(ranks, ["-c", code], timeout=30)
+        assert status == 0, errors
+        return json.loads(printed.splitlines()[0])
+    environ = {name: value for name, value in clean_environment().items() if name not in THREADS}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.cli"])
+def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
+    loaded, environ = report(f"import {module}", THREADS)
+    assert loaded == []
+    assert environ == dict.fromkeys(THREADS, "1")
+
+
+@pytest.mark.parametrize("module", ["zero_mpi.train", "zero_mpi.generate", "zero_mpi.session"])
+def test_importing_a_command_does_not_start_mpi(module):
+    loaded, _ = report(f"import {module}", [])
+    assert loaded == ["numpy"]
+
+
+def test_the_public_names_are_there():
+    """Each is loaded on first use; the list is what `dir` and the documentation show."""
+    code = "import zero_mpi; print([getattr(zero_mpi, n).__name__ for n in zero_mpi.__all__ if n.islower()])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['clip_grad_norm', 'cross_entropy']\n"
+
+
+@needs_mpiexec
+def test_ranks_of_a_job_are_counted_as_the_launcher_tells():
+    """More ranks than cores under the real launcher: the import alone sets them to yield."""
+    _, few = report("import zero_mpi", YIELDING, ranks=1)
+    _, many = report("import zero_mpi", YIELDING, ranks=len(os.sched_getaffinity(0)) + 1)
+    assert few == {name: os.environ.get(name) for name in YIELDING}
+    assert many == YIELDING

@@ -1,0 +1,244 @@
+"""A rank that fails, leaves, is killed or stands still ends the job in seconds, with number and cause.
+
+Faults are put into the real command by small scripts, at a place and on a rank that the test knows. While one
+rank fails the others wait for it in a collective: without the runtime's care each of these jobs would hang.
+"""
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import TIMED_OUT, run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+
+pytestmark = needs_mpiexec
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+AT_ONCE = 10.0  # seconds: start of python, failure and end of the job on a busy machine; a hang takes LIMIT
+LIMIT = 15.0
+
+# Runs `zero_mpi.train` with a fault at the beginning of a step.
+FAULTY = """
+import os, signal, sys, time
+from zero_mpi import train
+
+step = train.Trainer.step
+
+def faulty_step(self):
+    rank = self.world.rank
+    if self.progress.step == {step} and {where}:
+        {fault}
+    return step(self)
+
+train.Trainer.step = faulty_step
+train.main()
+"""
+# Runs a command of its own through the launcher's `run`: one rank fails, the others wait in a barrier.
+COMMAND = """
+import sys
+from zero_mpi.launch import run
+
+def command(world, arguments):
+    if {where}:
+        {fault}
+    world.mpi.COMM_WORLD.Barrier()
+    return 0
+
+run("trial", command, sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    """A small model on small text."""
+    return [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+
+
+def run_script(ranks: int, folder: Path, text: str, *flags: str) -> tuple[int, str]:
+    """(status, what was said on stderr) of a job of a script, which must end at once."""
+    script = folder / "script.py"
+    script.write_text(text)
+    begun = time.monotonic()
+    status, _, errors = run_job(ranks, [str(script), *flags], timeout=LIMIT, cwd=folder)
+    took = time.monotonic() - begun
+    assert status != TIMED_OUT, f"the job hung\n{errors}"
+    assert took < AT_ONCE, errors
+    return status, errors
+
+
+def tracebacks(errors: str) -> int:
+    """How many there are."""
+    return errors.count("Traceback (most recent call last)")
+
+
+# exceptions
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_exception_in_one_rank_ends_the_job_with_one_traceback(rank, tmp_path):
+    script = COMMAND.format(where=f"world.rank == {rank}", fault='raise RuntimeError("the fault")')
+    status, errors = run_script(3, tmp_path, script)
+    assert status not in (0, 2, 75)
+    assert tracebacks(errors) == 1
+    assert "RuntimeError: the fault" in errors
+    assert f"zero_mpi: rank {rank} of 3 failed" in errors
+
+
+def test_the_same_exception_in_all_ranks_is_told_once(tmp_path):
+    script = COMMAND.format(where="True", fault='raise RuntimeError("the fault")')
+    status, errors = run_script(4, tmp_path, script)
+    assert status not in (0, 2, 75)
+    assert tracebacks(errors) == 1
+    assert len(re.findall(r"zero_mpi: rank \d of 4 failed", errors)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exception_in_the_middle_of_training_ends_the_job(rank, flags, tmp_path):
+    fault = 'raise RuntimeError("the fault")'
+    script = FAULTY.format(step=2, where=f"rank == {rank}", fault=fault)
+    status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
+    assert status not in (0, 2, 75)
+    assert tracebacks(errors) == 1
+    assert "RuntimeError: the fault" in errors
+    assert f"zero_mpi: rank {rank} of 3 failed" in errors
+    assert len(fields(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "KeyboardInterrupt()", "AssertionError('ours')"])
+def test_errors_of_every_kind_end_the_job(error, tmp_path):
+    script = COMMAND.format(where="world.rank == 1", fault=f"raise {error}")
+    status, errors = run_script(2, tmp_path, script)
+    assert status not in (0, 2, 75)
+    assert "rank 1 of 2 failed" in errors
+
+
+def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
+    """Nobody has told the others: a rank that quietly left would keep them waiting."""
+    fault = 'from zero_mpi.errors import UsageError; raise UsageError("the fault")'
+    status, errors = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
+    assert status not in (0, 75)
+    assert "the fault" in errors
+    assert "rank 1" in errors
+
+
+# ranks that leave
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["sys.exit(3)", "raise SystemExit('the fault')"])
+def test_a_rank_that_exits_ends_the_job(fault, rank, tmp_path):
+    status, _ = run_script(3, tmp_path, COMMAND.format(where=f"world.rank == {rank}", fault=fault))
+    assert status != 0
+
+
+@pytest.mark.parametrize("fault", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_leaves_in_the_middle_of_training_ends_the_job(fault, flags, tmp_path):
+    script = FAULTY.format(step=2, where="rank == 1", fault=fault)
+    status, _ = run_script(3, tmp_path, script, *flags, "--steps", "5")
+    assert status not in (0, 2, 75)
+
+
+def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
+    """What was saved before is the state of an unbroken run; what was recorded after it is written again."""
+    train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
+    script = FAULTY.format(step=5, where="rank == 2", fault="os.kill(os.getpid(), signal.SIGKILL)")
+    status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
+    assert status != 0
+    assert len(fields(tmp_path / "out")) == 5
+    printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
+    assert "at step 3" in printed
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+# a disk that takes no more
+
+
+SMALL_FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))"
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_last_checkpoint_loads(flags, tmp_path):
+    """From the fourth step on, rank 0 may write no file as large as a checkpoint's."""
+    train(1, tmp_path / "whole", *flags[:-2], "--steps", "6")
+    script = FAULTY.format(step=3, where="rank == 0", fault=SMALL_FILES)
+    status, errors = run_script(3, tmp_path, script, *flags, "--steps", "6", "--save-every", "2")
+    assert status not in (0, 2, 75)
+    assert tracebacks(errors) == 1
+    assert "File too large" in errors
+    assert (tmp_path / "out" / "latest").readlink() == Path("step-00000002")
+    assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "6")
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+    assert "model.gguf" in errors, "the file"
+
+
+def test_records_that_cannot_be_written_end_the_job(flags, tmp_path):
+    fault = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))"
+    script = FAULTY.format(step=0, where="rank == 0", fault=fault)
+    status, errors = run_script(2, tmp_path, script, *flags, "--steps", "9")
+    assert status not in (0, 2, 75)
+    assert "File too large" in errors
+    assert "metrics.jsonl" in errors, "the file"
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system with room for one checkpoint and not for two."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(place)]
+    try:
+        refused = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount here")
+    if refused.returncode:
+        pytest.skip(f"no mounting here: {refused.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(small_disk, flags, tmp_path):
+    train(1, tmp_path / "whole", *flags[:-2], "--steps", "4")
+    job = ["-m", "zero_mpi.train", *flags[:-1], str(small_disk / "out"), "--steps", "4"]
+    status, _, errors = run_job(3, [*job, "--save-every", "2"], timeout=LIMIT)
+    assert status not in (0, 2, 75, TIMED_OUT)
+    assert tracebacks(errors) == 1
+    assert "No space left on device" in errors
+    assert "rank 0 of 3" in errors
+    state = ["--resume", str(small_disk / "out" / "latest")]
+    assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "4", *state)
+    assert fields(tmp_path / "out") == fields(tmp_path / "whole")[2:]
+    assert re.search(r"(model|optimizer)\.gguf", errors), "the file"
+
+
+# standing still
+
+
+@pytest.mark.parametrize(("rank", "where"), [(0, "rank == 0"), (1, "rank == 1")])
+def test_a_rank_that_sleeps_for_ever_is_noticed(rank, where, flags, tmp_path):
+    """One of the ranks, the sleeper or one that waits for it, says so; the stacks show which is which."""
+    script = FAULTY.format(step=2, where=where, fault="self.watchdog.beat('a nap'); time.sleep(1000)")
+    begun = time.monotonic()
+    status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5", "--timeout", "2")
+    assert time.monotonic() - begun > 2
+    assert status not in (0, 2, 75)
+    lines = re.findall(r"zero_mpi: rank (\d): no progress for \d s in (.+); ending the job", errors)
+    assert lines
+    said = {int(number): what for number, what in lines}
+    assert said.items() <= {rank: "a nap", 1 - rank: "step 3"}.items()
+    assert "Current thread" in errors or "Thread 0x" in errors
+
+
+def test_the_watchdog_lets_a_slow_run_be(flags, tmp_path):
+    """Every step takes part of the limit; all together take longer than it."""
+    script = tmp_path / "slow.py"
+    script.write_text(FAULTY.format(step="self.progress.step", where="True", fault="time.sleep(0.4)"))
+    train(2, tmp_path / "out", *flags[:-2], "--steps", "5", "--timeout", "1.5", script=script)
+    assert len(fields(tmp_path / "out")) == 5
+
+
+def test_no_limit_is_no_watchdog(flags, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(FAULTY.format(step=1, where="rank == 1", fault="time.sleep(1.5)"))
+    train(2, tmp_path / "out", *flags[:-2], "--steps", "2", "--timeout", "0", script=script)

@@ -1,0 +1,285 @@
+"""Generation: the cached forward equals the training forward, the draw is what it says, the command behaves.
+
+The cache is right if it does not show: a text fed whole, one token at a time or in odd pieces gives the
+logits that training computes for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.models import GPT2, Llama, ModelConfig
+from zero_mpi.textmodel import TextModel, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = 13
+LLAMA = Llama(
+    vocab_size=ByteTokenizer.vocab_size,
+    context_length=CONTEXT,
+    embedding_length=12,
+    block_count=2,
+    feed_forward_length=17,
+    head_count=6,
+    head_count_kv=3,
+    key_length=4,
+    value_length=3,
+    tied=False,
+)
+GPT = GPT2(
+    vocab_size=ByteTokenizer.vocab_size,
+    context_length=CONTEXT,
+    embedding_length=12,
+    block_count=2,
+    feed_forward_length=17,
+    head_count=3,
+    tied=True,
+)
+CONFIGS = {"llama": LLAMA, "gpt2": GPT}
+PROMPT = list(b"def f(")
+
+
+def write_model(path: Path, config: ModelConfig, metadata: dict[str, Any] | None = None) -> Path:
+    """A model file with random weights, and the byte tokenizer unless other keys are given."""
+    rng = np.random.default_rng(0)
+    params = config.params()
+    keys = config.metadata() | (ByteTokenizer().metadata() if metadata is None else metadata)
+    table = [(name, param.shape) for name, param in params.items()]
+    with GGUFStream(path, config.arch, keys, table) as stream:
+        for name, param in params.items():
+            values = (param.init == "ones") + 0.4 * rng.standard_normal(param.shape)
+            stream.write(name, values.astype(np.float32))
+    return path
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    """A model of each architecture, read from its file."""
+    return TextModel(write_model(tmp_path_factory.mktemp("model") / "model.gguf", CONFIGS[request.param]))
+
+
+def full_forward(model: TextModel, ids: list[int]) -> np.ndarray:
+    """Logits (T, V) as training computes them: no cache."""
+    x: Any = np.array([ids])
+    for stage in model.config.stages():
+        x, _ = stage.layer.forward(model.weights, x)
+    return x[0]
+
+
+# ------------------------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("pieces", [[13], [1] * 13, [5, 1, 4, 3], [1, 12], [12, 1]], ids=str)
+def test_cached_logits_are_those_of_the_full_forward(model, pieces):
+    ids = np.random.default_rng(0).integers(256, size=sum(pieces)).tolist()
+    expected = full_forward(model, ids)
+    assert np.ptp(expected, axis=-1).min() > 1, "logits are flat: agreement would say little"
+    model.reset()
+    ends = np.cumsum(pieces)
+    found = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
+    assert model.cache.position == CONTEXT
+    bound = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=bound)
+    assert found[0].dtype == np.float32
+
+
+def test_reset_forgets(model):
+    model.reset()
+    first = model.logits(PROMPT)
+    model.reset()
+    assert model.logits(PROMPT).tobytes() == first.tobytes()
+    assert not np.allclose(model.logits(PROMPT), first, atol=1e-2), "without a reset the text goes on"
+
+
+def test_positions_beyond_the_context_are_refused(model):
+    model.reset()
+    with pytest.raises(ValueError, match="14 positions do not fit a context of 13"):
+        model.logits(range(14))
+    model.logits(range(13))
+    with pytest.raises(ValueError, match="14 positions do not fit a context of 13"):
+        model.logits([0])
+
+
+# ------------------------------------------------------------------------------------------ generation
+
+
+def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
+    """What temperature 0 must give, with a full forward for every token.
+
+    When the context is full, the newest half of it (six of 13 positions) is where it starts again.
+    """
+    history, start = list(prompt), max(0, len(prompt) - 6) if len(prompt) > CONTEXT else 0
+    for _ in range(tokens):
+        if len(history) - start > CONTEXT:
+            start = len(history) - 6
+        history.append(int(np.argmax(full_forward(model, history[start:])[-1])))
+    return history[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [1, 6, 12, 13, 14, 40])
+def test_greedy_text_goes_on_past_the_context(model, length):
+    prompt = np.random.default_rng(length).integers(256, size=length).tolist()
+    assert list(model.generate(prompt, 30, temperature=0)) == greedy(model, prompt, 30)
+
+
+def test_a_context_of_one_position_works(tmp_path):
+    model = TextModel(write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=1)))
+    last, expected = 97, []
+    for _ in range(4):
+        last = int(np.argmax(full_forward(model, [last])[-1]))
+        expected.append(last)
+    assert list(model.generate([98, 97], 4, temperature=0)) == expected
+
+
+def test_the_likeliest_of_one_is_the_likeliest(model):
+    expected = list(model.generate(PROMPT, 20, temperature=0, seed=1))
+    assert list(model.generate(PROMPT, 20, temperature=1.7, top_k=1, seed=2)) == expected
+
+
+def test_seeds_repeat_and_differ(model):
+    texts = [list(model.generate(PROMPT, 20, temperature=1.0, seed=seed)) for seed in (1, 2, 1)]
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1]
+
+
+def test_no_tokens_and_no_prompt(model):
+    assert list(model.generate(PROMPT, 0)) == []
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        list(model.generate([], 1))
+
+
+# -------------------------------------------------------------------------------------------- the draw
+
+LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
+
+
+def drawn(temperature: float, top_k: int) -> np.ndarray:
+    """How often each of the four ids comes in 4000 draws."""
+    generator = np.random.default_rng(0)
+    ids = [choose(LOGITS, temperature, top_k, generator) for _ in range(4000)]
+    return np.bincount(ids, minlength=4) / 4000
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "expected"),
+    [
+        (1.0, 0, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 4, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 2, [0, 4 / 7, 0, 3 / 7]),
+        (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
+    ],
+)
+def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
+    found = drawn(temperature, top_k)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four deviations of 4000 draws
+    assert np.all((found == 0) == (np.array(expected) == 0))
+
+
+def test_temperature_zero_and_a_single_choice_take_the_likeliest():
+    assert drawn(0, 0).tolist() == [0, 1, 0, 0]
+    assert drawn(1.0, 1).tolist() == [0, 1, 0, 0]
+
+
+def test_huge_logits_do_not_overflow():
+    generator = np.random.default_rng(0)
+    assert choose(np.array([1e4, 3e4, -1e4], np.float32), 1e-3, 0, generator) == 1
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """`python -m zero_mpi.generate ARGUMENTS`, as a user's shell would start it."""
+    environ = jobs.clean_environment()
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    line = [sys.executable, "-m", "zero_mpi.generate", *arguments]
+    return subprocess.run(line, capture_output=True, timeout=50, env=environ, check=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model.gguf."""
+    folder = tmp_path_factory.mktemp("step-00000001")
+    write_model(folder / "model.gguf", LLAMA)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.gguf", ""], ids=["file", "folder"])
+def test_the_command_prints_prompt_and_text(checkpoint, name):
+    arguments = ["--prompt", "naïve (", "--tokens", "5", "--temperature", "0.9", "--seed", "3"]
+    result = command(str(checkpoint / name), *arguments)
+    model, prompt = TextModel(checkpoint / "model.gguf"), "naïve (".encode()
+    ids = list(model.generate(list(prompt), 5, temperature=0.9, top_k=40, seed=3))
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout == prompt + ByteTokenizer().decode(ids) + b"\n"
+
+
+def test_the_command_takes_an_empty_prompt(checkpoint):
+    result = command(str(checkpoint), "--prompt", "", "--tokens", "2", "--temperature", "0")
+    model = TextModel(checkpoint / "model.gguf")
+    ids = list(model.generate([ByteTokenizer.eos], 2, temperature=0))
+    assert (result.returncode, result.stdout) == (0, ByteTokenizer().decode(ids) + b"\n")
+
+
+def bad_files(folder: Path) -> dict[str, str]:
+    """Files that are no models, and what must be said of each."""
+    (folder / "text.gguf").write_text("no model\n")
+    (folder / "empty.gguf").touch()
+    with GGUFStream(folder / "mamba.gguf", "mamba", {}, []):
+        pass
+    write_model(folder / "words.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
+    return {
+        "none.gguf": "none.gguf: no such file",
+        "folder": "model.gguf: no such file",
+        "text.gguf": "expected a GGUF file",
+        "empty.gguf": "expected a GGUF file, found an empty one",
+        "mamba.gguf": "architecture 'mamba' is not known",
+        "words.gguf": "the tokenizer 'llama'",
+    }
+
+
+def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> None:
+    """Status 2, nothing printed, and one line on stderr with the message in it."""
+    line = result.stderr.decode()
+    assert (result.returncode, result.stdout) == (2, b""), line
+    assert line.startswith("zero_mpi generate: error: ")
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert message in line
+
+
+def test_the_command_refuses_what_is_no_model(tmp_path):
+    for name, message in bad_files(tmp_path).items():
+        assert_refused(command(str(tmp_path / name), "--tokens", "1"), message)
+
+
+NOT_YET = pytest.mark.xfail(strict=True, reason="a temperature that is no number ends in a traceback")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "-1"], "--tokens -1: expected at least 0"),
+        (["--temperature", "-0.5"], "--temperature -0.5: expected at least 0"),
+        (["--top-k", "-2"], "--top-k -2: expected at least 0"),
+        (["--tokens", "many"], "--tokens: invalid int value: 'many'"),
+        (["--colour", "red"], "--colour"),
+        pytest.param(["--temperature", "nan"], "--temperature nan: expected", marks=NOT_YET),
+    ],
+)
+def test_the_command_refuses_bad_flags(checkpoint, arguments, message):
+    assert_refused(command(str(checkpoint), *arguments), message)

@@ -1,0 +1,585 @@
+"""The strict index: what it reads equals the gguf package's own decoding, and no damage gets past it.
+
+Every damage is one edit of a small valid file that `index` below writes field by field, so that each
+test says what it breaks. The fuzz test then asks for the two allowed outcomes only: an index that
+says exactly what the bytes say, or a GGUFError.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import tracemalloc
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.checkpoint import reader
+from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
+from zero_mpi.checkpoint.writer import GGUFStream, pack_key
+from zero_mpi.errors import UsageError
+
+Kind = gguf.GGMLQuantizationType
+QUANTIZED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.TQ1_0]
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return u64(len(raw)) + raw
+
+
+def key(name: str | bytes, kind: int, payload: bytes) -> bytes:
+    return text(name) + u32(kind) + payload
+
+
+def array(item: int, count: int, payload: bytes) -> bytes:
+    return u32(item) + u64(count) + payload
+
+
+def tensor(
+    name: str | bytes, ne: tuple[int, ...], offset: int, kind: int = Kind.F32, dims: int | None = None
+) -> bytes:
+    count = u32(len(ne) if dims is None else dims)
+    return text(name) + count + b"".join(map(u64, ne)) + u32(kind) + u64(offset)
+
+
+@dataclass
+class Parts:
+    """A valid file in pieces: two keys; tensors a (3, 5) F32, b (2,) F16, c (64,) Q8_0; alignment 32."""
+
+    magic: bytes = b"GGUF"
+    version: bytes = u32(3)
+    n_tensors: int | None = None
+    n_keys: int | None = None
+    keys: list[bytes] = field(
+        default_factory=lambda: [
+            key("general.architecture", 8, text("llama")),
+            key("tokens", 9, array(8, 3, text("a") + text("") + text("ü"))),
+        ]
+    )
+    tensors: list[bytes] = field(
+        default_factory=lambda: [
+            tensor("a", (5, 3), 0),
+            tensor("b", (2,), 64, Kind.F16),
+            tensor("c", (64,), 96, Kind.Q8_0),
+        ]
+    )
+    alignment: int = 32
+    data: bytes = bytes(range(192))
+    tail: bytes = b""
+
+    def head(self) -> bytes:
+        n_tensors = len(self.tensors) if self.n_tensors is None else self.n_tensors
+        n_keys = len(self.keys) if self.n_keys is None else self.n_keys
+        head = self.magic + self.version + u64(n_tensors) + u64(n_keys)
+        return head + b"".join(self.keys) + b"".join(self.tensors)
+
+    def pack(self) -> bytes:
+        head = self.head()
+        return head + bytes(-len(head) % self.alignment) + self.data + self.tail
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    def load(content: bytes | Parts) -> GGUFFile:
+        path = tmp_path / "m.gguf"
+        path.write_bytes(content.pack() if isinstance(content, Parts) else content)
+        return GGUFFile.open(path)
+
+    return load
+
+
+def keys(*more: bytes) -> list[bytes]:
+    return [*Parts().keys, *more]
+
+
+def test_the_undamaged_file_loads(load: Any) -> None:
+    file = load(Parts())
+    assert file.metadata == {"general.architecture": "llama", "tokens": ["a", "", "ü"]}
+    start = file.nbytes - 192
+    assert start % 32 == 0
+    a, b, c = file.tensors.values()
+    assert a == reader.TensorInfo("a", (3, 5), Kind.F32, start, 60)
+    assert b == reader.TensorInfo("b", (2,), Kind.F16, start + 64, 4)
+    assert c == reader.TensorInfo("c", (64,), Kind.Q8_0, start + 96, 68)
+    assert (a.size, b.size, c.size) == (15, 2, 64)
+    assert list(file.tensors) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_both_versions_of_this_layout_load(load: Any, version: int) -> None:
+    assert len(load(Parts(version=u32(version))).tensors) == 3
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 1 << 16])
+def test_another_alignment_moves_data_and_offsets(load: Any, alignment: int) -> None:
+    step = max(alignment, 64)
+    entry = key("general.alignment", 4, u32(alignment))
+    table = [tensor("a", (5, 3), 0), tensor("b", (1,), step)]
+    data = bytes(step) + b"\0\0\x80\x3f"
+    file = load(Parts(keys=keys(entry), tensors=table, alignment=alignment, data=data))
+    assert file.tensors["a"].offset % alignment == 0
+    assert file.read("b") == [1.0]
+
+
+def test_the_padding_after_the_last_tensor_may_be_missing(load: Any) -> None:
+    assert len(load(Parts(data=bytes(96 + 68))).tensors) == 3
+
+
+def keyed(entry: bytes) -> Parts:
+    """The valid file with one more key."""
+    return Parts(keys=keys(entry))
+
+
+def valued(kind: int, payload: bytes) -> Parts:
+    return keyed(key("k", kind, payload))
+
+
+def aligned(kind: int, payload: bytes) -> Parts:
+    return keyed(key("general.alignment", kind, payload))
+
+
+def single(*line: Any, **more: Any) -> Parts:
+    """A file of one tensor, with the data of the valid file."""
+    return Parts(tensors=[tensor(*line, **more)])
+
+
+BIG = 2**63
+NEXT = 192  # where a fourth tensor would start
+DAMAGE: dict[str, tuple[Parts | bytes, str]] = {
+    "empty file": (b"", "found an empty one"),
+    "one byte": (b"G", "magic: expected 4 bytes, found only 1 left"),
+    "magic": (Parts(magic=b"GGML"), "at byte 0: expected a GGUF file that starts with b'GGUF', found"),
+    "version 1": (Parts(version=u32(1)), "at byte 4: expected GGUF version 2 or 3, found 1"),
+    "version 4": (Parts(version=u32(4)), "expected GGUF version 2 or 3, found 4"),
+    "version 0": (Parts(version=u32(0)), "expected GGUF version 2 or 3, found 0"),
+    "big-endian": (Parts(version=struct.pack(">I", 3)), "found a big-endian one"),
+    "header cut": (Parts().pack()[:20], "number of keys: expected 8 bytes, found only 4 left"),
+    "huge tensor count": (Parts(n_tensors=2**64 - 1), "2 keys and 18446744073709551615 tensors: expected"),
+    "huge key count": (Parts(n_keys=2**64 - 1), "18446744073709551615 keys and 3 tensors: expected"),
+    "one key more than there are": (Parts(n_keys=3), "at byte"),
+    "one key less than there are": (Parts(n_keys=1), "at byte"),
+    "one tensor more than there are": (Parts(n_tensors=4), "at byte"),
+    "one tensor less than there are": (Parts(n_tensors=2), "the end of the file, found 128 more bytes"),
+    "key without a name": (keyed(key("", 4, u32(1))), "name of a key: expected 1 to 65535 bytes, found 0"),
+    "key too long": (keyed(key("k" * 65536, 4, u32(1))), "1 to 65535 bytes, found 65536"),
+    "key with a huge length": (keyed(u64(BIG) + b"k"), f"1 to 65535 bytes, found {BIG}"),
+    "key not UTF-8": (keyed(key(b"k\xff", 4, u32(1))), "name of a key: expected UTF-8, found byte 0xff"),
+    "key twice": (keyed(key("tokens", 4, u32(1))), "key 'tokens': expected once, found twice"),
+    "unknown value type": (valued(13, u64(0)), "expected a value type from 0 to 12, found 13"),
+    "string with a huge length": (valued(8, u64(BIG)), f"found {BIG}"),
+    "string past the end": (valued(8, u64(5000)), "key 'k': expected 5000 bytes, found only"),
+    "string not UTF-8": (valued(8, text(b"ab\xc3")), "key 'k': expected UTF-8, found byte 0xc3"),
+    "bool of 2": (valued(7, b"\2"), "expected bools of 0 or 1"),
+    "bool of 2 in an array": (valued(9, array(7, 3, b"\1\2\0")), "expected bools of 0 or 1"),
+    "array of arrays": (valued(9, array(9, 0, b"")), "found nested arrays"),
+    "array of unknown": (valued(9, array(99, 1, u64(0))), "from 0 to 12, found 99"),
+    "numbers, huge count": (valued(9, array(10, 2**61, b"")), f"'k': expected {2**64} bytes"),
+    "strings, huge count": (valued(9, array(8, 2**61, b"")), f"'k': expected {2**64} bytes"),
+    "strings, one huge": (
+        valued(9, array(8, 2, text("x") + u64(2**64 - 8))),
+        "string 1 of key 'k': its length of 18446744073709551608 passes the end",
+    ),
+    "strings, one a byte too long": (
+        Parts(tensors=[], keys=[key("k", 9, array(8, 2, text("x") + u64(1)))]).head(),
+        "string 1 of key 'k': its length of 1 passes the end",
+    ),
+    "strings, one not UTF-8": (
+        valued(9, array(8, 2, text("x") + text(b"\xed\xa0\x80"))),
+        "key 'k': expected UTF-8, found byte 0xed",
+    ),
+    "alignment 0": (aligned(4, u32(0)), "a power of two in 8..2^20, found 0"),
+    "alignment 48": (aligned(4, u32(48)), "found 48"),
+    "alignment 4": (aligned(4, u32(4)), "found 4"),
+    "alignment 2^31": (aligned(4, u32(2**31)), f"found {2**31}"),
+    "alignment u64": (aligned(10, u64(32)), "found uint64"),
+    "alignment str": (aligned(8, text("32")), "found str"),
+    "tensor without a name": (single("", (1,), 0), "name of a tensor: expected 1 to 63 bytes, found 0"),
+    "tensor name of 64": (single("n" * 64, (1,), 0), "1 to 63 bytes, found 64"),
+    "tensor name not UTF-8": (single(b"\x80", (1,), 0), "name of a tensor: expected UTF-8"),
+    "tensor twice": (
+        Parts(tensors=[*Parts().tensors, tensor("b", (2,), NEXT)]),
+        "tensor 'b': expected once, found twice",
+    ),
+    "no dims": (Parts(tensors=[tensor("a", (), 0), *Parts().tensors]), "'a': expected 1 to 4 dims, found 0"),
+    "five dims": (single("a", (1,) * 5, 0), "'a': expected 1 to 4 dims, found 5"),
+    "2^32 - 1 dims": (single("a", (1,), 0, dims=2**32 - 1), "1 to 4 dims, found 4294967295"),
+    "a dim of 0": (single("a", (5, 0), 0), r"dims of at least 1, found shape (0, 5)"),
+    "dims that would wrap 64 bits": (
+        Parts(tensors=[tensor("a", (2**62, 4, 1, 1), 0)], data=b""),
+        "'a': expected data up to byte",
+    ),
+    "dims that would wrap to a negative": (
+        Parts(tensors=[tensor("a", (2**64 - 1,) * 4, 0)], data=b""),
+        "'a': expected data up to byte",
+    ),
+    "unknown tensor type": (single("a", (32,), 0, 4), "expected a known tensor type, found 4"),
+    "huge tensor type": (single("a", (32,), 0, 2**32 - 1), "known tensor type, found 4294967295"),
+    "a row of half a block": (
+        single("a", (48, 2), 0, Kind.Q8_0),
+        "expected rows of a multiple of 32 elements, found 48",
+    ),
+    "first offset not 0": (single("a", (5, 3), 32), "'a': expected offset 0, found 32"),
+    "a gap": (
+        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 96)]),
+        "'b': expected offset 64, found 96",
+    ),
+    "an overlap": (
+        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 32)]),
+        "'b': expected offset 64, found 32",
+    ),
+    "an offset that is not aligned": (
+        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 60)]),
+        "'b': expected offset 64, found 60",
+    ),
+    "an offset that would wrap": (
+        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 2**64 - 32)]),
+        f"64, found {2**64 - 32}",
+    ),
+    "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': expected data up to byte"),
+    "no data": (Parts(data=b""), "tensor 'a': expected data up to byte"),
+    "table cut": (Parts().pack()[: -192 - 40], "expected"),
+    "one byte too many": (Parts(tail=b"\0"), "expected the end of the file, found 1 more bytes"),
+    "a megabyte too many": (Parts(tail=bytes(1 << 20)), "found 1048576 more bytes"),
+    "no tensors, yet data": (Parts(tensors=[]), "found 192 more bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(load: Any, tmp_path: Path, name: str) -> None:
+    content, message = DAMAGE[name]
+    with pytest.raises(GGUFError) as caught:
+        load(content)
+    error = str(caught.value)
+    assert message in error
+    assert error.startswith(str(tmp_path / "m.gguf"))
+    assert "\n" not in error
+
+
+def test_every_truncation_is_refused(load: Any) -> None:
+    whole = Parts(data=bytes(96 + 68)).pack()
+    for size in range(len(whole)):
+        with pytest.raises(GGUFError):
+            load(whole[:size])
+
+
+def test_an_error_stays_one_short_line_whatever_the_names(load: Any) -> None:
+    name = "line\nbreak " * 5000
+    with pytest.raises(GGUFError) as caught:
+        load(Parts(keys=keys(key(name, 4, u32(1)), key(name, 4, u32(1)))))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("path", ["none.gguf", "none/m.gguf"])
+def test_a_missing_file(tmp_path: Path, path: str) -> None:
+    with pytest.raises(GGUFError, match=r"\.gguf: no such file"):
+        GGUFFile.open(tmp_path / path)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(GGUFError, match="found a folder: name the file in it"):
+        GGUFFile.open(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(GGUFError, match="found a device or pipe"):
+        GGUFFile.open(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(GGUFError, match="cannot be read: "):
+        GGUFFile.open(tmp_path / "loop")
+    with pytest.raises(GGUFError, match="cannot be read: embedded null byte"):
+        GGUFFile.open("a\0b")
+
+
+def test_an_error_is_the_users_to_mend() -> None:
+    assert issubclass(GGUFError, UsageError)
+    assert issubclass(GGUFError, ValueError)
+
+
+# Reading data
+
+
+def packed(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> dict[str, np.ndarray]:
+    """Write `tensors` by the gguf package; the values it decodes from its own bytes, in full shape."""
+    writer, values = gguf.GGUFWriter(path, "llama"), {}
+    for name, (values_in, kind) in tensors.items():
+        raw = gguf.quants.quantize(values_in, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+        values[name] = gguf.quants.dequantize(raw, kind).reshape(values_in.shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, *QUANTIZED], ids=lambda kind: kind.name)
+def test_values_equal_the_gguf_packages(tmp_path: Path, kind: Kind) -> None:
+    arrays = {"before": (normal(3), Kind.F32), "x": (normal(3, 4, 256), kind), "after": (normal(7), Kind.F32)}
+    expected = packed(tmp_path / "m.gguf", arrays)
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    assert file.tensors["x"].type is kind
+    for name, values in expected.items():
+        found = file.tensor(name)
+        assert found.dtype == np.float32
+        assert found.shape == values.shape
+        assert found.tobytes() == values.tobytes()
+
+
+RANGES = [(0, 0), (0, 1), (0, 31), (1, 33), (31, 32), (32, 64), (33, 34), (255, 257)]
+RANGES += [(700, 768), (767, 768), (768, 768)]
+
+
+@pytest.mark.parametrize("chunk", [7, 50, 1 << 20])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, *QUANTIZED], ids=lambda kind: kind.name)
+def test_ranges_equal_the_slice_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, chunk: int
+) -> None:
+    monkeypatch.setattr(reader, "CHUNK", chunk)
+    arrays = {"before": (normal(5), Kind.F32), "x": (normal(3, 256), kind)}
+    whole = packed(tmp_path / "m.gguf", arrays)["x"].ravel()
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    for start, stop in RANGES:
+        assert file.read("x", start, stop).tobytes() == whole[start:stop].tobytes()
+    assert file.read("x", 100).tobytes() == whole[100:].tobytes()
+
+
+def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
+    """A sparse tensor of 4 GiB: a slice of it costs a slice."""
+    path = tmp_path / "m.gguf"
+    stream = GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))])
+    with pytest.raises(ValueError, match="missing are"):
+        stream.close()
+    os.truncate(path, path.stat().st_size + (4 << 30))
+    file = GGUFFile.open(path)
+    with open(path, "r+b") as handle:
+        handle.seek(file.tensors["x"].offset + 4 * 1_000_000_007)
+        handle.write(b"\0\0\x80\x3f")
+    tracemalloc.start()
+    found = file.read("x", 1_000_000_005, 1_000_000_010)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.tolist() == [0, 0, 1, 0, 0]
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 16), (16, 16), (3, 2), (0, -1)])
+def test_a_range_outside_the_tensor(load: Any, start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=r"is not inside \[0, 15\)"):
+        load(Parts()).read("a", start, stop)
+
+
+def test_an_unknown_tensor(load: Any) -> None:
+    file = load(Parts())
+    with pytest.raises(GGUFError, match="expected a tensor 'z'"):
+        file.read("z")
+    with pytest.raises(GGUFError, match="expected a tensor 'z'"):
+        file.tensor("z")
+
+
+@pytest.mark.parametrize("kind", [Kind.I32, Kind.F64, Kind.Q8_K])
+def test_a_type_that_holds_no_weights(load: Any, kind: Kind) -> None:
+    _, width = gguf.GGML_QUANT_SIZES[kind]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    file = load(Parts(tensors=[tensor("a", (block,), 0, kind)], data=bytes(width)))
+    with pytest.raises(GGUFError, match=f"tensor 'a': expected F32, .* found {kind.name}"):
+        file.read("a")
+
+
+def test_a_wild_scale_gives_wild_values_and_no_warning(load: Any) -> None:
+    file = load(Parts(tensors=[tensor("a", (32,), 0, Kind.Q8_0)], data=b"\0\x7c" + bytes(32)))
+    assert np.isnan(file.read("a")).all()
+
+
+def test_a_file_that_changed_under_the_index(load: Any) -> None:
+    file = load(Parts())
+    os.truncate(file.path, file.nbytes - 1)
+    with pytest.raises(GGUFError, match="changed while in use: expected"):
+        file.read("a")
+    file.path.unlink()
+    with pytest.raises(GGUFError, match="no such file"):
+        file.read("a")
+
+
+def test_data_that_shrinks_during_the_read(load: Any) -> None:
+    """As if the file had been cut between the check of its size and the read: one element is left."""
+    file = load(Parts())
+    short = file.tensors["a"].offset + 4
+    os.truncate(file.path, short)
+    with pytest.raises(GGUFError, match="changed while in use: expected 60 bytes, found 4"):
+        replace(file, nbytes=short).read("a")
+
+
+@pytest.mark.parametrize("whole", [Parts(), Parts(tensors=[], data=b"")], ids=["tensors", "strings"])
+def test_an_index_that_shrinks_during_the_read(tmp_path: Path, whole: Parts) -> None:
+    path, content = tmp_path / "m.gguf", whole.pack()
+    for size in range(len(whole.head())):
+        path.write_bytes(content[:size])
+        with open(path, "rb") as handle, pytest.raises(GGUFError):
+            reader._read_index(reader._Index(handle, path, len(content)))
+
+
+def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+        packed(tmp_path / str(step) / "m.gguf", {"x": (np.full(4, step, np.float32), Kind.F32)})
+    (tmp_path / "latest").symlink_to("1")
+    file = GGUFFile.open(tmp_path / "latest" / "m.gguf")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("2")
+    assert file.read("x").tolist() == [1, 1, 1, 1]
+
+
+def test_an_index_can_be_sent_to_another_process(load: Any) -> None:
+    file = load(Parts())
+    assert pickle.loads(pickle.dumps(file)) == file
+
+
+# Size
+
+
+def test_a_vocabulary_of_150_000_strings(tmp_path: Path) -> None:
+    tokens = [f"Ġtoken{i}" for i in range(150_000)]
+    scores = np.arange(150_000, dtype=np.float32)
+    with GGUFStream(tmp_path / "m.gguf", "llama", {"tokens": tokens, "scores": scores}, []):
+        pass
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    assert file.metadata["tokens"] == tokens
+    np.testing.assert_array_equal(file.metadata["scores"], scores)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        Parts(keys=keys(key("k", 8, u64(1 << 40)))),
+        Parts(keys=keys(key("k", 9, array(4, 1 << 40, b"")))),
+        Parts(keys=keys(key("k", 9, array(8, 1 << 35, b"")))),
+        Parts(keys=keys(key("k", 9, array(8, 2, u64(1 << 39))))),
+        Parts(n_keys=1 << 36),
+        Parts(n_tensors=1 << 35),
+    ],
+    ids=["string", "numbers", "strings", "one string of many", "keys", "tensors"],
+)
+def test_a_sparse_file_of_a_terabyte_buys_no_memory(tmp_path: Path, hostile: Parts) -> None:
+    """The lengths fit into the file, so only the limit on the index stands between them and memory."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(hostile.pack())
+    os.truncate(path, 1 << 42)
+    tracemalloc.start()
+    with pytest.raises(GGUFError, match=r"expected|passes"):
+        GGUFFile.open(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+# Fuzz
+
+
+def described(file: GGUFFile) -> bytes:
+    """The index that `file` claims to have read, packed again: keys and table as they stand in a file."""
+    start = min(info.offset for info in file.tensors.values()) if file.tensors else 0
+    table = [tensor(i.name, i.shape[::-1], i.offset - start, i.type) for i in file.tensors.values()]
+    packed_keys = [pack_key(name, value) for name, value in file.metadata.items()]
+    return u64(len(table)) + u64(len(packed_keys)) + b"".join(packed_keys + table)
+
+
+FUZZED = replace(
+    Parts(),
+    keys=keys(
+        key("u8", 0, b"\7"),
+        key("flag", 7, b"\1"),
+        key("flags", 9, array(7, 2, b"\0\1")),
+        key("scores", 9, array(6, 2, struct.pack("<ff", 0.5, -1))),
+        key("none", 9, array(12, 0, b"")),
+        key("general.alignment", 4, u32(32)),
+    ),
+).pack()
+INDEX_END = len(FUZZED) - 192
+INTERESTING = [0, 1, 7, 8, 9, 31, 32, 64, 127, 128, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
+
+place = st.integers(0, INDEX_END + 8)
+edits = st.one_of(
+    st.tuples(st.just("flip"), place, st.integers(1, 255)),
+    st.tuples(st.just("cut"), st.integers(0, len(FUZZED)), st.just(0)),
+    st.tuples(st.just("insert"), place, st.binary(min_size=1, max_size=33)),
+    st.tuples(st.just("delete"), place, st.integers(1, 64)),
+    st.tuples(st.just("u32"), place, st.sampled_from(INTERESTING)),
+    st.tuples(st.just("u64"), place, st.sampled_from(INTERESTING)),
+)
+
+
+def edited(content: bytes, edit: tuple[str, int, Any]) -> bytes:
+    what, at, value = edit
+    if what == "flip":
+        return content[:at] + bytes(byte ^ value for byte in content[at : at + 1]) + content[at + 1 :]
+    if what == "cut":
+        return content[:at]
+    if what == "insert":
+        return content[:at] + value + content[at:]
+    if what == "delete":
+        return content[:at] + content[at + value :]
+    new = u32(value % 2**32) if what == "u32" else u64(value)
+    return content[:at] + new + content[at + len(new) :]
+
+
+def check_fuzzed(path: Path, content: bytes) -> bool:
+    """One of the two allowed outcomes; True where the file loaded."""
+    path.write_bytes(content)
+    try:
+        file = GGUFFile.open(path)
+    except GGUFError:
+        return False
+    assert content[:4] == b"GGUF"
+    assert content[8:].startswith(described(file))
+    assert all(info.offset + info.nbytes <= len(content) for info in file.tensors.values())
+    return True
+
+
+ONE_FOLDER_FOR_ALL = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=ONE_FOLDER_FOR_ALL)
+@given(changes=st.lists(edits, min_size=1, max_size=3))
+def test_any_bytes_load_as_what_they_say_or_are_refused(tmp_path: Path, changes: list[Any]) -> None:
+    content = FUZZED
+    for change in changes:
+        content = edited(content, change)
+    check_fuzzed(tmp_path / "m.gguf", content)
+
+
+def test_any_flipped_byte_loads_as_what_it_says_or_is_refused(tmp_path: Path) -> None:
+    """All bytes of the index, two bits each. Some must load (values, names) and most must not."""
+    path = tmp_path / "m.gguf"
+    assert check_fuzzed(path, FUZZED)
+    flips = [("flip", at, bit) for at in range(INDEX_END) for bit in (1, 128)]
+    loaded = [check_fuzzed(path, edited(FUZZED, flip)) for flip in flips]
+    assert 0.1 < np.mean(loaded) < 0.6
+
+
+def test_flipped_data_leaves_the_index_alone(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(FUZZED)
+    whole = GGUFFile.open(tmp_path / "m.gguf")
+    for at in range(INDEX_END, len(FUZZED), 5):
+        (tmp_path / "m.gguf").write_bytes(edited(FUZZED, ("flip", at, 255)))
+        now = GGUFFile.open(tmp_path / "m.gguf")
+        assert now.tensors == whole.tensors
+        assert described(now) == described(whole)

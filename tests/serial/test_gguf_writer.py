@@ -1,0 +1,333 @@
+"""The stream writer: what it writes, the gguf package reads with the same bits; what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
+from zero_mpi.checkpoint.writer import GGUFStream
+
+SHAPES = [("token_embd.weight", (5, 8)), ("output_norm.weight", (3,)), ("deep", (2, 1, 3, 4))]
+
+VALUES: dict[str, Any] = {
+    "str": "grüße, 🎈\nzwei Zeilen",
+    "str.empty": "",
+    "bool.true": True,
+    "bool.false": False,
+    "u8": np.uint8(255),
+    "i8": np.int8(-128),
+    "u16": np.uint16(65535),
+    "i16": np.int16(-32768),
+    "u32": np.uint32(2**32 - 1),
+    "i32": np.int32(-(2**31)),
+    "u64": np.uint64(2**64 - 1),
+    "i64": np.int64(-(2**63)),
+    "f32": np.float32(0.1),
+    "f64": np.float64(0.1),
+    "f64.nan": np.array([0x7FF0000000000001], np.uint64).view(np.float64)[0],
+    "a.u8": np.array([0, 255], np.uint8),
+    "a.i8": np.array([-128, 127], np.int8),
+    "a.u16": np.array([0, 65535], np.uint16),
+    "a.i16": np.array([-32768, 32767], np.int16),
+    "a.u32": np.array([0, 2**32 - 1], np.uint32),
+    "a.i32": np.array([-(2**31), 2**31 - 1], np.int32),
+    "a.u64": np.array([0, 2**64 - 1], np.uint64),
+    "a.i64": np.array([-(2**63), 2**63 - 1], np.int64),
+    "a.f32": np.array([0.1, -0.0, np.inf], np.float32),
+    "a.f64": np.array([0.1, -0.0, 1e300], np.float64),
+    "a.bool": np.array([True, False, True]),
+    "a.str": ["", "a", "Ġthe", "\x00"],
+    "a.empty.f64": np.zeros(0, np.float64),
+    "a.empty.bool": np.zeros(0, bool),
+    "a.empty.str": [],
+}
+
+
+def tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES}
+
+
+def write(path: Path, metadata: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> GGUFStream:
+    arrays = tensors() if arrays is None else arrays
+    announced = [(name, array.shape) for name, array in arrays.items()]
+    with GGUFStream(path, "llama", metadata, announced) as stream:
+        for name, array in arrays.items():
+            stream.write(name, array)
+    return stream
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and in every bit, so a NaN equals itself and 0.0 is not -0.0."""
+    if isinstance(a, np.ndarray | np.generic):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_value_comes_back_with_its_type(tmp_path: Path, key: str) -> None:
+    write(tmp_path / "m.gguf", {key: VALUES[key]})
+    back = GGUFFile.open(tmp_path / "m.gguf").metadata
+    assert list(back) == ["general.architecture", key]
+    assert same(back[key], VALUES[key]), back[key]
+
+
+def test_all_keys_come_back_in_order_and_a_second_trip_has_the_same_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "one.gguf", VALUES)
+    first = GGUFFile.open(tmp_path / "one.gguf")
+    assert list(first.metadata) == ["general.architecture", *VALUES]
+    write(tmp_path / "two.gguf", first.metadata)
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (7, np.uint32(7)),
+        (2**32 - 1, np.uint32(2**32 - 1)),
+        (0.1, np.float32(0.1)),
+        (float("inf"), np.float32(np.inf)),
+        (np.bool_(True), True),
+        (np.array([1, 2], ">u2"), np.array([1, 2], np.uint16)),
+        (np.arange(6, dtype=np.int32)[::2], np.array([0, 2, 4], np.int32)),
+        (np.array([5], np.longlong), np.array([5], np.int64)),
+    ],
+)
+def test_plain_and_foreign_values_are_stored_as(tmp_path: Path, value: Any, stored: Any) -> None:
+    write(tmp_path / "m.gguf", {"k": value})
+    assert same(GGUFFile.open(tmp_path / "m.gguf").metadata["k"], stored)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "expected an int from 0 to"),
+        (2**32, "expected an int from 0 to"),
+        (1e39, "range of FLOAT32"),
+        (None, "found NoneType"),
+        (b"x", "found bytes"),
+        ({"a": 1}, "found dict"),
+        (("a", "b"), "found tuple"),
+        ([1, 2], "found int at place 0"),
+        (["a", 2], "found int at place 1"),
+        (["a", ["b"]], "found list at place 1"),
+        (np.float16(1), "found dtype float16"),
+        (np.zeros(2, np.complex64), "found dtype complex64"),
+        (np.array(["a"]), "found dtype <U1"),
+        (np.zeros((2, 2), np.float32), "found shape"),
+        (np.zeros((), np.float32), "found shape"),
+        ("\ud800", "UTF-8"),
+        (["ok", "\ud800"], "UTF-8"),
+    ],
+)
+def test_a_value_that_gguf_cannot_hold_is_refused_by_key(tmp_path: Path, value: Any, message: str) -> None:
+    path = tmp_path / "m.gguf"
+    with pytest.raises(GGUFError, match=f"key 'some.key': .*{message}") as caught:
+        GGUFStream(path, "llama", {"some.key": value}, [])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "announced", "message"),
+    [
+        ({"": 1}, [], "name of 1 to 65535 bytes, found 0"),
+        ({"k" * 65536: 1}, [], "name of 1 to 65535 bytes, found 65536"),
+        ({}, [("", (1,))], "name of 1 to 63 bytes, found 0"),
+        ({}, [("n" * 64, (1,))], "name of 1 to 63 bytes, found 64"),
+        ({}, [("ü" * 32, (1,))], "name of 1 to 63 bytes, found 64"),
+        ({}, [("t", (1,)), ("t", (2,))], "found twice"),
+        ({}, [("t", ())], "1 to 4 dims"),
+        ({}, [("t", (1, 1, 1, 1, 1))], "1 to 4 dims"),
+        ({}, [("t", (2, 0))], "dims of 1 or more"),
+        ({"general.architecture": "gpt2"}, [], "expected one name"),
+        ({"general.architecture": np.zeros(2)}, [], "expected one name"),
+        ({"general.alignment": 48}, [], "power of two"),
+        ({"general.alignment": 4}, [], "power of two"),
+        ({"general.alignment": 1 << 21}, [], "power of two"),
+        ({"general.alignment": np.uint64(32)}, [], "power of two"),
+        ({"general.alignment": "32"}, [], "power of two"),
+    ],
+)
+def test_keys_names_and_shapes_that_a_loader_would_refuse(
+    tmp_path: Path, metadata: dict[str, Any], announced: list[tuple[str, tuple[int, ...]]], message: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"the last good one")
+    with pytest.raises(GGUFError, match=message):
+        GGUFStream(path, "llama", metadata, announced)
+    assert path.read_bytes() == b"the last good one"
+
+
+def test_the_longest_name_is_allowed(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {"k" * 65535: 1}, {"n" * 63: np.ones(1, np.float32)})
+    assert list(GGUFFile.open(tmp_path / "m.gguf").tensors) == ["n" * 63]
+
+
+def test_architecture_is_first_and_may_be_said_twice(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {"a.key": 1, "general.architecture": "llama"})
+    assert list(GGUFFile.open(tmp_path / "m.gguf").metadata) == ["general.architecture", "a.key"]
+    with pytest.raises(GGUFError, match="expected one name"):
+        GGUFStream(tmp_path / "n.gguf", "", {}, [])
+
+
+def test_the_gguf_package_reads_the_same_bits(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in VALUES.items() if "empty" not in key}
+    write(tmp_path / "m.gguf", metadata)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    written = {name: array.tobytes() for name, array in tensors().items()}
+    assert {tensor.name: tensor.data.tobytes() for tensor in reader.tensors} == written
+    assert [tuple(t.shape[::-1].tolist()) for t in reader.tensors] == [shape for _, shape in SHAPES]
+    for key, value in metadata.items():
+        found = reader.fields[key].contents()
+        expected = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        assert found == expected or found != found, key
+
+
+@pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
+def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path: Path, alignment: int | None) -> None:
+    theirs = gguf.GGUFWriter(tmp_path / "theirs.gguf", "llama")
+    ours: dict[str, Any] = {}
+    if alignment is not None:
+        theirs.add_custom_alignment(alignment)
+        ours["general.alignment"] = alignment
+    theirs.add_array("tokens", ["a", "bé"])
+    theirs.add_float64("lr", 0.1)
+    theirs.add_bool("flag", True)
+    theirs.add_array("types", [1, -3])
+    for name, array in tensors().items():
+        theirs.add_tensor(name, array)
+    theirs.write_header_to_file()
+    theirs.write_kv_data_to_file()
+    theirs.write_tensors_to_file()
+    theirs.close()
+    ours |= {"tokens": ["a", "bé"], "lr": np.float64(0.1), "flag": True, "types": np.array([1, -3], np.int32)}
+    write(tmp_path / "ours.gguf", ours)
+    assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+def test_tensors_come_back_whatever_their_strides(tmp_path: Path) -> None:
+    base = np.arange(48, dtype=np.float32).reshape(6, 8)
+    arrays = {"turned": base.T, "every.other": base[:, ::2], "backwards": base[0, ::-1]}
+    stream = write(tmp_path / "m.gguf", {}, arrays)
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(file.tensor(name), array)
+        assert stream.checksums[name] == hashlib.sha256(array.tobytes()).hexdigest()
+    assert list(stream.checksums) == list(arrays)
+
+
+def test_checksums_are_of_the_bytes_in_the_file(tmp_path: Path) -> None:
+    stream = write(tmp_path / "m.gguf", {})
+    data = (tmp_path / "m.gguf").read_bytes()
+    for name, info in GGUFFile.open(tmp_path / "m.gguf").tensors.items():
+        assert stream.checksums[name] == hashlib.sha256(data[info.offset :][: info.nbytes]).hexdigest()
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {"k": 1}, {})
+    assert GGUFFile.open(tmp_path / "m.gguf").tensors == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("second", np.zeros(4, np.float32), "expected 'first', got 'second'"),
+        ("unknown", np.zeros(4, np.float32), "expected 'first', got 'unknown'"),
+        ("first", np.zeros(5, np.float32), r"expected float32 \(4,\), got float32 \(5,\)"),
+        ("first", np.zeros((2, 2), np.float32), r"got float32 \(2, 2\)"),
+        ("first", np.zeros(4, np.float64), r"got float64 \(4,\)"),
+        ("first", np.zeros(4, ">f4"), r"got >f4 \(4,\)"),
+        ("first", np.zeros(4, np.int32), r"got int32 \(4,\)"),
+    ],
+)
+def test_a_wrong_tensor_is_refused_and_the_right_one_may_follow(
+    tmp_path: Path, name: str, array: np.ndarray, message: str
+) -> None:
+    right = np.arange(4, dtype=np.float32)
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("first", (4,)), ("second", (4,))]) as stream:
+        with pytest.raises(ValueError, match=message):
+            stream.write(name, array)
+        stream.write("first", right)
+        stream.write("second", -right)
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    np.testing.assert_array_equal(file.read("first"), right)
+    np.testing.assert_array_equal(file.read("second"), -right)
+
+
+def test_one_tensor_too_many(tmp_path: Path) -> None:
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("a", (1,))]) as stream:
+        stream.write("a", np.ones(1, np.float32))
+        with pytest.raises(ValueError, match="expected no further tensor, got 'a'"):
+            stream.write("a", np.ones(1, np.float32))
+
+
+def test_closing_too_early_names_what_is_missing(tmp_path: Path) -> None:
+    stream = GGUFStream(tmp_path / "m.gguf", "llama", {}, SHAPES)
+    stream.write("token_embd.weight", tensors()["token_embd.weight"])
+    with pytest.raises(ValueError, match=r"2 of 3 tensors, from 'output_norm\.weight' on"):
+        stream.close()
+    with pytest.raises(ValueError, match="this one is closed"):
+        stream.write("output_norm.weight", tensors()["output_norm.weight"])
+    with pytest.raises(GGUFError, match="expected data up to byte"):
+        GGUFFile.open(tmp_path / "m.gguf")
+
+
+def test_leaving_by_an_exception_claims_nothing_and_closes(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyError, match="mine"),
+        GGUFStream(tmp_path / "m.gguf", "llama", {}, SHAPES) as stream,
+    ):
+        raise KeyError("mine")
+    with pytest.raises(ValueError, match="this one is closed"):
+        stream.write("token_embd.weight", tensors()["token_embd.weight"])
+
+
+def test_close_is_on_disk_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    stream = write(tmp_path / "m.gguf", {})
+    stream.close()
+    assert synced == [(tmp_path / "m.gguf").stat().st_size]
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["at the close", "at the write"])
+def test_a_full_disk_is_the_error_it_is(elements: int) -> None:
+    array = np.zeros(elements, np.float32)
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        GGUFStream(FULL, "llama", {}, [("a", array.shape)]) as stream,
+    ):
+        stream.write("a", array)
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
+def test_a_disk_full_at_the_header() -> None:
+    with pytest.raises(OSError, match="No space left") as caught:
+        GGUFStream(FULL, "llama", {"tokens": ["x" * 100] * 10000}, [])
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
+def test_a_full_disk_does_not_hide_the_error_that_came_first() -> None:
+    with pytest.raises(KeyError, match="mine"), GGUFStream(FULL, "llama", {}, []):
+        raise KeyError("mine")
+
+
+def test_a_folder_that_is_not_there_is_the_error_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        GGUFStream(tmp_path / "none" / "m.gguf", "llama", {}, [])

@@ -1,0 +1,257 @@
+"""The harness itself: one rank's fault is one report, a hang ends, and no verdict is not a pass.
+
+Each test writes a tiny suite into a folder, with this project's conftest.py, and runs it as a job.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import jobs
+import pytest
+from jobs import run_command, run_job
+from run_sizes import NO_VERDICT, read_verdict
+
+TESTS = Path(__file__).resolve().parent.parent
+PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovider"]
+needs_mpiexec = pytest.mark.skipif(
+    not (
+        os.environ.get("ZERO_MPI_MPIEXEC")
+        or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+        or shutil.which("mpiexec")
+    ),
+    reason="no mpiexec",
+)
+
+FAULTY = """
+import os
+import time
+
+import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+FAULT = os.environ.get("FAULT") if WORLD.rank == 1 else None
+
+
+@pytest.fixture
+def frail():
+    assert FAULT != "setup"
+    yield
+    assert FAULT != "teardown"
+
+
+def test_fault(frail):
+    assert FAULT not in ("call", "hang")
+    if FAULT == "skip":
+        pytest.skip("only me")
+    if os.environ.get("FAULT") == "hang":
+        WORLD.Barrier()
+
+
+def test_after():
+    assert WORLD.allreduce(1) == WORLD.size
+"""
+
+WORLD_TESTS = """
+import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+@pytest.mark.world(2)
+def test_only_two():
+    assert WORLD.size == 2
+
+
+@pytest.mark.world(1, 4)
+def test_not_two():
+    assert WORLD.size != 2
+
+
+@pytest.mark.mpi
+def test_folder(ranks_folder):
+    (ranks_folder / str(WORLD.rank)).touch()
+    WORLD.Barrier()
+    assert sorted(path.name for path in ranks_folder.iterdir()) == [str(rank) for rank in range(WORLD.size)]
+"""
+
+
+def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n    pass\n") -> None:
+    """A tree with a tests/ folder like ours."""
+    for name, text in ("mpi", parallel), ("serial", serial):
+        (folder / "tests" / name).mkdir(parents=True)
+        (folder / "tests" / name / f"test_{name}_suite.py").write_text(text)
+    for name in ("conftest.py", "jobs.py", "run_sizes.py"):
+        shutil.copy(TESTS / name, folder / "tests")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\nfilterwarnings = error\ntestpaths = tests\n")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("fault", "counts"),
+    [
+        ("call", "1 failed, 1 passed"),
+        ("setup", "1 passed, 1 deselected, 1 error"),
+        ("teardown", "2 passed, 1 deselected, 1 error"),
+        ("skip", "1 failed, 1 passed"),
+    ],
+)
+def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
+    make_suite(tmp_path, FAULTY)
+    status, output, errors = run_job(2, PYTEST, env={"FAULT": fault}, cwd=tmp_path, timeout=30)
+    assert status == 1, output + errors
+    assert output.count(" in 0.") == 1, output  # one summary
+    assert counts in output
+    if fault == "skip":
+        assert "ranks disagree in call: ['passed', 'skipped']" in output
+    else:
+        assert output.count(f"--- rank 1 ({fault}) ---") >= 1, output
+        assert f'assert FAULT != "{fault}"' in output or "assert FAULT not in" in output
+    assert {path.name for path in (tmp_path / "test-logs").iterdir()} == {"rank1.log"}
+
+
+@needs_mpiexec
+def test_hang_ends_with_stacks_and_status_86(tmp_path):
+    make_suite(tmp_path, FAULTY)
+    start = time.monotonic()
+    status, _, errors = run_job(
+        2, PYTEST, cwd=tmp_path, timeout=30, env={"FAULT": "hang", "ZERO_MPI_TEST_TIMEOUT": "2"}
+    )
+    assert status == 86, errors
+    assert time.monotonic() - start < 15
+    assert "[rank 1] FAILED tests/mpi/test_mpi_suite.py::test_fault (call)" in errors
+    assert "not done after 2 s" in errors
+    assert "in test_fault" in errors  # the stack names the line that waits
+
+
+@needs_mpiexec
+def test_marker_changes_the_time_limit(tmp_path):
+    slow = (
+        "import time\n\nimport pytest\n\n\n"
+        "@pytest.mark.timeout_seconds({})\ndef test_slow():\n    time.sleep(1.2)\n"
+    )
+    for name, limit, expected in ("raised", 30, 0), ("lowered", 0.3, 86):
+        make_suite(tmp_path / name, slow.format(limit))
+        status, output, errors = run_job(
+            1, [*PYTEST, "tests/mpi"], cwd=tmp_path / name, timeout=30, env={"ZERO_MPI_TEST_TIMEOUT": "1"}
+        )
+        assert status == expected, output + errors
+
+
+@needs_mpiexec
+def test_ranks_with_different_tests_stop(tmp_path):
+    make_suite(
+        tmp_path,
+        "from mpi4py import MPI\n\n\ndef test_all():\n    pass\n\n\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    def test_mine():\n        pass\n",
+    )
+    status, output, _ = run_job(2, PYTEST, cwd=tmp_path, timeout=30)
+    assert status == 3
+    assert "ranks 0 and 1 collected different tests: tests/mpi/test_mpi_suite.py::test_mine" in output
+
+
+@needs_mpiexec
+def test_world_marker_shared_folder_and_serial_tests(tmp_path):
+    make_suite(tmp_path, WORLD_TESTS)
+    status, output, errors = run_job(2, PYTEST, cwd=tmp_path, timeout=30)
+    assert status == 0, output + errors
+    assert "2 passed, 2 deselected" in output
+    assert "deselected 1: tests/serial runs in one process" in output
+    assert "deselected 1: for other world sizes than 2" in output
+
+
+def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):
+    make_suite(tmp_path, WORLD_TESTS)
+    status, output, _ = run_command([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, timeout=30)
+    assert status == 0, output
+    assert "3 passed, 1 deselected" in output
+
+
+def test_without_an_mpi_library_serial_tests_still_run(tmp_path):
+    make_suite(tmp_path, WORLD_TESTS)
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    status, output, _ = run_command([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, timeout=30)
+    assert status == 0, output
+    assert "no MPI: cannot load MPI library" in output
+    assert "1 passed, 1 skipped" in output
+
+
+@needs_mpiexec
+def test_run_sizes_ends_with_one_closing_line(tmp_path):
+    make_suite(tmp_path, WORLD_TESTS)
+    command = [sys.executable, "tests/run_sizes.py", "-n", "1,2"]
+    status, output, _ = run_command(command, cwd=tmp_path, timeout=60)
+    assert (status, output.splitlines()[-1]) == (0, "5 passed, 0 failed, 0 skipped"), output
+    more = tmp_path / "tests" / "mpi" / "test_more.py"
+    more.write_text("import os\n\n\ndef test_dies():\n    os._exit(0)\n")
+    status, output, _ = run_command([*command, "--", "-k", "dies or serial"], cwd=tmp_path, timeout=60)
+    assert (status, output.splitlines()[-1]) == (1, "1 passed, 2 failed, 0 skipped"), output
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "expected"),
+    [
+        (0, "..\n2 passed in 0.10s", (0, Counter(passed=2))),
+        (
+            0,
+            "=== 2 passed, 1 skipped, 3 deselected in 61.00s (0:01:01) ===",
+            (0, Counter(passed=2, skipped=1, deselected=3)),
+        ),
+        (1, "1 failed, 2 passed, 1 error in 1.00s", (1, Counter(failed=2, passed=2))),
+        (0, "1 passed, 1 xfailed in 1.00s", (0, Counter(passed=1, skipped=1))),
+        (0, "", (NO_VERDICT, Counter(failed=1))),  # ended without a word
+        (
+            0,
+            "2 passed in 0.10s\n2 passed in 0.11s",
+            (NO_VERDICT, Counter(failed=1)),
+        ),  # a report from each rank
+        (0, "1 failed in 0.10s", (NO_VERDICT, Counter(failed=1))),  # the status disagrees
+        (86, "2 passed in 0.10s", (86, Counter(passed=2, failed=1))),  # hung at the end
+        (5, "no tests ran in 0.01s", (5, Counter(failed=1))),
+        (5, "3 deselected in 0.01s", (0, Counter(deselected=3))),
+    ],
+)
+def test_verdict_of_a_part(status, output, expected):
+    verdict = read_verdict(status, output)
+    assert (verdict.status, verdict.counts) == expected
+
+
+def test_job_past_its_time_leaves_nothing_behind(tmp_path):
+    script = (
+        "import subprocess, sys\nfrom pathlib import Path\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "Path(sys.argv[1]).write_text(str(child.pid))\nchild.wait()\n"
+    )
+    start = time.monotonic()
+    status, _, _ = run_command([sys.executable, "-c", script, tmp_path / "pid"], timeout=1)
+    assert status == jobs.TIMED_OUT
+    assert time.monotonic() - start < 8
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a table entry that nobody has read yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_jobs_do_not_inherit_an_outer_job(monkeypatch):
+    monkeypatch.setenv("HYDRA_LAUNCHER", "ssh")
+    for name in jobs.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert "HYDRA_LAUNCHER" in jobs.clean_environment()  # outside a job it is the user's
+    for name in "PMI_RANK", "PMI_FD", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS":
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    clean = jobs.clean_environment()
+    assert {"OMPI_ALLOW_RUN_AS_ROOT", "PATH"} <= clean.keys()
+    assert all(jobs.SETTINGS.match(name) for name in clean if jobs.JOB_VARIABLES.match(name))

@@ -1,0 +1,383 @@
+"""Every layer's backward is the derivative of its forward, and keeps the contract of `Layer`.
+
+One table of cases, one check for all: in float64, the slope along one random direction in parameters and
+input together equals what backward says. The same run shows the rest of the contract: backward adds into
+gradients, reads nothing of the weights that forward was given, and leaves its inputs as they were.
+A concrete layer class without a case fails the suite.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zero_mpi.models
+import zero_mpi.nn
+from zero_mpi import nn
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.nn.compose import Wrapper
+
+STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
+TOLERANCE = 1e-7
+
+Make = Callable[[np.random.Generator, Any], Any]  # (generator, float type) -> an input
+Loss = Callable[[Any], tuple[float, Any]]  # y -> (value, dy)
+
+
+# ------------------------------------------------------------------------------------------------ cases
+
+
+def real(*shape: int) -> Make:
+    """An array of random numbers."""
+    return lambda rng, dtype: rng.standard_normal(shape).astype(dtype)
+
+
+def several(*makers: Make) -> Make:
+    """A tuple, such as (q, k, v)."""
+    return lambda rng, dtype: tuple(make(rng, dtype) for make in makers)
+
+
+def tokens(vocabulary: int, *shape: int) -> Make:
+    """Token ids; with few of them some come twice."""
+    return lambda rng, dtype: rng.integers(vocabulary, size=shape)
+
+
+def qkv(heads: nn.Heads) -> Make:
+    """(q, k, v) of two sequences of five positions."""
+    return several(
+        real(2, 5, heads.query, heads.key_width),
+        real(2, 5, heads.kv, heads.key_width),
+        real(2, 5, heads.kv, heads.value_width),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, what it is given, and for whole models the targets of the loss."""
+
+    name: str
+    layer: nn.Layer
+    make: Make
+    targets: Make | None = None
+
+
+GROUPED = nn.Heads(query=6, kv=2, key_width=4, value_width=3)
+EQUAL = nn.Heads(query=3, kv=3, key_width=4, value_width=4)
+SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "context_length": 6,
+    "embedding_length": 12,
+    "block_count": 2,
+    "feed_forward_length": 17,
+}
+LLAMA_SIZES = SIZES | {"head_count": 6, "head_count_kv": 3, "key_length": 4, "value_length": 5}
+BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
+
+
+def llama(tied: bool, biases: frozenset[str] = frozenset()) -> Llama:
+    """A llama with grouped heads whose values are wider than its keys."""
+    return Llama(**LLAMA_SIZES, tied=tied, biases=biases)
+
+
+def gpt2(tied: bool) -> GPT2:
+    """A gpt2 of three heads."""
+    return GPT2(**SIZES, head_count=3, tied=tied)
+
+
+def block(config: Llama | GPT2) -> nn.Layer:
+    """The model's first block."""
+    return next(stage.layer for stage in config.stages() if stage.scope == "blk.0")
+
+
+def whole(name: str, config: Llama | GPT2, recompute: bool = False) -> Case:
+    """All stages of a model, one after the other, and the cross-entropy behind them."""
+    model = nn.Chain(*(stage.layer for stage in config.stages(recompute)))
+    vocabulary = config.vocab_size
+    return Case(name, model, tokens(vocabulary, 2, 5), tokens(vocabulary, 2, 5))
+
+
+SEQUENCES = real(2, 5, 7)
+BLOCK_INPUT = real(2, 5, 12)
+CASES = [
+    Case("linear", nn.Linear("a", 7, 3), SEQUENCES),
+    Case("linear, bias", nn.Linear("a", 7, 3, bias=True), SEQUENCES),
+    Case("embedding", nn.Embedding("a", 4, 7), tokens(4, 2, 5)),
+    Case("learned positions", nn.LearnedPositions("a", 8, 7), SEQUENCES),
+    Case("learned positions, full", nn.LearnedPositions("a", 5, 7), SEQUENCES),
+    Case("rms norm", nn.RMSNorm("a", 7, 1e-3), SEQUENCES),
+    Case("layer norm", nn.LayerNorm("a", 7, 1e-3), SEQUENCES),
+    Case("gelu", nn.GELU(), SEQUENCES),
+    Case("swiglu", nn.SwiGLU("a", 7, 5), SEQUENCES),
+    Case("swiglu, bias", nn.SwiGLU("a", 7, 5, bias=True), SEQUENCES),
+    Case("rope, interleaved", nn.RoPE(100.0, interleaved=True), qkv(GROUPED)),
+    Case("rope, neox", nn.RoPE(100.0, interleaved=False), qkv(GROUPED)),
+    Case("attention, grouped", nn.CausalAttention(0.5), qkv(GROUPED)),
+    Case("attention, K = H", nn.CausalAttention(0.5), qkv(EQUAL)),
+    Case("attention, one head", nn.CausalAttention(0.5), qkv(nn.Heads(1, 1, 3, 3))),
+    Case("attention, K = 1", nn.CausalAttention(0.5), qkv(nn.Heads(3, 1, 3, 5))),
+    Case("merge heads", nn.MergeHeads(), real(2, 5, 3, 4)),
+    Case("project qkv", nn.ProjectQKV("a", 7, GROUPED), SEQUENCES),
+    Case("project qkv, bias", nn.ProjectQKV("a", 7, GROUPED, bias=True), SEQUENCES),
+    Case("fused qkv", nn.FusedQKV("a", 7, GROUPED), SEQUENCES),
+    Case("fused qkv, bias", nn.FusedQKV("a", 7, EQUAL, bias=True), SEQUENCES),
+    Case("chain", nn.Chain(nn.Linear("a", 7, 5), nn.GELU(), nn.Linear("b", 5, 2)), SEQUENCES),
+    Case("chain, one matrix twice", nn.Chain(nn.Linear("a", 7, 7), nn.Linear("a", 7, 7)), SEQUENCES),
+    Case("chain of nothing", nn.Chain(), SEQUENCES),
+    Case("residual", nn.Residual(nn.Linear("a", 7, 7, bias=True)), SEQUENCES),
+    Case("residual, no parameters", nn.Residual(nn.GELU()), SEQUENCES),
+    Case("recompute", nn.Recompute(nn.Chain(nn.RMSNorm("a", 7, 1e-3), nn.SwiGLU("b", 7, 3))), SEQUENCES),
+    Case("recompute, no parameters", nn.Recompute(nn.GELU()), SEQUENCES),
+    Case("recompute, positions", nn.Recompute(nn.LearnedPositions("a", 8, 7)), SEQUENCES),
+    Case("llama block", block(llama(False)), BLOCK_INPUT),
+    Case("llama block, biases", block(llama(False, BIASES)), BLOCK_INPUT),
+    Case("gpt2 block", block(gpt2(False)), BLOCK_INPUT),
+    whole("llama", llama(False)),
+    whole("llama, tied", llama(True)),
+    whole("llama, biases, recompute", llama(False, BIASES), recompute=True),
+    whole("gpt2", gpt2(False)),
+    whole("gpt2, tied", gpt2(True)),
+    whole("gpt2, tied, recompute", gpt2(True), recompute=True),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+# ----------------------------------------------------------------------- arrays, and tuples of arrays
+
+
+def leaves(x: Any) -> list[np.ndarray]:
+    """The arrays of an array or a tuple of arrays; None has none."""
+    if x is None:
+        return []
+    return [x] if isinstance(x, np.ndarray) else [leaf for item in x for leaf in leaves(item)]
+
+
+def each(f: Callable[..., Any], x: Any, *others: Any) -> Any:
+    """f on every array, in the structure of x."""
+    if isinstance(x, tuple):
+        return tuple(each(f, *items) for items in zip(x, *others, strict=True))
+    return f(x, *others)
+
+
+def dot(a: Any, b: Any) -> float:
+    """Sum of products over all arrays."""
+    return sum(float(np.vdot(x, y)) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def floats(x: Any) -> bool:
+    """Whether x can be moved along a direction; token ids cannot."""
+    return all(leaf.dtype.kind == "f" for leaf in leaves(x))
+
+
+def fingerprint(x: Any) -> list[bytes]:
+    """The bytes of all arrays."""
+    return [leaf.tobytes() for leaf in leaves(x)]
+
+
+def copied(arrays: Any) -> Any:
+    """A copy of weights or gradients."""
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+# -------------------------------------------------------------------------------------------- one run
+
+
+@dataclass
+class Setting:
+    """A case with numbers: weights, input, what gradients start with, and the scalar that is derived."""
+
+    layer: nn.Layer
+    p: dict[str, np.ndarray]
+    x: Any
+    g: dict[str, np.ndarray]
+    loss: Loss
+
+
+def weights(layer: nn.Layer, rng: np.random.Generator, dtype: Any) -> dict[str, np.ndarray]:
+    """Random parameters, norms around one, so that no derivative is flat or lost."""
+    return {
+        name: ((param.init == "ones") + 0.6 * rng.standard_normal(param.shape)).astype(dtype)
+        for name, param in layer.params().items()
+    }
+
+
+def linear_loss(y: Any, rng: np.random.Generator) -> Loss:
+    """The product of y with a fixed random array of its shape: dy is that array."""
+    dy = each(lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), y)
+    return lambda y: (dot(dy, y), dy)
+
+
+def setting(case: Case, dtype: Any = np.float64) -> Setting:
+    """Numbers for a case, always the same."""
+    rng = np.random.default_rng(len(case.name))
+    layer, x = case.layer, case.make(rng, dtype)
+    p = weights(layer, rng, dtype)
+    g = {name: rng.standard_normal(array.shape).astype(dtype) for name, array in p.items()}
+    if case.targets is None:
+        return Setting(layer, p, x, g, linear_loss(layer.forward(p, x)[0], rng))
+    targets = case.targets(rng, dtype)
+    return Setting(layer, p, x, g, lambda y: nn.cross_entropy(y, targets))
+
+
+@dataclass
+class Run:
+    """What a forward and a backward gave."""
+
+    y: Any
+    dx: Any
+    g: dict[str, np.ndarray]
+
+
+def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
+    """Forward, then backward with other weight arrays; checks that no input is written."""
+    given = copied(s.p)
+    x_before = fingerprint(s.x)
+    y, saved = s.layer.forward(given, s.x)
+    _, dy = s.loss(y)
+    dy_before = fingerprint(dy)
+    for array in given.values():
+        array.fill(np.nan)  # whatever `saved` holds of them shows in the gradients
+    g = copied({name: array for name, array in s.g.items() if name not in frozen})
+    dx = s.layer.backward(copied(s.p) if s.layer.backward_reads_params else {}, saved, dy, g)
+    assert fingerprint(s.x) == x_before, "x was written"
+    assert fingerprint(dy) == dy_before, "dy was written"
+    return Run(y, dx, g)
+
+
+def measured_slope(s: Setting, p_way: dict[str, np.ndarray], x_way: Any) -> float:
+    """The loss's difference quotient along a direction in (p, x), of fourth order: models curve much."""
+
+    def at(t: float) -> float:
+        p = {name: array + t * p_way[name] for name, array in s.p.items()}
+        x = s.x if x_way is None else each(lambda a, way: a + t * way, s.x, x_way)
+        return s.loss(s.layer.forward(p, x)[0])[0]
+
+    near, far = at(STEP) - at(-STEP), at(2 * STEP) - at(-2 * STEP)
+    return (8 * near - far) / (12 * STEP)
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+@every_case
+def test_backward_is_the_derivative_and_adds(case):
+    s = setting(case)
+    result = run(s)
+    rng = np.random.default_rng(1)
+    p_way = {name: rng.standard_normal(array.shape) for name, array in s.p.items()}
+    x_way = each(lambda leaf: rng.standard_normal(leaf.shape), s.x) if floats(s.x) else None
+    terms = [dot(result.g[name] - s.g[name], p_way[name]) for name in s.p]
+    if x_way is not None:
+        assert [leaf.shape for leaf in leaves(result.dx)] == [leaf.shape for leaf in leaves(s.x)]
+        terms.append(dot(result.dx, x_way))
+    assert sum(terms) == pytest.approx(
+        measured_slope(s, p_way, x_way), rel=TOLERANCE, abs=TOLERANCE * sum(map(abs, terms))
+    )
+
+
+@every_case
+def test_float32_stays_float32(case):
+    result = run(setting(case, np.float32))
+    arrays = [*leaves(result.y), *leaves(result.dx), *result.g.values()]
+    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
+
+
+@every_case
+def test_a_frozen_parameter_is_left_alone(case):
+    s = setting(case)
+    free = run(s)
+    for name in s.p:
+        rest = run(s, frozenset({name}))
+        assert rest.g.keys() == s.p.keys() - {name}
+        assert all(rest.g[other].tobytes() == free.g[other].tobytes() for other in rest.g), name
+        assert fingerprint(rest.dx) == fingerprint(free.dx), name
+
+
+def inside(x: Any) -> Iterator[np.ndarray]:
+    """The arrays in what a layer saved or in the layer itself, however deep."""
+    if isinstance(x, np.ndarray):
+        yield x
+    elif isinstance(x, dict):
+        yield from inside(list(x.values()))
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from inside(item)
+    elif isinstance(x, nn.Layer):
+        yield from inside(vars(x))
+
+
+@every_case
+def test_neither_layer_nor_saved_keeps_a_weight(case):
+    """A view would keep the gathered unit alive, even if backward does not read it."""
+    s = setting(case)
+    y, saved = s.layer.forward(s.p, s.x)
+    s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))
+    assert not any(np.shares_memory(kept, w) for kept in inside((saved, y)) for w in s.p.values())
+    assert not list(inside(s.layer)), "a layer holds no arrays"
+
+
+def test_layers_that_need_no_weights_in_backward_say_so():
+    """`run` hands an empty p to these; that they say so is what lets their unit stay away."""
+    named = {type(case.layer).__name__ for case in CASES if not case.layer.backward_reads_params}
+    assert named >= {"GELU", "RoPE", "CausalAttention", "MergeHeads", "Embedding", "LearnedPositions"}
+
+
+def test_recompute_keeps_only_its_input_and_changes_no_bit():
+    inner = block(llama(False, BIASES))
+    rng = np.random.default_rng(0)
+    x, p = BLOCK_INPUT(rng, np.float32), weights(inner, rng, np.float32)
+    g = {name: np.zeros_like(array) for name, array in p.items()}
+    loss = linear_loss(x, rng)
+    plain = run(Setting(inner, p, x, g, loss))
+    again = run(Setting(nn.Recompute(inner), p, x, g, loss))
+    assert nn.Recompute(inner).forward(p, x)[1] is x
+    assert fingerprint((plain.y, plain.dx)) == fingerprint((again.y, again.dx))
+    assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_turns_by_position_times_a_falling_frequency(interleaved):
+    rng = np.random.default_rng(0)
+    q, k, v = qkv(GROUPED)(rng, np.float64)
+    turned = nn.RoPE(100.0, interleaved=interleaved).forward({}, (q, k, v))[0]
+    angle = np.arange(5)[:, None] * 100.0 ** (-2 * np.arange(2) / 4)
+    for before, after in zip((q, k), turned[:2], strict=True):
+        a, b = (before[..., 0::2], before[..., 1::2]) if interleaved else np.split(before, 2, axis=-1)
+        expected = (a + 1j * b) * np.exp(1j * angle)[:, None, :]
+        a, b = (after[..., 0::2], after[..., 1::2]) if interleaved else np.split(after, 2, axis=-1)
+        np.testing.assert_allclose(a + 1j * b, expected, rtol=0, atol=1e-14)
+    assert turned[2] is v
+
+
+def test_cross_entropy_without_a_scale_is_the_mean():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.standard_normal((2, 3, 5)), rng.integers(5, size=(2, 3))
+    loss, dlogits = nn.cross_entropy(logits, targets)
+    whole_loss, whole_dlogits = nn.cross_entropy(logits, targets, 1.0)
+    assert isinstance(loss, float)
+    assert loss == pytest.approx(whole_loss / 6, rel=1e-14)
+    np.testing.assert_allclose(dlogits, whole_dlogits / 6, rtol=1e-14)
+
+
+def layer_classes() -> Iterator[type[nn.Layer]]:
+    """Every class below Layer that the package defines."""
+    for package in (zero_mpi.nn, zero_mpi.models):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    waiting = [nn.Layer]
+    while waiting:
+        found = waiting.pop().__subclasses__()
+        waiting += found
+        yield from (cls for cls in found if cls.__module__.startswith("zero_mpi."))
+
+
+def test_every_layer_class_has_a_case():
+    abstract = {Wrapper}
+    covered = {type(case.layer) for case in CASES}
+    missing = {cls.__qualname__ for cls in layer_classes()} - {cls.__qualname__ for cls in covered | abstract}
+    assert not missing, f"add a case for {', '.join(sorted(missing))}"

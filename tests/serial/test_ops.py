@@ -1,0 +1,443 @@
+"""Every operation does what its definition says, written here as loops, and its backward is the slope.
+
+Shapes are small and odd, numbers float64. A test says with `shows` which operations it is about; an
+operation of `zero_mpi.ops` that no test is about fails the suite.
+"""
+
+from __future__ import annotations
+
+import cmath
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from zero_mpi import ops
+from zero_mpi.ops.reference import ADAMW_BLOCK
+
+STEP = 1e-5  # of the difference quotients
+SHOWN: set[str] = set()  # names of operations that a test is about
+
+
+def shows(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test as being about these operations."""
+    SHOWN.update(names)
+    return lambda test: test
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Random numbers, the same for the same shape and seed."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+@contextlib.contextmanager
+def unchanged(*arrays: np.ndarray) -> Iterator[None]:
+    """The body writes none of the arrays."""
+    before = [array.tobytes() for array in arrays]
+    yield
+    assert [array.tobytes() for array in arrays] == before, "an input was written"
+
+
+def check_slope(f: Callable[..., float], inputs: list[np.ndarray], gradients: list[np.ndarray]) -> None:
+    """The gradients say how the scalar f(*inputs) changes along one random direction in all inputs."""
+    ways = [numbers(*array.shape, seed=number + 1) for number, array in enumerate(inputs)]
+
+    def at(t: float) -> float:
+        return f(*(array + t * way for array, way in zip(inputs, ways, strict=True)))
+
+    near, far = at(STEP) - at(-STEP), at(2 * STEP) - at(-2 * STEP)
+    terms = [np.vdot(gradient, way) for gradient, way in zip(gradients, ways, strict=True)]
+    bound = 1e-8 * sum(map(abs, terms))
+    assert sum(terms) == pytest.approx((8 * near - far) / (12 * STEP), rel=1e-8, abs=bound)
+
+
+def close(found: np.ndarray, expected: object, atol: float = 1e-13) -> None:
+    """Equal up to the rounding of float64."""
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=atol)
+
+
+def test_every_operation_has_a_test():
+    exported = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
+    assert {"linear", "adamw"} <= exported, "operations are no longer found by their registry"
+    assert not exported - SHOWN, f"show {', '.join(sorted(exported - SHOWN))} in a test"
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+@shows("linear")
+@pytest.mark.parametrize("lead", [(5,), (2, 3), (1, 1, 1)])
+def test_linear_is_a_product_with_each_row(lead):
+    x, w, b = numbers(*lead, 7), numbers(3, 7, seed=1), numbers(3)
+    with unchanged(x, w, b):
+        plain, shifted = ops.linear(x, w), ops.linear(x, w, b)
+    for place in np.ndindex(*lead):
+        for o in range(3):
+            expected = math.fsum(x[place][c] * w[o, c] for c in range(7))
+            assert plain[place][o] == pytest.approx(expected, rel=1e-12, abs=1e-13)
+            assert shifted[place][o] == pytest.approx(expected + b[o], rel=1e-12, abs=1e-13)
+
+
+@shows("linear_backward_x", "linear_backward_w", "linear_backward_b")
+def test_linear_backward_is_the_slope_and_adds():
+    x, w, b, dy = numbers(2, 5, 7), numbers(3, 7, seed=1), numbers(3), numbers(2, 5, 3)
+    dw, db = numbers(3, 7, seed=2), numbers(3, seed=2)
+    dw_before, db_before = dw.copy(), db.copy()
+    with unchanged(x, w, dy):
+        dx = ops.linear_backward_x(dy, w)
+        ops.linear_backward_w(dy, x, dw)
+        ops.linear_backward_b(dy, db)
+    assert dx.shape == x.shape
+    gradients = [dx, dw - dw_before, db - db_before]
+    check_slope(lambda x, w, b: np.vdot(ops.linear(x, w, b), dy), [x, w, b], gradients)
+
+
+# ------------------------------------------------------------------------------------------- embedding
+
+
+@shows("embedding")
+def test_embedding_picks_rows():
+    w, tokens = numbers(4, 7), np.array([[3, 0, 3], [1, 1, 2]])
+    y = ops.embedding(tokens, w)
+    assert all(np.array_equal(y[place], w[tokens[place]]) for place in np.ndindex(2, 3))
+    y[...] = 0
+    assert np.all(w != 0), "y must be a copy"
+
+
+@shows("embedding_backward")
+@pytest.mark.parametrize("kind", [np.int64, np.uint16])
+def test_embedding_backward_adds_a_row_for_every_place_of_a_token(kind):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, size=(3, 17)).astype(kind)  # every id about ten times, two ids never
+    dy, dw = numbers(3, 17, 7), numbers(7, 7)
+    expected = dw.copy()
+    np.add.at(expected, tokens, dy)
+    with unchanged(tokens, dy):
+        ops.embedding_backward(tokens, dy, dw)
+    close(dw, expected)
+    assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of tokens that did not come stay as they were"
+
+
+# ----------------------------------------------------------------------------------------------- norms
+
+
+@shows("rms_norm")
+def test_rms_norm_divides_by_the_root_of_the_mean_square():
+    x, w = 3 * numbers(2, 5, 7), numbers(7)
+    with unchanged(x, w):
+        y, r = ops.rms_norm(x, w, 0.1)
+    assert r.shape == (2, 5, 1)
+    for place in np.ndindex(2, 5):
+        root = math.sqrt(math.fsum(value * value for value in x[place]) / 7 + 0.1)
+        assert r[place][0] == pytest.approx(1 / root, rel=1e-12)
+        close(y[place], [x[place][c] / root * w[c] for c in range(7)])
+
+
+@shows("rms_norm_backward")
+def test_rms_norm_backward_is_the_slope_and_adds():
+    x, w, dy = numbers(2, 5, 7), numbers(7), numbers(2, 5, 7, seed=1)
+    r = ops.rms_norm(x, w, 0.1)[1]
+    dw = numbers(7, seed=2)
+    before = dw.copy()
+    with unchanged(x, w, r, dy):
+        dx = ops.rms_norm_backward(dy, x, w, r, dw)
+        assert np.array_equal(ops.rms_norm_backward(dy, x, w, r, None), dx), "a frozen w changes dx"
+    check_slope(lambda x, w: np.vdot(ops.rms_norm(x, w, 0.1)[0], dy), [x, w], [dx, dw - before])
+
+
+@shows("layer_norm")
+def test_layer_norm_subtracts_the_mean_and_divides_by_the_deviation():
+    x, w, b = 3 * numbers(2, 5, 7) + 2, numbers(7), numbers(7, seed=1)
+    with unchanged(x, w, b):
+        y, mean, r = ops.layer_norm(x, w, b, 0.1)
+    for place in np.ndindex(2, 5):
+        middle = math.fsum(x[place]) / 7
+        root = math.sqrt(math.fsum((value - middle) ** 2 for value in x[place]) / 7 + 0.1)
+        assert (mean[place][0], r[place][0]) == pytest.approx((middle, 1 / root), rel=1e-12)
+        close(y[place], [(x[place][c] - middle) / root * w[c] + b[c] for c in range(7)])
+
+
+@shows("layer_norm_backward")
+def test_layer_norm_backward_is_the_slope_and_adds():
+    x, w, b, dy = numbers(2, 5, 7), numbers(7), numbers(7, seed=1), numbers(2, 5, 7, seed=1)
+    _, mean, r = ops.layer_norm(x, w, b, 0.1)
+    dw, db = numbers(7, seed=2), numbers(7, seed=3)
+    dw_before, db_before = dw.copy(), db.copy()
+    with unchanged(x, w, mean, r, dy):
+        dx = ops.layer_norm_backward(dy, x, w, mean, r, dw, db)
+        assert np.array_equal(ops.layer_norm_backward(dy, x, w, mean, r, None, None), dx)
+    gradients = [dx, dw - dw_before, db - db_before]
+    check_slope(lambda x, w, b: np.vdot(ops.layer_norm(x, w, b, 0.1)[0], dy), [x, w, b], gradients)
+
+
+# ----------------------------------------------------------------------------------------- activations
+
+
+@shows("gelu")
+def test_gelu_is_the_tanh_form():
+    x = np.array([-50.0, -3.0, -0.5, 0.0, 1e-9, 0.7, 2.0, 50.0])
+    with unchanged(x):
+        y = ops.gelu(x)
+    close(y, [v / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x])
+
+
+@shows("gelu_backward")
+def test_gelu_backward_is_the_slope():
+    x, dy = 2 * numbers(3, 7), numbers(3, 7, seed=1)
+    with unchanged(x, dy):
+        dx = ops.gelu_backward(dy, x)
+    check_slope(lambda x: np.vdot(ops.gelu(x), dy), [x], [dx])
+
+
+@shows("swiglu")
+def test_swiglu_is_gate_times_its_sigmoid_times_up():
+    gate, up = 3 * numbers(5, 7), numbers(5, 7, seed=1)
+    with unchanged(gate, up):
+        y = ops.swiglu(gate, up)
+    for place in np.ndindex(5, 7):
+        expected = gate[place] / (1 + math.exp(-gate[place])) * up[place]
+        assert y[place] == pytest.approx(expected, rel=1e-12)
+
+
+@shows("swiglu")
+def test_swiglu_does_not_overflow():
+    gate = np.array([-1e4, 1e4], np.float32)
+    assert np.array_equal(ops.swiglu(gate, np.ones(2, np.float32)), np.array([0, 1e4], np.float32))
+
+
+@shows("swiglu_backward")
+def test_swiglu_backward_is_the_slope():
+    gate, up, dy = 2 * numbers(3, 7), numbers(3, 7, seed=1), numbers(3, 7, seed=2)
+    with unchanged(gate, up, dy):
+        gradients = ops.swiglu_backward(dy, gate, up)
+    check_slope(lambda gate, up: np.vdot(ops.swiglu(gate, up), dy), [gate, up], list(gradients))
+
+
+# -------------------------------------------------------------------------------------- rotary position
+
+
+@shows("rope")
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_turns_pairs_as_complex_numbers(interleaved):
+    x, angle = numbers(2, 5, 3, 6), 10 * numbers(5, 3)
+    cos, sin = np.cos(angle), np.sin(angle)
+    with unchanged(x, cos, sin):
+        y = ops.rope(x, cos, sin, interleaved)
+    for b, t, h, j in np.ndindex(2, 5, 3, 3):
+        first, second = (2 * j, 2 * j + 1) if interleaved else (j, j + 3)
+        turned = complex(x[b, t, h, first], x[b, t, h, second]) * cmath.exp(1j * angle[t, j])
+        found = complex(y[b, t, h, first], y[b, t, h, second])
+        assert cmath.isclose(found, turned, rel_tol=1e-12)
+
+
+@shows("rope")
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_backward_is_the_turn_back(interleaved):
+    x, dy, angle = numbers(2, 5, 3, 6), numbers(2, 5, 3, 6, seed=1), numbers(5, 3)
+    cos, sin = np.cos(angle), np.sin(angle)
+    dx = ops.rope(dy, cos, -sin, interleaved)
+    check_slope(lambda x: np.vdot(ops.rope(x, cos, sin, interleaved), dy), [x], [dx])
+    close(ops.rope(ops.rope(x, cos, sin, interleaved), cos, -sin, interleaved), x)
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+SHAPES = [  # B, T, S, H, K, D, E
+    (2, 5, 5, 6, 2, 3, 4),
+    (1, 3, 7, 3, 3, 2, 2),  # more positions than queries: the queries are the last ones
+    (2, 1, 4, 5, 1, 3, 1),
+    (1, 1, 1, 1, 1, 1, 1),
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def attention_inputs(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """q, k and v."""
+    b, t, s, h, kv, d, e = shape
+    return [numbers(b, t, h, d), numbers(b, s, kv, d, seed=1), numbers(b, s, kv, e, seed=2)]
+
+
+def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
+    """One query (D,) over the keys (n, D) and values (n, E) that it may see."""
+    scores = [scale * math.fsum(q * key) for key in keys]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / math.fsum(weights)
+
+
+@shows("causal_attention")
+@every_shape
+def test_attention_is_a_softmax_per_head_and_position(shape):
+    b, t, s, h, kv, _, e = shape
+    q, k, v = attention_inputs(shape)
+    with unchanged(q, k, v):
+        y, weights = ops.causal_attention(q, k, v, 0.7)
+    assert y.shape == (b, t, h, e)
+    close(weights.sum(axis=-1), 1)
+    for i, position, head in np.ndindex(b, t, h):
+        seen, shared = s - t + position + 1, head // (h // kv)
+        expected = attend(q[i, position, head], k[i, :seen, shared], v[i, :seen, shared], 0.7)
+        close(y[i, position, head], expected)
+
+
+@shows("causal_attention_backward")
+@every_shape
+def test_attention_backward_is_the_slope(shape):
+    q, k, v = attention_inputs(shape)
+    y, weights = ops.causal_attention(q, k, v, 0.7)
+    dy = numbers(*y.shape, seed=3)
+    with unchanged(q, k, v, weights, dy):
+        gradients = ops.causal_attention_backward(dy, q, k, v, weights, 0.7)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+    check_slope(
+        lambda q, k, v: np.vdot(ops.causal_attention(q, k, v, 0.7)[0], dy), [q, k, v], list(gradients)
+    )
+
+
+@shows("causal_attention", "causal_attention_backward")
+def test_attention_takes_views_as_a_fused_projection_gives_them():
+    """q, k and v are then columns of one array, whose rows are not contiguous."""
+    q, k, v = attention_inputs(SHAPES[0])
+    joined = np.concatenate([x.reshape(2, 5, -1) for x in (q, k, v)], axis=-1)
+    views = [
+        part.reshape(x.shape) for part, x in zip(np.split(joined, [18, 24], axis=-1), (q, k, v), strict=True)
+    ]
+    y, weights = ops.causal_attention(q, k, v, 0.7)
+    close(ops.causal_attention(*views, 0.7)[0], y)
+    plain = ops.causal_attention_backward(y, q, k, v, weights, 0.7)
+    cut = ops.causal_attention_backward(y, *views, weights, 0.7)
+    for expected, found in zip(plain, cut, strict=True):
+        close(found, expected)
+
+
+@shows("causal_attention")
+def test_attention_does_not_overflow():
+    q = np.full((1, 4, 1, 2), 1e3, np.float32)
+    k = np.array([1e3, -1e3, 1e3, -1e3], np.float32)[:, None] * np.ones(2, np.float32)
+    y, _ = ops.causal_attention(q, k[None, :, None], numbers(1, 4, 1, 3).astype(np.float32), 1.0)
+    v = numbers(1, 4, 1, 3).astype(np.float32)[0, :, 0]
+    expected = [v[0], v[0], (v[0] + v[2]) / 2, (v[0] + v[2]) / 2]
+    np.testing.assert_allclose(y[0, :, 0], expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ loss
+
+
+@shows("cross_entropy")
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_cross_entropy_is_minus_log_softmax(lead):
+    logits, targets = 3 * numbers(*lead, 7), np.random.default_rng(0).integers(7, size=lead)
+    with unchanged(logits, targets):
+        loss, dlogits = ops.cross_entropy(logits, targets, 0.3)
+    expected = [
+        math.log(math.fsum(map(math.exp, logits[place]))) - logits[place][targets[place]]
+        for place in np.ndindex(*lead)
+    ]
+    assert loss == pytest.approx(0.3 * math.fsum(expected), rel=1e-12)
+    assert dlogits.shape == logits.shape
+    check_slope(lambda logits: ops.cross_entropy(logits, targets, 0.3)[0], [logits], [dlogits])
+
+
+@shows("cross_entropy")
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_cross_entropy_does_not_overflow(kind):
+    logits = np.array([[1e4, -1e4, 0], [-1e4, 1e4, 1e4]], kind)
+    loss, dlogits = ops.cross_entropy(logits, np.array([1, 2]), 1.0)
+    assert loss == pytest.approx(2e4 + math.log(2), rel=1e-6)
+    assert dlogits.dtype == kind
+    np.testing.assert_allclose(dlogits, [[1, -1, 0], [0, 0.5, -0.5]], atol=1e-6)
+
+
+@shows("cross_entropy")
+def test_the_loss_of_float32_logits_is_summed_in_float64():
+    """A float32 logarithm of 2 is off by 1e-8, and many of them add up to no better."""
+    loss, _ = ops.cross_entropy(np.zeros((999, 2), np.float32), np.zeros(999, np.int64), 1.0)
+    assert loss.dtype == np.float64
+    assert loss == pytest.approx(999 * math.log(2), rel=1e-13)
+
+
+# ------------------------------------------------------------------------- optimizer and flat buffers
+
+SETTINGS = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "decay": 0.2, "step": 3}
+
+
+def flat_state(size: int, kind: type = np.float32) -> list[np.ndarray]:
+    """p, g, m and v; v is a mean of squares."""
+    arrays = [numbers(size, seed=seed).astype(kind) for seed in range(4)]
+    return [*arrays[:3], arrays[3] ** 2]
+
+
+def adamw_by_formula(p, g, m, v):
+    """(p, m, v) after the update as the paper writes it, for a number or an array."""
+    g = 0.3 * g
+    m = 0.8 * m + (1 - 0.8) * g
+    v = 0.95 * v + (1 - 0.95) * g * g
+    m_hat, v_hat = m / (1 - 0.8**3), v / (1 - 0.95**3)
+    return p - 0.01 * (m_hat / (v_hat**0.5 + 1e-3) + 0.2 * p), m, v
+
+
+@shows("adamw")
+def test_adamw_is_the_papers_update():
+    p, g, m, v = flat_state(13, np.float64)
+    expected = [adamw_by_formula(*element) for element in zip(p, g, m, v, strict=True)]
+    with unchanged(g):
+        ops.adamw(p, g, m, v, **SETTINGS)
+    close(np.stack([p, m, v], axis=1), expected)
+
+
+@shows("adamw")
+@pytest.mark.parametrize(
+    ("size", "cuts"),
+    [
+        (13, [1, 2, 7]),
+        (2 * ADAMW_BLOCK + 37, [1, 1023, 40001, ADAMW_BLOCK - 1, ADAMW_BLOCK + 1, 2 * ADAMW_BLOCK + 5]),
+        (ADAMW_BLOCK, []),
+        (ADAMW_BLOCK + 1, [ADAMW_BLOCK]),
+    ],
+)
+def test_adamw_bits_do_not_depend_on_how_the_arrays_are_cut(size, cuts):
+    whole, pieces = flat_state(size), flat_state(size)
+    ops.adamw(*whole, **SETTINGS)
+    for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
+        ops.adamw(*(array[start:stop] for array in pieces), **SETTINGS)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(whole, pieces, strict=True))
+    assert all(a.dtype == np.float32 for a in whole)
+    expected = adamw_by_formula(*(array.astype(np.float64) for array in flat_state(size)))
+    for found, wanted in zip((whole[0], *whole[2:]), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+
+
+@shows("adamw")
+def test_adamw_takes_an_empty_slice():
+    ops.adamw(*flat_state(0), **SETTINGS)
+
+
+@shows("chunk_squares")
+@pytest.mark.parametrize("chunk", [1, 3, 1024, 10007, ADAMW_BLOCK + 1])
+def test_chunk_squares_are_sums_of_squares_in_float64(chunk):
+    g = numbers(3 * chunk).astype(np.float32)
+    with unchanged(g):
+        sums = ops.chunk_squares(g, chunk)
+    assert sums.dtype == np.float64
+    runs = g.astype(np.float64).reshape(3, chunk)
+    close(sums, [math.fsum(run * run) for run in runs])
+
+
+@shows("chunk_squares")
+@pytest.mark.parametrize(("chunk", "count"), [(1, 70001), (3, 25001), (97, 701), (1024, 150), (10007, 9)])
+def test_chunk_squares_do_not_depend_on_how_the_array_is_cut(chunk, count):
+    g = numbers(count * chunk).astype(np.float32)
+    whole = ops.chunk_squares(g, chunk)
+    for cuts in ([1], [count // 2], [count - 1], [1, 2, count // 3, count - 2]):
+        edges = [0, *cuts, count]
+        parts = [g[a * chunk : b * chunk] for a, b in itertools.pairwise(edges)]
+        # each at an address of its own, as a slice of another buffer would be
+        found = np.concatenate([ops.chunk_squares(part.copy(), chunk) for part in parts])
+        assert found.tobytes() == whole.tobytes()
+
+
+@shows("chunk_squares")
+def test_chunk_squares_of_nothing_are_nothing():
+    assert ops.chunk_squares(np.zeros(0, np.float32), 1024).shape == (0,)

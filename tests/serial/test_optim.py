@@ -1,0 +1,369 @@
+"""ShardedAdamW against AdamW written out in float64; clipping, skipped steps, schedules, initial values.
+
+One process: the slices are whole here, and everything beside the collectives is what many ranks run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from zero_mpi.comm import SerialComm
+from zero_mpi.errors import UsageError
+from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
+from zero_mpi.optim import ShardedAdamW, clip_grad_norm, make_schedule
+from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule
+from zero_mpi.sharding.initialize import BLOCK, initial_values
+
+OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
+WAYS = {
+    "full-shard": {"strategy": FULL_SHARD},
+    "full-shard by rows": {"strategy": FULL_SHARD, "by_rows": True},
+    "shard-grad-op": {"strategy": SHARD_GRAD_OP},
+    "no-shard": {"strategy": NO_SHARD},
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+MATRICES = {"token_embd.weight", "blk.0.a.weight", "output.weight"}
+
+
+def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
+    """Matrices, a norm and biases of odd sizes, one of them past a chunk of 1024 elements."""
+    stages = [
+        Stage("token_embd", Embedding("token_embd", 301, 5, std=0.5)),
+        Stage("blk.0", Linear("blk.0.a", 5, 7, bias=True, std=0.5)),
+        Stage("blk.1", LayerNorm("blk.1.norm", 7, 1e-3)),
+        Stage("output", Linear("output", 7, 3, std=0.5)),
+    ]
+    module = ShardedModule(stages, SerialComm(), strategy, **options)
+    module.initialize(seed=3)
+    return module
+
+
+def accumulate_gradients(module: ShardedModule, number: int) -> None:
+    """One forward and backward whose input and dy depend on `number` alone."""
+    rng = np.random.default_rng(number)
+    y = module.forward(rng.integers(301, size=(2, 5)))
+    module.backward(rng.standard_normal(y.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 1))
+    module.sync_gradients()
+
+
+def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
+    """Copies of the whole summed gradients by name, in float64."""
+    found = {}
+    for unit in module.units:
+        if unit.unit.trainable:
+            found |= unit.unit.views(unit.gradient)
+    return {name: found[name].astype(np.float64) for name in module.params if name in found}
+
+
+def norm_of(arrays: dict[str, np.ndarray]) -> float:
+    """The Euclidean norm over all elements."""
+    return math.sqrt(math.fsum(math.fsum(array.ravel() ** 2) for array in arrays.values()))
+
+
+class PlainAdamW:
+    """AdamW (Loshchilov and Hutter, 2019) in float64, on a dict of arrays."""
+
+    def __init__(self, params: dict[str, np.ndarray], lr, betas, eps, weight_decay) -> None:
+        self.p = {name: array.astype(np.float64) for name, array in params.items()}
+        self.m = {name: np.zeros(array.shape) for name, array in params.items()}
+        self.v = {name: np.zeros(array.shape) for name, array in params.items()}
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.steps = 0
+
+    def step(self, grads: dict[str, np.ndarray], lr: float | None = None, scale: float = 1.0) -> None:
+        """One update by `scale` times the gradients; matrices decay."""
+        self.steps += 1
+        lr, (beta1, beta2) = self.lr if lr is None else lr, self.betas
+        for name, g in grads.items():
+            g = g * scale
+            self.m[name] = beta1 * self.m[name] + (1 - beta1) * g
+            self.v[name] = beta2 * self.v[name] + (1 - beta2) * g**2
+            m_hat = self.m[name] / (1 - beta1**self.steps)
+            v_hat = self.v[name] / (1 - beta2**self.steps)
+            decay = self.weight_decay if self.p[name].ndim >= 2 else 0.0
+            self.p[name] -= lr * (m_hat / (np.sqrt(v_hat) + self.eps) + decay * self.p[name])
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Equal up to float32's rounding over a few steps, relative to each array's largest element."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        bound = 1e-6 * np.abs(array).max()
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
+
+
+def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """First and second moments by parameter name."""
+    first, second = {}, {}
+    for unit in optimizer.units:
+        first |= unit.unit.views(optimizer.moments[unit.name].first)
+        second |= unit.unit.views(optimizer.moments[unit.name].second)
+    return first, second
+
+
+def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
+    """The bytes of all parameters and moments."""
+    arrays = [*optimizer.module.state_dict().values()]
+    for held in optimizer.moments.values():
+        arrays += [held.first, held.second]
+    return [array.tobytes() for array in arrays]
+
+
+# ----------------------------------------------------------------------------------------------- steps
+
+
+@every_way
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])
+def test_steps_are_those_of_plain_adamw(way, max_norm):
+    module = make_module(**way)
+    optimizer = ShardedAdamW(module, **OPTIONS)
+    plain = PlainAdamW(module.state_dict(), **OPTIONS)
+    assert {name for name, array in plain.p.items() if array.ndim >= 2} == MATRICES
+    for number in range(6):
+        accumulate_gradients(module, number)
+        grads = gradients(module)
+        norm = norm_of(grads)
+        lr = None if number < 4 else 0.003
+        result = optimizer.step(lr=lr, max_norm=max_norm)
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        plain.step(grads, lr, factor)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)
+        assert not result.skipped
+        assert_same(module.state_dict(), plain.p)
+    assert (optimizer.steps, optimizer.skipped) == (6, 0)
+    first, second = moments(optimizer)
+    assert_same({name: first[name] for name in plain.m}, plain.m)
+    assert_same({name: second[name] for name in plain.v}, plain.v)
+
+
+@every_way
+def test_the_gaps_between_parameters_stay_zero(way):
+    module = make_module(**way)
+    optimizer = ShardedAdamW(module, **OPTIONS)
+    for number in range(3):
+        accumulate_gradients(module, number)
+        optimizer.step()
+    for unit in module.units:
+        gaps = np.ones(unit.unit.length, bool)
+        for segment in unit.unit.segments(slice(0, unit.unit.length)):
+            gaps[segment.where] = False
+        held = optimizer.moments[unit.name]
+        assert not any(array[gaps].any() for array in (unit.shard, held.first, held.second))
+
+
+@every_way
+def test_a_frozen_parameter_has_no_moments_and_does_not_move(way):
+    module = make_module(**way, frozen=["blk.0.*"])
+    optimizer = ShardedAdamW(module, **OPTIONS)
+    before = module.state_dict()
+    accumulate_gradients(module, 0)
+    grads = gradients(module)
+    assert grads.keys() == before.keys() - {"blk.0.a.weight", "blk.0.a.bias"}
+    assert optimizer.step().grad_norm == pytest.approx(norm_of(grads), rel=1e-12)
+    after = module.state_dict()
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == grads.keys()
+    assert not moments(optimizer)[0].keys() & {"blk.0.a.weight", "blk.0.a.bias"}
+
+
+@every_way
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
+    module, twin = make_module(**way), make_module(**way)
+    optimizer, untroubled = ShardedAdamW(module, **OPTIONS), ShardedAdamW(twin, **OPTIONS)
+    for each in (optimizer, untroubled):
+        accumulate_gradients(each.module, 0)
+        each.step(max_norm=1.0)
+    accumulate_gradients(module, 1)
+    list(module.gradients())[-1][1][2] = bad
+    before = state_bytes(optimizer)
+    result = optimizer.step(max_norm=1.0)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert state_bytes(optimizer) == before
+    assert (optimizer.steps, optimizer.skipped) == (1, 1)
+    for each in (optimizer, untroubled):  # as if the bad step had never been
+        accumulate_gradients(each.module, 2)
+        assert not each.step(max_norm=1.0).skipped
+    assert state_bytes(optimizer) == state_bytes(untroubled)
+    assert (optimizer.steps, optimizer.skipped) == (2, 1)
+
+
+@every_way
+def test_clip_grad_norm_is_the_same_as_clipping_in_the_step(way):
+    module, twin = make_module(**way), make_module(**way)
+    optimizer, other = ShardedAdamW(module, **OPTIONS), ShardedAdamW(twin, **OPTIONS)
+    accumulate_gradients(module, 0)
+    accumulate_gradients(twin, 0)
+    norm = norm_of(gradients(module))
+    assert norm > 0.5
+    assert clip_grad_norm(module, 0.5) == pytest.approx(norm, rel=1e-12)
+    assert norm_of(gradients(module)) == pytest.approx(0.5, rel=1e-5)
+    optimizer.step()
+    other.step(max_norm=0.5)
+    assert state_bytes(optimizer) == state_bytes(other)
+
+
+def test_clip_grad_norm_leaves_small_and_broken_gradients_alone():
+    module = make_module()
+    accumulate_gradients(module, 0)
+    before = gradients(module)
+    norm = clip_grad_norm(module, 2 * norm_of(before))
+    assert norm == pytest.approx(norm_of(before), rel=1e-12)
+    assert all(np.array_equal(array, before[name]) for name, array in gradients(module).items())
+    next(module.gradients())[1][0] = np.inf
+    assert clip_grad_norm(module, 1.0) == np.inf
+    assert np.array_equal(gradients(module)["output.weight"], before["output.weight"])
+
+
+# -------------------------------------------------------------------------------------- step_on_params
+
+
+def test_step_on_params_is_plain_adamw_too():
+    rng = np.random.default_rng(0)
+    params = [rng.standard_normal(shape).astype(np.float32) for shape in [(3, 5), (7,), (2, 3, 2)]]
+    optimizer = ShardedAdamW(make_module(), **OPTIONS)
+    plain = PlainAdamW({str(number): p for number, p in enumerate(params)}, **OPTIONS)
+    for number in range(5):
+        grads = [rng.standard_normal(p.shape).astype(np.float32) for p in params]
+        lr = None if number < 3 else 0.003
+        optimizer.step_on_params(params, grads, lr)
+        plain.step({str(i): g.astype(np.float64) for i, g in enumerate(grads)}, lr)
+    assert_same({str(number): p for number, p in enumerate(params)}, plain.p)
+    assert optimizer.steps == 0, "the module's own steps are counted apart"
+
+
+def test_step_on_params_refuses_what_does_not_fit():
+    optimizer = ShardedAdamW(make_module(), **OPTIONS)
+    p, other = np.ones((3, 5), np.float32), np.ones(15, np.float32)
+    with pytest.raises(ValueError, match="gradients differ"):
+        optimizer.step_on_params([p], [other])
+    with pytest.raises(ValueError, match="gradients differ"):
+        optimizer.step_on_params([p], [])
+    optimizer.step_on_params([p], [p])
+    with pytest.raises(ValueError, match="not those of the first call"):
+        optimizer.step_on_params([p, other], [p, other])
+
+
+def test_step_on_params_refuses_arrays_that_it_cannot_update_in_place():
+    optimizer = ShardedAdamW(make_module(), **OPTIONS)
+    p = np.ones((4, 6), np.float32)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        optimizer.step_on_params([p.T], [p.T])
+
+
+def test_step_on_params_takes_contiguous_views():
+    optimizer = ShardedAdamW(make_module(), **OPTIONS)
+    p = np.ones((4, 6), np.float32)
+    optimizer.step_on_params([p[1:3]], [np.ones((2, 6), np.float32)])
+    assert np.all(p[1:3] < 1)
+    assert np.all(p[[0, 3]] == 1)
+
+
+def test_memory_bytes_counts_two_float32_moments_an_element():
+    module = make_module(frozen=["output.weight"])
+    optimizer = ShardedAdamW(module, **OPTIONS)
+    elements = sum(unit.unit.length for unit in module.units if unit.unit.trainable)
+    assert elements == 2 * 1024 + 2 * 1024 + 2 * 1024  # each parameter in whole chunks
+    assert optimizer.memory_bytes() == 8 * elements
+    optimizer.step_on_params([np.ones((3, 5), np.float32)], [np.ones((3, 5), np.float32)])
+    assert optimizer.memory_bytes() == 8 * (elements + 15)
+
+
+# ------------------------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_a_schedule_warms_up_to_lr_and_ends_at_min_lr(name):
+    rate = make_schedule(name, lr=0.6, min_lr=0.1, warmup=5, steps=25)
+    assert [rate(step) for step in range(5)] == pytest.approx([0.12, 0.24, 0.36, 0.48, 0.6])
+    end = 0.6 if name == "constant" else 0.1
+    assert (rate(5), rate(25), rate(1000)) == pytest.approx((0.6, end, end))
+    rates = [rate(step) for step in range(5, 26)]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "quarter"), [("cosine", 0.5 + 0.5**1.5), ("linear", 0.75), ("constant", 1)])
+def test_the_shapes_of_the_schedules(name, quarter):
+    rate = make_schedule(name, lr=1.0, min_lr=0.0, warmup=0, steps=40)
+    assert rate(0) == 1
+    assert rate(10) == pytest.approx(quarter)
+    assert rate(20) == pytest.approx(1 if name == "constant" else 0.5)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 5), (9, 5), (0, 0)])
+def test_a_schedule_of_few_steps_stays_in_its_range(name, warmup, steps):
+    rate = make_schedule(name, lr=1.0, min_lr=0.25, warmup=warmup, steps=steps)
+    assert all(0 < rate(step) <= 1 for step in range(20))
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match="'step' is not known; expected one of cosine, linear, constant"):
+        make_schedule("step", lr=1.0, min_lr=0.0, warmup=0, steps=1)
+
+
+# -------------------------------------------------------------------------------------- initial values
+
+LARGE = Param((3, BLOCK), std=0.05)  # three blocks of the generator
+ENDS = [0, 1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77, 3 * BLOCK]
+
+
+def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
+    """Elements of a parameter, all of them where no range is given."""
+    return initial_values(name, param, seed, start, param.size if stop is None else stop)
+
+
+def test_any_range_of_initial_values_is_that_part_of_the_whole():
+    whole = draw()
+    assert (whole.dtype, whole.shape) == (np.float32, (3 * BLOCK,))
+    for start in ENDS:
+        for stop in (end for end in ENDS if end >= start):
+            assert draw(start=start, stop=stop).tobytes() == whole[start:stop].tobytes(), (start, stop)
+
+
+def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
+    whole = draw()
+    others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
+    others += [whole[BLOCK:], whole[2 * BLOCK :]]  # each block is drawn anew
+    for other in others:
+        a, b = whole[: other.size], other
+        assert np.mean(a == b) < 1e-3
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
+    assert draw().tobytes() == whole.tobytes()
+
+
+def test_blocks_do_not_overlap():
+    """Blocks cut from one stream of the generator would hold each other's numbers, shifted."""
+    assert np.unique(draw()).size > 0.95 * 3 * BLOCK  # by chance about one in a hundred comes twice
+
+
+def test_initial_values_do_not_depend_on_shape():
+    assert draw(param=Param((BLOCK, 3), std=0.05)).tobytes() == draw().tobytes()
+
+
+def test_initial_values_are_normal_with_the_std_asked_for():
+    values = draw().astype(np.float64) / 0.05
+    error = 1 / math.sqrt(values.size)
+    assert abs(values.mean()) < 5 * error
+    assert abs(values.std() - 1) < 5 * error
+    assert abs(np.mean(values**4) - 3) < 5 * error * math.sqrt(96)  # the fourth moment's own deviation
+    assert np.mean(np.abs(values) < 1) == pytest.approx(math.erf(math.sqrt(0.5)), abs=5 * error)
+
+
+def test_ones_zeros_and_unknown_starts():
+    assert draw(param=Param((5,), "ones"), start=1).tolist() == [1] * 4
+    assert draw(param=Param((5,), "zeros"), start=1).tolist() == [0] * 4
+    with pytest.raises(ValueError, match=r"a\.weight: init 'twos' is not known; expected normal, ones or"):
+        draw(param=Param((5,), "twos"))
+
+
+def test_a_module_starts_the_same_under_every_strategy():
+    expected = {name: draw(name, param, seed=3) for name, param in make_module().params.items()}
+    for way in WAYS.values():
+        state = make_module(**way).state_dict()
+        assert state.keys() == expected.keys()
+        assert all(state[name].tobytes() == expected[name].tobytes() for name in state)

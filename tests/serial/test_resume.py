@@ -1,0 +1,412 @@
+"""Stop and go on: on other ranks, after a signal, after a crash, with the same bytes as a run never stopped.
+
+Also what may not be gone on with (another model, corpus or seed), what is kept of older checkpoints, and
+starting from a GGUF that somebody else wrote.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from jobs import clean_environment, end, launcher, run_job
+from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
+
+from zero_mpi.data import StepLoader, Windows, load_corpus
+from zero_mpi.data.tokenizer import ByteTokenizer
+from zero_mpi.nn import cross_entropy
+from zero_mpi.textmodel import TextModel
+
+REQUEUE = 75
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
+SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
+# A constant rate does not depend on --steps, so a run can be stopped by giving it fewer.
+CONSTANT = ["--schedule", "constant"]
+pytestmark = needs_mpiexec
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    """A small model on a few small texts."""
+    return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def unbroken(flags, tmp_path_factory) -> Path:
+    """Six steps in one go; the checkpoint of step 3 is not made, as it would be for a run that stops."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    train(1, out, *flags, *CONSTANT, "--steps", "6")
+    return out
+
+
+@pytest.fixture(scope="module")
+def stopped_once(flags, tmp_path_factory) -> Path:
+    """Three steps on four ranks."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    train(4, out, *flags, *CONSTANT, "--steps", "3")
+    return out
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path) -> Path:
+    """A copy of that run, to go on from."""
+    return copy(stopped_once, tmp_path / "out")
+
+
+def copy(run: Path, place: Path) -> Path:
+    """A run directory elsewhere, its links as they are."""
+    return Path(shutil.copytree(run, place, symlinks=True))
+
+
+def refused(ranks: int, out: Path, *flags: str) -> str:
+    """The one line that a run which must not start prints."""
+    status, printed, errors = run_job(
+        ranks, ["-m", "zero_mpi.train", "--out", str(out), *flags], timeout=30, cwd=out.parent
+    )
+    assert (status, printed) == (2, ""), errors
+    (line,) = errors.splitlines()
+    return line
+
+
+# going on
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "no-shard"), (2, "shard-grad-op"), (3, "full-shard"), (8, "no-shard")]
+)
+def test_goes_on_at_another_number_of_ranks(ranks, strategy, stopped, flags, unbroken):
+    more = ["--strategy", strategy, "--bucket-mb", "0.01"]
+    printed = train(ranks, stopped, *flags, *CONSTANT, "--steps", "6", *more)
+    assert "resuming from" in printed
+    assert "at step 3" in printed
+    assert_same_run(stopped, unbroken)
+    assert fields(stopped, "lr", "tokens") == fields(unbroken, "lr", "tokens")
+
+
+def test_goes_on_twice(stopped, flags, unbroken):
+    train(2, stopped, *flags, *CONSTANT, "--steps", "4")
+    train(3, stopped, *flags, *CONSTANT, "--steps", "6")
+    assert_same_run(stopped, unbroken)
+
+
+def test_goes_on_from_a_named_folder_into_another(stopped, flags, unbroken, tmp_path):
+    """As if the first part had been elsewhere: the records begin after it."""
+    folder = str(stopped / "step-00000003")
+    train(2, tmp_path / "new", *flags, *CONSTANT, "--steps", "6", "--resume", folder)
+    assert fields(tmp_path / "new") == fields(unbroken)[3:]
+    assert files(tmp_path / "new") == files(unbroken)
+
+
+def test_goes_back_to_an_older_checkpoint_of_the_same_run(stopped, flags, unbroken):
+    """What came after it is written again, also when it was another training."""
+    train(2, stopped, *flags, *CONSTANT, "--steps", "5", "--lr", "0.1")
+    train(2, stopped, *flags, *CONSTANT, "--steps", "6", "--resume", str(stopped / "step-00000003"))
+    assert_same_run(stopped, unbroken)
+
+
+def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
+    train(2, stopped, *flags, *CONSTANT, "--steps", "2", "--resume", "never")
+    assert fields(stopped) == fields(unbroken)[:2]
+    assert os.readlink(stopped / "latest") == "step-00000002"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_finished_run_stays_as_it_is(ranks, stopped, flags):
+    before = (stopped / "metrics.jsonl").read_bytes(), files(stopped)
+    made = {path: path.stat().st_mtime_ns for path in stopped.rglob("*.gguf")}
+    train(ranks, stopped, *flags, *CONSTANT, "--steps", "3")
+    assert ((stopped / "metrics.jsonl").read_bytes(), files(stopped)) == before
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*.gguf")} == made
+
+
+@pytest.mark.parametrize("tail", ['{"step": 6, "lo', ""], ids=["cut-off", "whole"])
+def test_records_of_a_run_that_died_are_trimmed(tail, stopped, flags, unbroken):
+    """It did two more steps after its last checkpoint, and perhaps died in the middle of a line."""
+    metrics = stopped / "metrics.jsonl"
+    lost = [json.dumps({"step": step, "loss": 9.9, "grad_norm": 9.9}) + "\n" for step in (4, 5)]
+    metrics.write_text(metrics.read_text() + "".join(lost) + tail)
+    train(2, stopped, *flags, *CONSTANT, "--steps", "6")
+    assert_same_run(stopped, unbroken)
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_looked_at(stopped, flags, unbroken):
+    """A run that died while saving leaves a partial folder; the next save of that step replaces it."""
+    partial = stopped / ".step-00000006.partial"
+    partial.mkdir()
+    (partial / "model.gguf").write_bytes(b"GGUF and no more")
+    train(2, stopped, *flags, *CONSTANT, "--steps", "6")
+    assert_same_run(stopped, unbroken)
+    assert not [path.name for path in stopped.iterdir() if "partial" in path.name]
+
+
+# signals and time
+
+
+ENDLESS = ["--steps", "150", "--schedule", "cosine"]  # some steps are left when the signal comes
+
+
+@pytest.fixture(scope="module")
+def endless(flags, tmp_path_factory) -> Path:
+    """The whole of the longer run, on one rank."""
+    out = tmp_path_factory.mktemp("endless") / "out"
+    train(1, out, *flags, *ENDLESS)
+    return out
+
+
+def go_on_to_the_end(ranks: int, out: Path, flags: list[str], reference: Path) -> None:
+    """The same command again ends where a run that was never stopped ends."""
+    done = len(fields(out))
+    assert 0 < done < 150
+    assert os.readlink(out / "latest") == f"step-{done:08d}"
+    train(ranks, out, *flags, *ENDLESS)
+    assert_same_run(out, reference)
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a file has so many lines."""
+    deadline = time.monotonic() + 30
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, "the run ended before it could be signalled"
+        assert time.monotonic() < deadline, f"no {count} lines in {path.name}"
+        time.sleep(0.005)
+
+
+def hands_sigterm_on() -> bool:
+    """MPICH's launcher tells the ranks; Open MPI's kills them."""
+    return "HYDRA" in subprocess.run([*launcher(), "--version"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, flags, endless, tmp_path):
+    if number == signal.SIGTERM and not hands_sigterm_on():
+        pytest.skip("this launcher does not hand SIGTERM on")
+    out = tmp_path / "out"
+    command = [*launcher(), "-n", "3", sys.executable, "-m", "zero_mpi.train"]
+    command += ["--out", str(out), *flags, *ENDLESS]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=clean_environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            wait_for_lines(out / "metrics.jsonl", 5, process)
+            process.send_signal(number)
+            assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
+        finally:
+            end(process)
+    assert "run the same command to go on" in (tmp_path / "log").read_text()
+    go_on_to_the_end(2, out, flags, endless)
+
+
+SIGNALLED = """
+import os, signal
+from zero_mpi import train
+
+step = train.Trainer.step
+
+def signalled_step(self):
+    if (self.world.rank, self.progress.step) == (1, 4):
+        os.kill(os.getpid(), signal.{name})
+    return step(self)
+
+train.Trainer.step = signalled_step
+train.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_stops_all_after_the_step(name, flags, endless, tmp_path):
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED.format(name=name))
+    command = [str(script), "--out", str(tmp_path / "out"), *flags, *ENDLESS]
+    status, printed, errors = run_job(3, command, timeout=30)
+    assert (status, errors) == (REQUEUE, ""), printed
+    assert len(fields(tmp_path / "out")) == 5
+    go_on_to_the_end(1, tmp_path / "out", flags, endless)
+
+
+def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
+    """Asking for a requeue would start a job that has nothing to do."""
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED.format(name="SIGTERM"))
+    train(2, tmp_path / "out", *flags, "--steps", "5", script=script)
+    assert len(fields(tmp_path / "out")) == 5
+
+
+def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
+    limit = 3.0
+    begun = time.monotonic()
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--steps", "1000000"]
+    status, printed, errors = run_job(2, [*command, "--max-time", f"{limit}s"], timeout=40)
+    took = time.monotonic() - begun
+    assert (status, errors) == (REQUEUE, ""), printed
+    done = len(fields(tmp_path / "out"))
+    assert done > 1
+    assert os.readlink(tmp_path / "out" / "latest") == f"step-{done:08d}"
+    assert took < limit + 10  # what comes before and after the loop: starting python, ending MPI
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--dim", "48"], "embedding_length was 24, now 48"),
+        (["--layers", "2"], "block_count was 1, now 2"),
+        (["--arch", "gpt2", "--kv-heads", "3"], "arch was llama, now gpt2"),
+        (["--tied"], "tied was False, now True"),
+        (["--seed", "1"], "--seed was 0, now 1"),
+        (["--batch-size", "8"], "--batch-size was 7, now 8"),
+        (["--micro-batch", "1"], "--micro-batch was 2, now 1"),
+        (["--val-fraction", "0"], "--val-fraction was 0.05, now 0"),
+        (["--freeze", "blk.*"], "--freeze was [], now ['blk.*']"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_training_is_refused_by_the_first_difference(more, named, stopped, flags):
+    before = (stopped / "metrics.jsonl").read_bytes()
+    line = refused(2, stopped, *flags, *CONSTANT, *more)
+    assert named in line
+    assert "--resume never" in line
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_corpus_is_refused(stopped, flags, tmp_path):
+    line = refused(2, stopped, *SMALL, *CONSTANT, "--data", *write_text(tmp_path, seed=1))
+    assert "corpus was" in line
+
+
+def test_the_same_corpus_elsewhere_is_the_same(stopped, flags, unbroken, tmp_path):
+    moved = [shutil.copy(path, tmp_path) for path in flags[flags.index("--data") + 1 :]]
+    train(1, stopped, *SMALL, *CONSTANT, "--steps", "6", "--data", *moved)
+    assert_same_run(stopped, unbroken)
+
+
+@pytest.mark.parametrize("half", ["model.gguf", "optimizer.gguf"])
+@pytest.mark.parametrize("other", ["another step", "another rate"])
+def test_halves_of_two_checkpoints_are_refused(half, other, stopped, flags, tmp_path):
+    """Weights of one state and moments of another would train on, wrongly and in silence."""
+    more = {"another step": ["--steps", "2"], "another rate": ["--steps", "3", "--lr", "0.1"]}[other]
+    train(1, tmp_path / "other", *flags, *CONSTANT, *more)
+    shutil.copy(tmp_path / "other" / "latest" / half, stopped / "latest" / half)
+    line = refused(3, stopped, *flags, *CONSTANT, "--steps", "6")
+    assert str(stopped) in line
+    assert half in line
+
+
+def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped, flags):
+    """Starting over would empty the records of a run whose checkpoint somebody has moved."""
+    before = (stopped / "metrics.jsonl").read_bytes()
+    (stopped / "step-00000003").rename(stopped.parent / "elsewhere")
+    assert "latest" in refused(2, stopped, *flags, *CONSTANT, "--steps", "6")
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
+# what is kept
+
+
+def kept(out: Path) -> list[str]:
+    """The checkpoints of a run."""
+    assert (out / "latest").is_symlink()
+    assert (out / "latest" / "model.gguf").is_file()
+    return sorted(path.name for path in out.glob("step-*"))
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(2, [4, 5]), (1, [5]), (0, [2, 4, 5])])
+def test_the_newest_checkpoints_are_kept(keep, expected, flags, tmp_path):
+    train(2, tmp_path / "out", *flags, "--steps", "5", "--save-every", "2", "--keep", str(keep))
+    assert kept(tmp_path / "out") == [f"step-{step:08d}" for step in expected]
+    assert os.readlink(tmp_path / "out" / "latest") == "step-00000005"  # relative: the folder may be moved
+
+
+def test_a_run_that_starts_over_keeps_its_own_checkpoints(stopped, flags):
+    """Those of the run before have higher numbers; they are not newer."""
+    train(2, stopped, *flags, "--steps", "2", "--save-every", "1", "--keep", "1", "--resume", "never")
+    assert "step-00000002" in kept(stopped)
+    assert os.readlink(stopped / "latest") == "step-00000002"
+
+
+# starting from a file
+
+
+@pytest.fixture(scope="module")
+def trained(flags, tmp_path_factory) -> Path:
+    """A model file after a few quick steps: its loss is not that of fresh weights."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    train(1, out, *flags, "--steps", "8", "--lr", "0.02")
+    return out / "latest" / "model.gguf"
+
+
+FLOAT = gguf.GGMLQuantizationType
+ENCODED = {"F32": FLOAT.F32, "F16": FLOAT.F16, "BF16": FLOAT.BF16}
+
+
+def rewrite(source: Path, place: Path, kind: FLOAT) -> Path:
+    """The same model by the gguf package, its matrices as `kind`; vectors stay F32, as converters do it."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(place, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        wanted = kind if tensor.data.ndim > 1 else FLOAT.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(tensor.data, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return place
+
+
+def as_float32(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file of any of the types, widened by the gguf package."""
+    found = gguf.GGUFReader(path).tensors
+    return {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in found}
+
+
+def loss_of_first_step(model: Path, data: list[str]) -> float:
+    """Nats per token of the model on the samples of step 1, without anything that trains."""
+    tokenizer = ByteTokenizer()
+    corpus = load_corpus(data, val_fraction=0.05, context=16, seed=0, tokenizer=tokenizer, vocab_size=260)
+    loader = StepLoader(Windows(corpus.train, 16), batch_size=7, micro_batch=7, seed=0)
+    tokens, targets = loader.micro(0, 0)
+    text_model, total = TextModel(model), 0.0
+    for row, wanted in zip(tokens, targets, strict=True):
+        text_model.reset()
+        total += cross_entropy(text_model.logits(row)[None], wanted[None], 1.0)[0]
+    return total / tokens.size
+
+
+@pytest.mark.parametrize("kind", ENCODED)
+def test_a_run_starts_from_the_weights_of_a_file(kind, trained, flags, tmp_path):
+    model = rewrite(trained, tmp_path / "start.gguf", ENCODED[kind])
+    sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
+    start = [*flags[flags.index("--data") :], "--init", str(model), *sizes]
+    train(2, tmp_path / "zero", *start, "--steps", "0")
+    written, expected = tensors(tmp_path / "zero" / "latest" / "model.gguf"), as_float32(model)
+    assert list(written) == list(expected)
+    assert [name for name in expected if written[name].tobytes() != expected[name].tobytes()] == []
+
+    train(3, tmp_path / "one", *start, "--steps", "1")
+    (record,) = fields(tmp_path / "one", "loss")
+    loss = loss_of_first_step(model, flags[flags.index("--data") + 1 :])
+    assert float(record[1]) == pytest.approx(loss, rel=2e-6)
+    assert loss < 5.3  # fresh weights have ln 260 = 5.56
+
+
+def test_a_run_from_a_file_goes_on_from_its_checkpoint(trained, flags, tmp_path):
+    """The same command again: --init says where it once began, not where it begins again."""
+    sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
+    start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes, *CONSTANT]
+    train(1, tmp_path / "whole", *start, "--steps", "4")
+    train(2, tmp_path / "parts", *start, "--steps", "2")
+    train(3, tmp_path / "parts", *start, "--steps", "4")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
