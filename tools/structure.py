@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "models.*": (*BASE, "arrays", "ops.*", "nn.*"),
     "comm.*": (*BASE, "arrays"),
     "sharding.*": (*BASE, "arrays", "ops.*", "comm.*", "nn.layer"),
+    "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
     "optim": STATE,
     "accumulate": (*STATE, "optim"),
     "checkpoint.reader": ("errors",),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +187,8 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     kind = field.metadata["kind"]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise UsageError(f"--config {path}: {key} = {value!r}, expected a list of texts")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UsageError(f"--config {path}: {key} = {value!r}, expected {kind.__name__}")
     return value
@@ -211,7 +215,7 @@ def check(config: Config) -> None:
     """Raise UsageError for the first value that is out of range, naming the flag."""
     for name, least in LEAST.items():
         value = getattr(config, name)
-        if value is not None and not value >= least:
+        if value is not None and not least <= value < math.inf:
             raise UsageError(f"{spelled(name)} {value}: expected at least {least}")
     for name, bound in BELOW.items():
         if not getattr(config, name) < bound:
@@ -220,17 +224,21 @@ def check(config: Config) -> None:
         choices = field.metadata["choices"]
         if choices and getattr(config, name) not in choices:
             raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected one of {', '.join(choices)}")
-    if config.bucket_mb <= 0:
+    if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)
     seconds(config.max_time)
+
+
+DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
+DURATION_PARTS = r"([0-9.]+)([hms])"
 
 
 def thread_count(text: str | None) -> int | None:
     """`--threads` as a number, 0 for auto, None for not given; raises UsageError."""
     if text is None or text == "auto":
         return None if text is None else 0
-    if not str(text).isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
         raise UsageError(f"--threads {text}: expected a number of at least 1, or auto")
     return int(text)
 
@@ -239,13 +247,8 @@ def seconds(text: str | None) -> float | None:
     """A duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
     if text is None:
         return None
-    total, digits = 0.0, ""
     units = {"h": 3600, "m": 60, "s": 1}
-    for letter in text if text[-1:] in units else f"{text}s":
-        if letter in units and digits:
-            total, digits = total + float(digits) * units[letter], ""
-        elif letter.isdigit() or letter == ".":
-            digits += letter
-        else:
-            raise UsageError(f"--max-time {text}: expected a duration such as 3h50m, 90s or 3600")
-    return total
+    whole = text if text[-1:] in units else f"{text}s"
+    if not re.fullmatch(f"({DURATION})+", whole):
+        raise UsageError(f"--max-time {text}: expected a duration such as 3h50m, 90s or 3600")
+    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))

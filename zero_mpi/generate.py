@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,22 +39,31 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if world.size > 1:
         raise UsageError("generation runs in one process: leave mpirun out")
     for name in ("tokens", "temperature", "top_k", "seed"):
-        if getattr(options, name) < 0:
+        if not getattr(options, name) >= 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 0")
     if not environment.threads_were_set:
         threadpool_limits(environment.cores())
     path = options.model
-    model = TextModel(f"{path}/model.gguf" if not path.endswith(".gguf") else path)
+    model = TextModel(f"{path}/model.gguf" if os.path.isdir(path) else path)
     tokenizer = ByteTokenizer.from_metadata(model.file.metadata)
     prompt = tokenizer.encode(options.prompt).tolist() if options.prompt else [tokenizer.eos]
-    sys.stdout.buffer.write(options.prompt.encode("utf-8", "surrogateescape"))
-    for token in model.generate(
+    ids = model.generate(
         prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
-    ):
-        sys.stdout.buffer.write(tokenizer.decode([token]))
-        sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(b"\n")
+    )
+    try:
+        write(options.prompt.encode("utf-8", "surrogateescape"))
+        for token in ids:
+            write(tokenizer.decode([token]))
+        write(b"\n")
+    except BrokenPipeError:  # the reader has enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def write(data: bytes) -> None:
+    """Show bytes at once."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def main() -> None:

@@ -20,8 +20,10 @@ from zero_mpi import environment
 from zero_mpi.errors import UsageError
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
+PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+DRAIN = 0.1  # seconds for the launcher to pass on what was said: at an abort it drops what it has not read
 STAGGER = (
-    0.2  # seconds a rank: if all fail at once, the first prints and ends the job before the others speak
+    0.3  # seconds a rank: if all fail at once, the first prints and ends the job before the others speak
 )
 
 
@@ -32,6 +34,7 @@ class World:
     rank: int
     size: int
     mpi: Any = None
+    farewell: Any = None  # a communicator for the end alone
 
     def agree(self, problem: UsageError | None) -> None:
         """Raise the first rank's problem on all ranks, if any has one. Collective."""
@@ -77,7 +80,8 @@ def find_world() -> World:
                 "install one: pip install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
-    return World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI)
+    world = MPI.COMM_WORLD
+    return World(world.Get_rank(), world.Get_size(), MPI, world.Dup())
 
 
 def first_line(error: BaseException) -> str:
@@ -96,7 +100,7 @@ def run(
 
     `alone`: the command is for one process, so MPI is started only where a launcher started us.
     """
-    world = World(0, 1)
+    world, problem = World(0, 1), ""
     try:
         if not alone or environment.under_launcher():
             world = find_world()
@@ -104,12 +108,13 @@ def run(
     except UsageError as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {error}")
+        problem = f" ({error})"
         status = BAD_USAGE
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else FAILED
     except BaseException:
         abort(world)
-    finish(world, status)
+    finish(world, status, problem)
 
 
 def say(text: str) -> None:
@@ -124,14 +129,32 @@ def abort(world: World) -> NoReturn:
     text = traceback.format_exc().rstrip()
     say(f"{text}\nzero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job")
     if world.mpi is not None:
+        time.sleep(DRAIN)
         world.mpi.COMM_WORLD.Abort(FAILED)
     os._exit(FAILED)
 
 
-def finish(world: World, status: int) -> NoReturn:
+def leave_together(world: World, status: int, problem: str) -> None:
+    """Wait for the other ranks to end too.
+
+    A rank that leaves alone with a bad status ends the job, or the others would wait for it for ever; one
+    that is done has patience, for another may still be writing.
+    """
+    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
+    while not request.Test():
+        if status != 0 and time.monotonic() > until:
+            say(f"zero_mpi: rank {world.rank} of {world.size} left alone{problem}; ending the job")
+            time.sleep(DRAIN)
+            world.mpi.COMM_WORLD.Abort(FAILED)
+        time.sleep(0.01)
+
+
+def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """End this process with `status`, which all ranks have agreed on."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if world.farewell is not None:
+        leave_together(world, status, problem)
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
     sys.exit(status)

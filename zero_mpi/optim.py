@@ -127,18 +127,17 @@ class ShardedAdamW:
         shapes = [p.shape for p in params]
         if shapes != [g.shape for g in grads]:
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+        if not all(p.flags.c_contiguous for p in params):
+            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
         if not self._plain:
             self._plain = [Moments.like(p) for p in params]
         if [m.first.size for m in self._plain] != [p.size for p in params]:
             raise ValueError("step_on_params: the arrays are not those of the first call")
         self._plain_steps += 1
         for p, g, moments in zip(params, grads, self._plain, strict=True):
-            flat = p.reshape(-1)
-            if flat.base is not p and flat.base is not p.base:
-                raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
             whole = slice(0, p.size)
             self._update(
-                flat,
+                p.reshape(-1),
                 g.reshape(-1),
                 moments,
                 whole,

@@ -38,7 +38,11 @@ class Records:
         if not self._active:
             return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(plain) + "\n")
+        try:
+            self._file.write(json.dumps(plain) + "\n")
+        except OSError as error:
+            error.filename = self._file.name
+            raise
         if self._bar is not None:
             shown = {"loss": f"{record['loss']:.4f}", "tok/s": f"{record['tokens_per_second']:.0f}"}
             self._bar.set_postfix(shown, refresh=False)
@@ -77,7 +81,7 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the records after `step`: a resumed run writes them again."""
     kept = []
     if path.exists():
-        for text in path.read_text().splitlines():
+        for text in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(text)["step"] <= step:
                     kept.append(text + "\n")

@@ -22,6 +22,7 @@ from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import (
     Description,
     Progress,
+    check_pair,
     load_checkpoint,
     open_checkpoint,
     read_json,
@@ -70,8 +71,9 @@ def prepare(world: World, config: Config) -> Session:
     world.on_root(lambda: make_folder(out))
     start = find_start(world, config, out)
     init = world.together(partial(GGUFFile.open, config.init)) if config.init else None
+    given = world.together(lambda: read_model(init))
     tokenizer = world.together(lambda: choose_tokenizer(config, init))
-    model = world.together(lambda: choose_model(config, init, tokenizer))
+    model = given or world.together(lambda: choose_model(config, tokenizer))
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     comm = make_comm(world, config)
@@ -155,13 +157,17 @@ def find_start(world: World, config: Config, out: Path) -> Path | None:
         if config.resume == "never":
             return None
         folder = out / manager.LATEST if config.resume == "auto" else Path(config.resume)
-        if config.resume == "auto" and not folder.exists():
+        if config.resume == "auto" and not folder.is_symlink() and not folder.exists():
             return None
         if not folder.is_dir():
             raise UsageError(
-                f"--resume {config.resume}: no such checkpoint folder; expected auto, never or a folder"
+                f"--resume {config.resume}: there is no checkpoint folder {folder}; "
+                "expected auto, never or a folder"
             )
-        open_checkpoint(folder)
+        try:
+            check_pair(*open_checkpoint(folder))
+        except UsageError as error:
+            raise UsageError(f"{error}; use --resume DIR of another checkpoint, or --resume never") from error
         return folder.resolve()
 
     found: Path | None = world.share(world.on_root(look))
@@ -183,13 +189,18 @@ def choose_tokenizer(config: Config, init: GGUFFile | None) -> ByteTokenizer | N
     return ByteTokenizer()
 
 
-def choose_model(config: Config, init: GGUFFile | None, tokenizer: ByteTokenizer | None) -> ModelConfig:
-    """The model's sizes, from the flags or from the file it starts from."""
-    if init is not None:
-        shapes = {name: info.shape for name, info in init.tensors.items()}
-        model = config_from_gguf(init.metadata, shapes, str(init.path))
-        model.check_tensors(shapes, str(init.path))
-        return model
+def read_model(init: GGUFFile | None) -> ModelConfig | None:
+    """The model's sizes from the file it starts from."""
+    if init is None:
+        return None
+    shapes = {name: info.shape for name, info in init.tensors.items()}
+    model = config_from_gguf(init.metadata, shapes, str(init.path))
+    model.check_tensors(shapes, str(init.path))
+    return model
+
+
+def choose_model(config: Config, tokenizer: ByteTokenizer | None) -> ModelConfig:
+    """The model's sizes from the flags."""
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     return ARCHITECTURES[config.arch].from_flags(dataclasses.asdict(config) | {"vocab_size": vocab_size})
 

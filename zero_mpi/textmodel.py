@@ -28,6 +28,9 @@ class TextModel:
         self.config.check_tensors(shapes, str(path))
         self.stages = self.config.stages()
         self.weights = {name: self.file.tensor(name) for name in shapes}
+        for name, weight in self.weights.items():
+            if not np.isfinite(weight).all():
+                raise UsageError(f"{path}: tensor {name} holds values that are not finite")
         self.cache = Cache()
 
     def reset(self) -> None:
@@ -79,8 +82,8 @@ def choose(logits: Array, temperature: float, top_k: int, generator: np.random.G
     """An id drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all)."""
     if temperature <= 0:
         return int(np.argmax(logits))
-    scaled = logits.astype(np.float64) / temperature
+    scaled = (logits - logits.max()).astype(np.float64) / temperature
     if 0 < top_k < scaled.size:
         scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled - scaled.max())
+    weights = np.exp(scaled)
     return int(generator.choice(scaled.size, p=weights / weights.sum()))

@@ -232,7 +232,7 @@ def read_flags(world: World, arguments: Sequence[str]) -> Config:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """The whole run. Returns the exit status."""
-    config = read_flags(world, arguments)
+    config = world.together(lambda: read_flags(world, arguments))
     watchdog = Watchdog(world.rank, config.timeout)
     return Trainer(world, prepare(world, config), watchdog).run()
 

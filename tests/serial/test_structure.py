@@ -87,7 +87,8 @@ def test_what_is_allowed_is_not_found(tmp_path):
             {
                 "__init__.py": "from zero_mpi.train import x\nfrom mpi4py import MPI\n",
                 "arrays.py": "import cupy\n",
-                "ops/cpu.py": "import numba\nfrom zero_mpi.ops import reference\nfrom zero_mpi.arrays import y\n",
+                "ops/cpu.py": "import numba\n"
+                "from zero_mpi.ops import reference\nfrom zero_mpi.arrays import y\n",
                 "ops/reference.py": "def _hidden():\n" + "    x = 1\n" * 59,
                 "data/loader.py": "from typing import overload\n@overload\ndef f(x: int) -> int: ...\n"
                 "def f(x):\n    'Text.'\n",

@@ -37,12 +37,15 @@ def publish(out: Path, step: int, folder: Path, keep: int) -> Path:
     """
     final = step_folder(out, step)
     sync_folder(folder)
+    replaced = out / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     folder.rename(final)
     sync_folder(out)
     point_latest(out, final.name)
-    remove_old(out, keep)
+    shutil.rmtree(replaced, ignore_errors=True)
+    remove_old(out, step, keep)
     return final
 
 
@@ -55,9 +58,13 @@ def point_latest(out: Path, name: str) -> None:
     sync_folder(out)
 
 
-def remove_old(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
-    for _, folder in steps(out)[:-keep] if keep else []:
+def remove_old(out: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`; 0 keeps all.
+
+    Later ones are of a run that this one started over or went back in: they are not ours to remove.
+    """
+    so_far = [folder for number, folder in steps(out) if number <= step]
+    for folder in so_far[:-keep] if keep else []:
         shutil.rmtree(folder)
 
 

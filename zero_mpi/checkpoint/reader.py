@@ -41,8 +41,17 @@ SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one di
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
 
 _WIDTHS = {
-    "UINT8": "<u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "FLOAT32": "<f4", "BOOL": "bool",
-    "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "FLOAT64": "<f8",
+    "UINT8": "<u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "FLOAT32": "<f4",
+    "BOOL": "bool",
+    "INT8": "<i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "FLOAT64": "<f8",
 }
 NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.items()}
 

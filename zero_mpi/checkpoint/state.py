@@ -169,6 +169,16 @@ def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     return model, state
 
 
+def check_pair(model: GGUFFile, state: GGUFFile) -> None:
+    """Raise UsageError unless the model file has the very bytes that were written beside the state."""
+    for entry in state.metadata.get("training.model_sha256", []):
+        digest, _, name = entry.partition(" ")
+        if hashlib.sha256(model.tensor(name).data).hexdigest() != digest:
+            raise UsageError(
+                f"{model.path}: tensor {name} is not the one that {manager.OPTIMIZER} belongs to"
+            )
+
+
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     """The object that a key holds as JSON ("training.settings"); raises UsageError if it is not there."""
     try:

@@ -93,8 +93,10 @@ class GGUFStream:
             self._check_complete()
             self._file.flush()
             os.fsync(self._file.fileno())
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(self.path)
             raise
         self._file.close()
 
@@ -114,8 +116,9 @@ class GGUFStream:
         try:
             self._file.write(data)
             self._file.write(bytes(padded(len(data), self._alignment) - len(data)))
-        except OSError:
+        except OSError as error:
             self._abandon()
+            error.filename = error.filename or str(self.path)
             raise
 
     def _abandon(self) -> None:

@@ -15,11 +15,14 @@ ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in
 def config_from_gguf(metadata: Metadata, tensors: Iterable[str], source: str) -> ModelConfig:
     """The configuration of a GGUF file; raises UsageError for an architecture that is not built in."""
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UsageError(
             f"{source}: architecture {arch!r} is not known; expected one of {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[arch].from_gguf(metadata, tensors)
+    try:
+        return ARCHITECTURES[arch].from_gguf(metadata, tensors)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from error
 
 
 __all__ = ["ARCHITECTURES", "GPT2", "Llama", "ModelConfig", "config_from_gguf"]

@@ -91,6 +91,15 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(ordered[:most]) or "none") + more
 
 
+NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; True is 1
+
+
+def shown(value: Any) -> str:
+    """A value from a file, fit for one line of an error."""
+    text = f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class Keys:
     """Reads the keys of one architecture; errors name the key."""
 
@@ -108,7 +117,7 @@ class Keys:
         if value is None:
             raise UsageError(f"the GGUF key {key} is missing; a {self.arch} model needs it")
         if not isinstance(value, int | float | np.integer | np.floating) or not least <= value < np.inf:
-            raise UsageError(f"the GGUF key {key} is {value!r}; expected a number of at least {least}")
+            raise UsageError(f"the GGUF key {key} is {shown(value)}; expected a number of at least {least}")
         return float(value)
 
     def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
@@ -118,12 +127,29 @@ class Keys:
             raise UsageError(f"the GGUF key {self.arch}.{name} is {value}; expected a whole number")
         return int(value)
 
+    def blocks(self, tensors: Iterable[str]) -> int:
+        """ARCH.block_count, which the file's tensors bear out: building blocks costs time and memory."""
+        count, found = (
+            self.size("block_count"),
+            len({n.split(".")[1] for n in tensors if n.startswith("blk.")}),
+        )
+        if count > found:
+            raise UsageError(
+                f"the GGUF key {self.arch}.block_count is {count}, but the file has tensors of {found} blocks"
+            )
+        return count
+
+    def refuse_non_causal(self) -> None:
+        """Raise for a model whose positions see what comes after them."""
+        if self.metadata.get(f"{self.arch}.attention.causal", True) is not True:
+            raise UsageError(f"the GGUF key {self.arch}.attention.causal = False is not supported")
+
     def refuse(self, names: Iterable[str]) -> None:
         """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""
         for name in names:
             value = self.metadata.get(f"{self.arch}.{name}")
-            if value is not None and value not in ("none", 0, 0.0, 1.0):
-                raise UsageError(f"the GGUF key {self.arch}.{name} = {value} is not supported")
+            if isinstance(value, np.ndarray | list) or value not in NEUTRAL:
+                raise UsageError(f"the GGUF key {self.arch}.{name} = {shown(value)} is not supported")
 
 
 def vocabulary(metadata: Metadata, keys: Keys) -> int:

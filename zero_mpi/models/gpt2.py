@@ -40,7 +40,7 @@ class GPT2(ModelConfig):
     """Sizes of a gpt2 model."""
 
     arch: ClassVar[str] = "gpt2"
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = float(np.float32(1e-5))
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
@@ -61,6 +61,8 @@ class GPT2(ModelConfig):
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str]) -> Self:
         keys = Keys(cls.arch, metadata)
+        tensors = set(tensors)
+        keys.refuse_non_causal()
         width, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         if width % heads:
             raise UsageError(
@@ -70,7 +72,7 @@ class GPT2(ModelConfig):
             vocab_size=vocabulary(metadata, keys),
             context_length=keys.size("context_length"),
             embedding_length=width,
-            block_count=keys.size("block_count"),
+            block_count=keys.blocks(tensors),
             feed_forward_length=keys.size("feed_forward_length"),
             head_count=heads,
             norm_epsilon=keys.number("attention.layer_norm_epsilon"),

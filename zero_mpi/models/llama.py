@@ -44,6 +44,7 @@ UNSUPPORTED_KEYS = (
     "rope.scaling.type",
     "rope.scale_linear",
     "rope.scaling.factor",
+    "rope.scaling.attn_factor",
     "attention.scale",
     "attention.clamp_kqv",
 )
@@ -57,7 +58,7 @@ class Llama(ModelConfig):
     head_count_kv: int
     key_length: int
     value_length: int
-    rms_epsilon: float = 1e-5
+    rms_epsilon: float = float(np.float32(1e-5))
     rope_freq_base: float = 10000.0
     biases: frozenset[str] = frozenset()
 
@@ -90,6 +91,7 @@ class Llama(ModelConfig):
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str]) -> Self:
         keys, names = Keys(cls.arch, metadata), set(tensors)
+        keys.refuse_non_causal()
         keys.refuse(UNSUPPORTED_KEYS)
         width, heads = keys.size("embedding_length"), keys.size("attention.head_count")
         kv_heads = keys.size("attention.head_count_kv", heads)
@@ -106,7 +108,7 @@ class Llama(ModelConfig):
             vocab_size=vocabulary(metadata, keys),
             context_length=keys.size("context_length"),
             embedding_length=width,
-            block_count=keys.size("block_count"),
+            block_count=keys.blocks(names),
             feed_forward_length=keys.size("feed_forward_length"),
             head_count=heads,
             head_count_kv=kv_heads,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi.comm import Comm
-from zero_mpi.nn import Linear, Stage
+from zero_mpi.nn.layer import Stage
+from zero_mpi.nn.linear import Linear
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.strategy import FULL_SHARD
 

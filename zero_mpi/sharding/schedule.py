@@ -51,7 +51,7 @@ def make_schedule(
     evaluate = plan(uses, prefetch, keep=set(), held=set())
     backward = plan(backward_needs[::-1], prefetch, keep=set(), held=carried)[::-1]
     reduced = [
-        tuple(u for u in uses[i] if trainable[u] and first_use(uses, u) == i) if i >= last else ()
+        tuple(u for u in uses[i][::-1] if trainable[u] and first_use(uses, u) == i) if i >= last else ()
         for i in order
     ]
     with_reduce = tuple(StagePlan(p.start, p.need, p.drop, reduced[i]) for i, p in enumerate(backward))

@@ -1,0 +1,23 @@
+"""Communicators for the tests under MPI: made once, because each duplicates communicators of the library."""
+
+import pytest
+
+from zero_mpi import MPIComm
+
+
+@pytest.fixture(scope="session")
+def exact():
+    """All ranks, exact reduction."""
+    return MPIComm()
+
+
+@pytest.fixture(scope="session")
+def pieces():
+    """All ranks, exact reduction cut into many small pieces, pushed by a thread."""
+    return MPIComm(exact_piece=700, most=5000, threaded=True)
+
+
+@pytest.fixture(scope="session")
+def fast():
+    """All ranks, the library's reductions."""
+    return MPIComm(exact=False, fast_piece=3000)

@@ -1,0 +1,92 @@
+"""Sharding changes nothing: the bits of one process, under every strategy at every number of ranks.
+
+Each rank also trains the model alone, so that all world sizes are held to the same reference.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+
+# strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
+COVERING = [
+    (FULL_SHARD, 0, False, 25, 5),
+    (FULL_SHARD, 1, True, 0.01, 3),
+    (FULL_SHARD, 2, False, 25, 1),
+    (FULL_SHARD, 2, True, 0.01, 9),
+    (SHARD_GRAD_OP, 0, True, 0.01, 1),
+    (SHARD_GRAD_OP, 1, False, 25, 9),
+    (SHARD_GRAD_OP, 2, True, 25, 3),
+    (SHARD_GRAD_OP, 2, False, 0.01, 5),
+    (NO_SHARD, 0, False, 0.01, 9),
+    (NO_SHARD, 1, True, 0.04, 5),
+    (NO_SHARD, 2, False, 0.01, 3),
+    (NO_SHARD, 1, False, 25, 1),
+    (NO_SHARD, 0, True, 25, 3),
+]
+
+
+@functools.cache
+def alone(name, micro_batches):
+    """The run of one process: full-shard, no prefetch, no recomputation."""
+    return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
+
+
+@pytest.mark.parametrize(("strategy", "prefetch", "recompute", "bucket", "micro_batches"), COVERING)
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_losses_norms_and_weights(exact, name, strategy, prefetch, recompute, bucket, micro_batches):
+    result = tiny.train(
+        exact,
+        tiny.MODELS[name],
+        strategy,
+        micro_batches=micro_batches,
+        prefetch=prefetch,
+        recompute=recompute,
+        bucket_mb=bucket,
+    )
+    assert result == alone(name, micro_batches)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_cut_reductions_and_a_progress_thread(pieces, strategy):
+    assert tiny.train(pieces, tiny.MODELS["llama"], strategy) == alone("llama", 5)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_fast_reductions_stay_close(fast, strategy):
+    records, _ = tiny.train(fast, tiny.MODELS["gpt2 tied"], strategy)
+    np.testing.assert_allclose(records, alone("gpt2 tied", 5)[0], rtol=1e-5)
+
+
+def test_the_parameters_have_odd_sizes(exact):
+    """What the comparisons above rely on: ragged slices, and more ranks than rows in a parameter."""
+    module = tiny.make(exact, tiny.MODELS["llama"])
+    shapes = [param.shape for param in module.params.values()]
+    assert any(rows < 3 * 8 and len(shape) == 2 for shape in shapes for rows in shape[:1])
+    if exact.size in (3, 8):
+        assert any(len({*unit.partition.counts}) > 1 for unit in module.units)
+    if exact.size == 8:
+        assert any(0 in unit.partition.counts for unit in module.units)
+
+
+def test_the_covering_set_has_every_pair():
+    columns = list(zip(*[(s.name, *rest) for s, *rest in COVERING], strict=True))
+    for a, b in itertools.combinations(columns[:3], 2):
+        assert set(zip(a, b, strict=True)) == set(itertools.product(set(a), set(b)))
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_frozen_parameters_change_nothing_else(exact, strategy):
+    options = {"frozen": ["token_embd*", "blk.0.*"], "micro_batches": 3}
+    config = tiny.MODELS["llama"]
+    assert tiny.train(exact, config, strategy, **options) == tiny.train(SerialComm(), config, **options)
+
+
+def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
+    config = tiny.MODELS["llama"]
+    assert tiny.train(exact, config, by_rows=True) == tiny.train(SerialComm(), config, by_rows=True)
+    assert tiny.train(exact, config, by_rows=True)[0][0][0] == alone("llama", 5)[0][0][0]

@@ -1,0 +1,524 @@
+"""Every collective of every transport gives what `Comm` promises, on any number of ranks.
+
+Shown for messages in one piece and cut into many, pushed by a thread and without one, for ragged slices,
+ranks that own nothing and empty buffers. Exact reductions are the float32 sum from the lowest rank to the
+highest, bit for bit, with values for which another order gives other bits; fast ones are close to it.
+Neither inputs nor the elements beside the buffers change.
+"""
+
+import functools
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.progress import Progress
+
+RANKS = MPI.COMM_WORLD.Get_size()
+SETTINGS = {
+    "exact": {"threaded": False},
+    "exact pieces": {"exact_piece": 3, "threaded": False},
+    "exact cut": {"most": 5, "threaded": False},
+    "exact thread": {"exact_piece": 3, "threaded": True},
+    "fast": {"exact": False, "threaded": False},
+    "fast pieces": {"exact": False, "fast_piece": 9, "threaded": False},
+    "fast cut": {"exact": False, "most": 7, "threaded": False},
+    "fast thread": {"exact": False, "fast_piece": 9, "threaded": True},
+}
+NAMES = [*SETTINGS, "serial"] if RANKS == 1 else list(SETTINGS)
+EXACT = [name for name in NAMES if not name.startswith("fast")]
+FAST = [name for name in NAMES if name.startswith("fast")]
+THREADED = [name for name in NAMES if name.endswith("thread")]
+DTYPES = [np.float32, np.float64, np.uint16]
+# (length, quantum): even or ragged, with a ragged end, one owner or few, nobody
+LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
+EDGE = 4  # elements on each side of a buffer that nobody may write
+PATIENCE = 20.0  # seconds to poll before a test is given up
+
+over_lengths = pytest.mark.parametrize(("length", "quantum"), LENGTHS)
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@functools.cache
+def communicator(name):
+    """One of each kind for all tests: communicators are few and costly."""
+    return SerialComm() if name == "serial" else MPIComm(**SETTINGS[name])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_end():
+    """The progress threads end with the module."""
+    yield
+    for name in THREADED:
+        communicator(name)._progress.close()
+    communicator.cache_clear()
+
+
+@pytest.fixture(params=NAMES)
+def comm(request):
+    return communicator(request.param)
+
+
+@pytest.fixture(params=EXACT)
+def exact(request):
+    return communicator(request.param)
+
+
+class Buffer:
+    """An array inside a larger one; `check` shows that what lies around it is as it was."""
+
+    def __init__(self, values):
+        self.whole = np.full(values.size + 2 * EDGE, 77, values.dtype)
+        self.array = self.whole[EDGE : EDGE + values.size]
+        self.array[...] = values
+
+    def check(self, expected):
+        assert same_bits(self.array, expected)
+        self.check_edges()
+
+    def check_edges(self):
+        assert np.all(self.whole[:EDGE] == 77)
+        assert np.all(self.whole[EDGE + self.array.size :] == 77)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def wild(rank, length, dtype=np.float32):
+    """Numbers of very different magnitude, other ones on each rank, and the same in every call."""
+    generator = np.random.default_rng([rank, length])
+    scale = 10.0 ** generator.integers(-4, 5, length)
+    return (generator.standard_normal(length) * scale).astype(dtype)
+
+
+def pattern(length, dtype):
+    return (np.arange(length) * 7 % 1009 + 1).astype(dtype)
+
+
+def nothing(length, dtype=np.float32):
+    """What a buffer holds before it is written: a value that spoils every result."""
+    return np.full(length, np.nan if np.issubdtype(dtype, np.floating) else 54321, dtype)
+
+
+def in_order(parts, before=None):
+    """The sum from left to right in the type of the parts, beginning with `before`."""
+    terms = list(parts) if before is None else [before, *parts]
+    return functools.reduce(np.add, terms)
+
+
+def close(actual, parts):
+    """Whether `actual` is the sum of the parts up to rounding."""
+    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
+    return bool(np.all(np.abs(actual - wanted) <= 8 * len(parts) * np.finfo(actual.dtype).eps * size))
+
+
+def poll(ready):
+    """Ask until it is so."""
+    end = time.monotonic() + PATIENCE
+    while not ready():
+        assert time.monotonic() < end, "not complete in time"
+        time.sleep(1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ gathers
+
+
+@over_dtypes
+@over_lengths
+def test_allgather_of_a_shard(comm, length, quantum, dtype):
+    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
+    own = whole[partition.part(comm.rank)]
+    shard, full = Buffer(own), Buffer(nothing(length, dtype))
+    comm.allgather(shard.array, full.array, partition, "test").wait()
+    full.check(whole)
+    shard.check(own)
+
+
+@over_dtypes
+@over_lengths
+def test_allgather_in_place(comm, length, quantum, dtype):
+    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
+    part, full = partition.part(comm.rank), Buffer(nothing(length, dtype))
+    full.array[part] = whole[part]
+    comm.allgather(None, full.array, partition).wait()
+    full.check(whole)
+
+
+@over_dtypes
+@over_lengths
+def test_gather_to_each_root(comm, length, quantum, dtype):
+    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
+    own = whole[partition.part(comm.rank)]
+    for root in range(comm.size):
+        shard = Buffer(own)
+        full = Buffer(nothing(length, dtype)) if comm.rank == root else None
+        comm.gather(shard.array, None if full is None else full.array, partition, root)
+        shard.check(own)
+        if full is not None:
+            full.check(whole)
+
+
+# --------------------------------------------------------------------------------------------- reductions
+
+
+def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32):
+    """Start one; returns (handle, full, what full held, out)."""
+    given = wild(comm.rank, partition.length, dtype)
+    if comm.rank >= contributors:
+        given = nothing(partition.length, dtype) if comm.exact else np.zeros(partition.length, dtype)
+    part = partition.part(comm.rank)
+    before = (
+        wild(1000, partition.length, dtype)[part] if accumulate else nothing(part.stop - part.start, dtype)
+    )
+    full, out = Buffer(given), Buffer(before)
+    handle = comm.reduce_scatter(
+        full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"
+    )
+    return handle, full, given, out
+
+
+def terms(partition, contributors, accumulate, dtype=np.float32):
+    """The arrays that a reduction adds, in order, in full length."""
+    parts = [wild(rank, partition.length, dtype) for rank in range(contributors)]
+    return [wild(1000, partition.length, dtype), *parts] if accumulate else parts
+
+
+def ordered(partition, contributors, accumulate, dtype=np.float32):
+    """The exact result, in full length."""
+    parts = terms(partition, contributors, accumulate, dtype)
+    return in_order(parts) if parts else np.zeros(partition.length, dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+@over_lengths
+def test_exact_reduction_adds_in_the_order_of_ranks(exact, length, quantum, accumulate):
+    partition = Partition(length, exact.size, quantum)
+    for contributors in range(exact.size + 1):
+        handle, full, given, out = start_reduction(exact, partition, contributors, accumulate)
+        handle.wait()
+        full.check(given)
+        out.check(ordered(partition, contributors, accumulate)[partition.part(exact.rank)])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_another_order_gives_other_bits(accumulate):
+    """Otherwise the test before this one would show nothing."""
+    for contributors in range(3, RANKS + 1):
+        parts = terms(Partition(101, RANKS), contributors, accumulate)
+        assert not same_bits(in_order(parts), in_order(parts[::-1]))
+        assert not same_bits(in_order(parts), in_order([*parts[1:], parts[0]]))
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+@over_lengths
+def test_fast_reduction_is_close(name, length, quantum, accumulate):
+    comm = communicator(name)
+    partition = Partition(length, comm.size, quantum)
+    for contributors in range(comm.size + 1):
+        handle, full, given, out = start_reduction(comm, partition, contributors, accumulate)
+        handle.wait()
+        full.check(given)
+        out.check_edges()
+        part = partition.part(comm.rank)
+        parts = [term[part] for term in terms(partition, contributors, accumulate)]
+        assert close(out.array, parts or [np.zeros(out.array.size)])
+
+
+def test_all_ranks_contribute_unless_told(comm):
+    partition = Partition(101, comm.size)
+    given, part = wild(comm.rank, 101), partition.part(comm.rank)
+    out = nothing(part.stop - part.start)
+    comm.reduce_scatter(given, out, partition).wait()
+    assert close(out, [term[part] for term in terms(partition, comm.size, False)])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_reduction_of_float64(exact, accumulate):
+    partition = Partition(101, exact.size, 10)
+    handle, full, given, out = start_reduction(exact, partition, exact.size, accumulate, np.float64)
+    handle.wait()
+    full.check(given)
+    out.check(ordered(partition, exact.size, accumulate, np.float64)[partition.part(exact.rank)])
+
+
+def test_exact_reduction_in_pieces_of_the_default_size():
+    comm = communicator("exact")
+    partition = Partition(comm.size * mpi.EXACT_PIECE + 5, comm.size)
+    generators = [np.random.default_rng(rank) for rank in range(comm.size)]
+    parts = [generator.random(partition.length, np.float32) for generator in generators]
+    part = partition.part(comm.rank)
+    out = Buffer(nothing(part.stop - part.start))
+    comm.reduce_scatter(parts[comm.rank], out.array, partition).wait()
+    out.check(in_order([given[part] for given in parts]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("length", [101, 1, 0])
+def test_allreduce(comm, length, dtype):
+    array = Buffer(wild(comm.rank, length, dtype))
+    comm.allreduce(array.array, "test").wait()
+    array.check_edges()
+    assert close(array.array, [wild(rank, length, dtype) for rank in range(comm.size)])
+
+
+def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
+    whole = wild(0, 101, np.float64) * 1e200
+    owners = np.arange(101) * 7 % comm.size
+    own = np.where(owners == comm.rank, whole, 0)
+    assert same_bits(comm.sum_vector(own.copy()), whole)
+    assert same_bits(comm.sum_vector(np.empty(0)), np.empty(0))
+    ones = comm.sum_vector((owners == comm.rank).astype(np.float32))
+    assert same_bits(ones, np.ones(101))
+
+
+# --------------------------------------------------------------------------------- broadcasts and objects
+
+
+@over_dtypes
+@pytest.mark.parametrize("shape", [(101,), (7, 5), (0,)], ids=str)
+def test_broadcast_from_each_root(comm, shape, dtype):
+    whole = pattern(int(np.prod(shape)), dtype)
+    for root in range(comm.size):
+        array = Buffer(whole + root if comm.rank == root else nothing(whole.size, dtype))
+        comm.broadcast(array.array.reshape(shape), root, "test").wait()
+        array.check((whole + root).astype(dtype))
+
+
+def test_objects(comm):
+    for root in range(comm.size):
+        value = {"rank": comm.rank, "text": "x" * comm.rank}
+        assert comm.broadcast_object(value, root) == {"rank": root, "text": "x" * root}
+    assert comm.broadcast_object(comm.rank) == 0
+    assert comm.allgather_object(("of", comm.rank)) == [("of", rank) for rank in range(comm.size)]
+    assert comm.allgather_object(None) == [None] * comm.size
+
+
+def test_barrier_waits_for_the_last(comm):
+    comm.barrier()
+    late = comm.size - 1
+    if comm.rank == late:
+        time.sleep(0.02)
+    came = time.monotonic()
+    comm.barrier()
+    left = time.monotonic()
+    assert min(comm.allgather_object(left)) >= comm.allgather_object(came)[late]
+
+
+# -------------------------------------------------------------------------------------- several in flight
+
+
+class Many:
+    """Transfers of every kind under way at once, in the same order on all ranks."""
+
+    def __init__(self, comm):
+        self.comm, self.checks, self.handles = comm, [], []
+        for number, (length, quantum) in enumerate([(101, 1), (101, 10), (3, 1)]):
+            self.gather(Partition(length, comm.size, quantum))
+            self.reduce(Partition(length, comm.size, quantum), bool(number % 2))
+            self.broadcast(length, number % comm.size)
+            self.allreduce(length)
+
+    def gather(self, partition):
+        whole, full = pattern(partition.length, np.float32), Buffer(nothing(partition.length))
+        shard = whole[partition.part(self.comm.rank)].copy()
+        self.handles.append(self.comm.allgather(shard, full.array, partition))
+        self.checks.append(lambda: full.check(whole))
+
+    def reduce(self, partition, accumulate):
+        comm = self.comm
+        handle, _, _, out = start_reduction(comm, partition, comm.size, accumulate)
+        part = partition.part(comm.rank)
+        parts = [term[part] for term in terms(partition, comm.size, accumulate)]
+        self.handles.append(handle)
+        if comm.exact:
+            self.checks.append(lambda: out.check(in_order(parts)))
+        else:
+            self.checks.append(lambda: self.is_sum(out, parts))
+
+    def broadcast(self, length, root):
+        whole = pattern(length, np.float32)
+        array = Buffer(whole if self.comm.rank == root else nothing(length))
+        self.handles.append(self.comm.broadcast(array.array, root))
+        self.checks.append(lambda: array.check(whole))
+
+    def allreduce(self, length):
+        array = Buffer(wild(self.comm.rank, length))
+        self.handles.append(self.comm.allreduce(array.array))
+        parts = [wild(rank, length) for rank in range(self.comm.size)]
+        self.checks.append(lambda: self.is_sum(array, parts))
+
+    @staticmethod
+    def is_sum(buffer, parts):
+        buffer.check_edges()
+        assert close(buffer.array, parts)
+
+    def check(self):
+        for check in self.checks:
+            check()
+
+
+def test_waiting_in_reverse_order(comm):
+    many = Many(comm)
+    for handle in many.handles[::-1]:
+        handle.wait()
+    many.check()
+    assert all(handle.test() for handle in many.handles)
+
+
+def test_polling_to_the_end_without_waiting(comm):
+    many = Many(comm)
+    left = list(many.handles)
+
+    def poll_all():
+        left[:] = [handle for handle in left if not handle.test()]
+        return not left
+
+    poll(poll_all)
+    many.check()
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_the_runtime_pushes_transfers_to_the_end(name):
+    """By calls between layers where there is no thread; with one, by nobody's help."""
+    comm = communicator(name)
+    many = Many(comm)
+
+    def all_done():
+        if name not in THREADED:
+            comm.progress()
+        return not comm._progress._active
+
+    poll(all_done)
+    many.check()
+
+
+def test_waiting_again_is_harmless(comm):
+    handle, _, _, out = start_reduction(comm, Partition(101, comm.size), comm.size, True)
+    handle.wait()
+    after = out.array.copy()
+    handle.wait()
+    assert handle.test()
+    out.check(after)
+
+
+@pytest.mark.world(2, 3, 4, 8)
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in THREADED])
+def test_a_reduction_is_not_complete_before_the_last_rank_gives(name):
+    comm, late = communicator(name), RANKS - 1
+    partition = Partition(101, comm.size)
+    comm.barrier()
+    if comm.rank == late:
+        comm.barrier()
+    handle, _, _, out = start_reduction(comm, partition, comm.size, False)
+    if comm.rank != late:
+        assert not handle.test()
+        comm.barrier()
+    handle.wait()
+    assert close(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
+
+
+# ----------------------------------------------------------------------------------- scratch, tags, thread
+
+
+def scratch_of(comm):
+    return {key: sorted(map(id, buffers)) for key, buffers in comm._scratch.items() if buffers}
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "serial"])
+def test_later_reductions_use_the_first_ones_scratch(name):
+    comm, partition = communicator(name), Partition(101, RANKS)
+    sizes = []
+    for number in range(30):
+        handle, _, _, out = start_reduction(comm, partition, comm.size, number % 2 == 1)
+        handle.wait()
+        out.check(ordered(partition, comm.size, number % 2 == 1)[partition.part(comm.rank)])
+        sizes.append(scratch_of(comm))
+    assert sizes[0][comm.size, np.dtype(np.float32)]
+    assert all(size == sizes[0] for size in sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "serial"])
+def test_tags_begin_again(name):
+    """More reductions than there are tags; and the highest is one that the library allows."""
+    comm, partition = communicator(name), Partition(101, RANKS)
+    assert MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= mpi.TAGS - 1
+    comm._tags = count(mpi.TAGS - 2)
+    started = [start_reduction(comm, partition, comm.size, False) for _ in range(4)]
+    for handle, _, _, out in started:
+        handle.wait()
+        out.check(ordered(partition, comm.size, False)[partition.part(comm.rank)])
+
+
+class Slow(Handle):
+    """Complete when it has been tested `left` times."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def test(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_progress_thread_tests_and_closes():
+    progress = Progress(True)
+    thread, handles = progress._thread, [Slow(5), Slow(1)]
+    for handle in handles:
+        progress.add(handle)
+    poll(lambda: not progress._active)
+    assert thread.is_alive()
+    assert [handle.left for handle in handles] == [0, 0], "complete ones are not tested again"
+    progress.close()
+    assert not thread.is_alive()
+    progress.close()
+
+
+def test_progress_closes_with_something_left():
+    progress = Progress(True)
+    thread = progress._thread
+    progress.add(Slow(10**9))
+    progress.close()
+    assert not thread.is_alive()
+
+
+def test_progress_without_a_thread_tests_once_a_push():
+    progress, handle = Progress(False), Slow(3)
+    assert progress._thread is None
+    progress.add(handle)
+    for left in (2, 1, 0, 0):
+        progress.push()
+        assert handle.left == left
+    progress.close()
+
+
+def test_push_leaves_the_work_to_the_thread():
+    progress = Progress(True)
+    progress.close()
+    progress._thread, handle = object(), Slow(1)  # a thread that never comes to it
+    progress.add(handle)
+    progress.push()
+    assert handle.left == 1
+
+
+def test_ranks_agree_on_whether_a_thread_pays():
+    comm = MPIComm()
+    threads = comm.allgather_object(comm._progress._thread is not None)
+    assert len(set(threads)) == 1
+    assert comm.exact
+    if comm.size == 1:
+        assert not threads[0], "a world of one has nothing to push"
+    comm._progress.close()
+
+
+def test_what_is_complete_at_once_needs_no_handle():
+    partition = Partition(4, 1)
+    assert SerialComm().allgather(np.ones(4), np.zeros(4), partition) is DONE
+    assert DONE.test()
+    DONE.wait()

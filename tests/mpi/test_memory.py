@@ -1,0 +1,90 @@
+"""What a rank holds: slices between uses, at most prefetch + 1 gathered units and the root's at any time."""
+
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW
+from zero_mpi.models import Llama
+
+QUANTUM = 1024
+DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": False})
+
+
+def one_step(comm, config, strategy, **options):
+    """A module and its optimizer after one step with a ragged last round."""
+    module = tiny.make(comm, config, strategy, **options)
+    optimizer = ShardedAdamW(module)
+    count = comm.size + 1
+    tiny.run_step(module, GradAccum(module, count), config, 0, count)
+    optimizer.step()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_gathered_units_are_bounded(exact, prefetch):
+    module, _ = one_step(exact, DEEP, FULL_SHARD, prefetch=prefetch)
+    assert module.parameter_pool.peak_lent == prefetch + 1
+    assert module.parameter_pool.lent == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_tied_root_stays_beside_them(exact, prefetch):
+    config = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": True})
+    module, _ = one_step(exact, config, FULL_SHARD, prefetch=prefetch)
+    assert module.parameter_pool.peak_lent <= prefetch + 2
+
+
+def test_gradient_buffers_are_few_whatever_the_depth(exact):
+    module, _ = one_step(exact, DEEP, FULL_SHARD)
+    assert module.gradient_pool.peak_lent <= 3
+    assert module.gradient_pool.lent == 0
+
+
+def test_an_evaluation_leaves_nothing_gathered(exact):
+    module = tiny.make(exact, DEEP, FULL_SHARD, prefetch=2)
+    module.forward(tiny.micro_batch(0, 0, DEEP)[0], training=False)
+    assert module.parameter_pool.lent == 0
+    assert not any(unit.gathered for unit in module.units)
+
+
+def test_parameters_gradients_and_moments_are_one_nth(exact):
+    module, optimizer = one_step(exact, DEEP, FULL_SHARD)
+    total = sum(unit.unit.length for unit in module.units)
+    most = total / exact.size + QUANTUM * len(module.units)  # a unit's slices differ by one quantum at most
+    held = sum(unit.shard.size for unit in module.units)
+    assert held <= most
+    assert sum(exact.allgather_object(held)) == total
+    assert sum(unit.gradient.size for unit in module.units) == held
+    assert optimizer.memory_bytes() == 2 * 4 * held
+    assert module.shard_memory_bytes == 4 * held
+    assert module.replicated_memory_bytes == 4 * total
+
+
+@pytest.mark.parametrize(("strategy", "moments_sharded"), [(SHARD_GRAD_OP, True), (NO_SHARD, False)])
+def test_what_the_other_strategies_keep(exact, strategy, moments_sharded):
+    module, optimizer = one_step(exact, DEEP, strategy)
+    total = sum(unit.unit.length for unit in module.units)
+    assert module.shard_memory_bytes == 4 * total
+    mine = sum(unit.gradient.size for unit in module.units)
+    assert optimizer.memory_bytes() == 2 * 4 * (mine if moments_sharded else total)
+
+
+def test_a_second_step_allocates_no_buffer(exact):
+    module = tiny.make(exact, DEEP, FULL_SHARD, prefetch=2)
+    optimizer = ShardedAdamW(module)
+    accumulator = GradAccum(module, exact.size)
+    sizes = []
+    for step in range(3):
+        tiny.run_step(module, accumulator, DEEP, step, exact.size)
+        optimizer.step()
+        sizes.append((module.parameter_pool.nbytes, module.gradient_pool.nbytes))
+    assert sizes[1] == sizes[2]
+    assert sizes[0] == sizes[1]
+
+
+def test_frozen_parameters_have_no_gradient_and_no_moments(exact):
+    module, optimizer = one_step(exact, DEEP, FULL_SHARD, frozen=["blk.*"])
+    frozen = [unit for unit in module.units if not unit.unit.trainable]
+    assert len(frozen) == 6
+    assert all(unit.gradient.size == 0 for unit in frozen)
+    assert not optimizer.moments.keys() & {unit.name for unit in frozen}

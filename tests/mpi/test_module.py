@@ -1,0 +1,289 @@
+"""The public interface of ShardedModule, DDP, ShardedLinear and GradAccum, right use and wrong use."""
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import (
+    DDP,
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    GradAccum,
+    SerialComm,
+    ShardedAdamW,
+    ShardedLinear,
+    ShardedModule,
+    ShardInfo,
+    clip_grad_norm,
+    cross_entropy,
+)
+from zero_mpi.sharding import STRATEGIES
+
+CONFIG = tiny.MODELS["llama"]
+strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+
+
+def whole_state(seed=0):
+    return tiny.make(SerialComm(), CONFIG, seed=seed).state_dict()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+# ------------------------------------------------------------------------------------------- the state
+
+
+@strategies
+def test_state_dict_goes_out_and_in(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    assert same(module.state_dict(), whole_state())
+    module.load_state_dict(whole_state(seed=5))
+    assert same(module.state_dict(), whole_state(seed=5))
+    stages, inner = module.into_inner()
+    assert stages is module.module
+    assert same(inner, whole_state(seed=5))
+
+
+@strategies
+def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
+    module, whole = tiny.make(exact, CONFIG, strategy), whole_state()
+    infos = module.shard_info()
+    assert list(infos) == list(module.params)
+    owned = dict(module.named_parameters())
+    for name, info in infos.items():
+        assert info.full_shape == whole[name].shape
+        part = whole[name].reshape(-1)[info.offset : info.offset + info.size]
+        assert np.array_equal(owned.get(name, np.empty(0)), part)
+    sizes = exact.allgather_object({name: info.size for name, info in infos.items()})
+    for name, array in whole.items():
+        assert sum(rank[name] for rank in sizes) == array.size
+
+
+def test_all_gather_param_on_every_rank(exact):
+    module = tiny.make(exact, CONFIG)
+    assert np.array_equal(module.all_gather_param("output.weight"), whole_state()["output.weight"])
+    assert module.parameter_pool.lent == 0
+    with pytest.raises(ValueError, match=r"parameter 'nonsense' is not known; names are like token_embd"):
+        module.all_gather_param("nonsense")
+
+
+@strategies
+def test_update_shards_takes_one_flat_vector(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    flat = np.concatenate(tiny.make(exact, CONFIG, strategy, seed=9).parameters())
+    module.update_shards(flat)
+    assert same(module.state_dict(), whole_state(seed=9))
+    with pytest.raises(
+        ValueError, match=rf"expected a flat array of {flat.size} elements, the slices of rank"
+    ):
+        module.update_shards(np.zeros(flat.size + 1, np.float32))
+
+
+def test_load_state_dict_names_what_does_not_fit(exact):
+    module, state = tiny.make(exact, CONFIG), whole_state()
+    with pytest.raises(ValueError, match="extra missing or surplus"):
+        module.load_state_dict(state | {"extra": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"output.weight: expected shape \(61, 30\), got \(30, 61\)"):
+        module.load_state_dict(state | {"output.weight": state["output.weight"].T})
+
+
+# ------------------------------------------------------------------------------------------- prefetch
+
+
+def test_prefetch_before_forward(exact):
+    module = tiny.make(exact, CONFIG, prefetch=2)
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    plain = module.forward(x, training=False)
+    assert not module.has_pending_prefetch
+    module.prefetch_forward_params()
+    assert module.has_pending_prefetch
+    with pytest.raises(ValueError, match="already started; run forward before the next prefetch"):
+        module.prefetch_forward_params()
+    assert np.array_equal(module.forward(x, training=False), plain)
+    assert not module.has_pending_prefetch
+
+
+@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
+def test_prefetch_has_nothing_to_do_where_parameters_stay_whole(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    with pytest.raises(ValueError, match="keeps parameters whole, nothing to gather"):
+        module.prefetch_forward_params()
+    assert not module.has_pending_prefetch
+
+
+# ------------------------------------------------------------------------------------------ gradients
+
+
+def one_round(module, rank):
+    """Forward and backward of the micro-batch with the rank's number."""
+    x, targets = tiny.micro_batch(0, rank, CONFIG)
+    _, dy = cross_entropy(module.forward(x), targets, 1 / (module.comm.size * targets.size))
+    module.backward(dy)
+
+
+def whole_gradients(ranks):
+    """The gradient that one process has of all the ranks' micro-batches, by name."""
+    module = tiny.make(SerialComm(), CONFIG, NO_SHARD)
+    for rank in range(ranks):
+        x, targets = tiny.micro_batch(0, rank, CONFIG)
+        _, dy = cross_entropy(module.forward(x), targets, 1 / (ranks * targets.size))
+        module.backward(dy)
+    module.sync_gradients()
+    return {name: view for unit in module.units for name, view in unit.unit.views(unit.full_gradient).items()}
+
+
+@strategies
+def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
+    module, whole = tiny.make(exact, CONFIG, strategy), whole_gradients(exact.size)
+    one_round(module, exact.rank)
+    handle = module.overlapped_sync_gradients()
+    handle.wait()
+    module.sync_gradients()  # a second time is harmless
+    assert len(dict(module.gradients())) == len(module.units)
+    for unit in module.units:
+        for segment in unit.unit.segments(unit.part):
+            size = segment.where.stop - segment.where.start
+            expected = whole[segment.name].reshape(-1)[segment.offset : segment.offset + size]
+            assert np.array_equal(unit.gradient[segment.where], expected), segment.name
+    if strategy is NO_SHARD:
+        for unit in module.units:
+            views = unit.unit.views(unit.full_gradient)
+            assert all(np.array_equal(views[name], whole[name]) for name in views)
+
+
+@strategies
+def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    one_round(module, exact.rank)
+    module.sync_gradients()
+    squares = sum((g.astype(np.float64) ** 2).sum() for g in whole_gradients(exact.size).values())
+    assert module.gradient_norm() == pytest.approx(np.sqrt(squares), rel=1e-12)
+    norm = clip_grad_norm(module, 0.5 * np.sqrt(squares))
+    assert norm == pytest.approx(np.sqrt(squares), rel=1e-12)
+    assert module.gradient_norm() == pytest.approx(0.5 * np.sqrt(squares), rel=1e-5)
+
+
+@strategies
+def test_a_plain_loop_without_accumulation(exact, strategy):
+    """forward, backward, step: after it every rank sees the same, changed parameters."""
+    module = tiny.make(exact, CONFIG, strategy)
+    optimizer = ShardedAdamW(module, lr=1e-2)
+    for _ in range(2):
+        one_round(module, exact.rank)
+        optimizer.step()
+    state = module.state_dict()
+    assert exact.allgather_object(tiny.digest(state)) == [tiny.digest(state)] * exact.size
+    assert not any(np.array_equal(state[name], array) for name, array in whole_state().items())
+
+
+def test_backward_needs_forward(exact):
+    module = tiny.make(exact, CONFIG)
+    with pytest.raises(ValueError, match=r"backward needs a forward\(x, training=True\) before it"):
+        module.backward(np.zeros(1))
+
+
+def test_fast_no_shard_reduces_once_a_step(fast):
+    module = tiny.make(fast, CONFIG, NO_SHARD)
+    one_round(module, fast.rank)
+    if fast.size > 1:
+        with pytest.raises(
+            ValueError, match="pass last=False to backward for every micro-batch but the last"
+        ):
+            one_round(module, fast.rank)
+
+
+@strategies
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    optimizer = ShardedAdamW(module)
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    y = module.forward(x)
+    dy = np.zeros_like(y)
+    if exact.rank == exact.size - 1:
+        dy[0, 0, 0] = np.inf  # one rank alone
+    with np.errstate(invalid="ignore", over="ignore"):
+        module.backward(dy)
+        result = optimizer.step(max_norm=1.0)
+    assert (result.skipped, optimizer.skipped, optimizer.steps) == (True, 1, 0)
+    assert same(module.state_dict(), whole_state())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": -1}, "expected prefetch >= 0"),
+        ({"bucket_mb": 0}, "bucket_mb > 0"),
+        ({"frozen": ["nothing.*"]}, r"frozen pattern 'nothing.\*' matches no parameter; names are like"),
+    ],
+)
+def test_impossible_arguments(exact, options, message):
+    with pytest.raises(ValueError, match=message):
+        ShardedModule(CONFIG.stages(), exact, FULL_SHARD, **options)
+
+
+# ------------------------------------------------------------------------------------- DDP and others
+
+
+def test_ddp_broadcasts_the_roots_parameters(exact):
+    root = exact.size - 1
+    module = DDP(CONFIG.stages(), exact, bucket_mb=0.02)
+    module.initialize(seed=exact.rank)
+    module.broadcast_parameters(root)
+    assert same(module.state_dict(), whole_state(seed=root))
+    with pytest.raises(ValueError, match=f"root {exact.size} is not a rank; expected 0 to {root}"):
+        module.broadcast_parameters(exact.size)
+
+
+def test_ddp_trains_as_one_process(exact):
+    config = tiny.MODELS["gpt2"]
+    module = DDP(config.stages(), exact, bucket_mb=0.02)
+    module.initialize(0)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 4)
+    records = []
+    for step in range(2):
+        tiny.run_step(module, accumulator, config, step, 4)
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+    assert records == tiny.train(SerialComm(), config, steps=2, micro_batches=4)[0]
+
+
+def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
+    layer = ShardedLinear(exact, 5, 7)
+    layer.initialize(3)
+    info = layer.shard_info()["linear.weight"]
+    assert (info.offset % 5, info.size % 5) == (0, 0)
+    sizes = exact.allgather_object(info.size // 5)
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == 7
+    whole = layer.state_dict()
+    rng = np.random.default_rng(exact.rank)
+    x, dy = rng.standard_normal((4, 5), np.float32), rng.standard_normal((4, 7), np.float32)
+    y = layer.forward(x)
+    assert layer.parameter_pool.lent == 0
+    np.testing.assert_allclose(y, x @ whole["linear.weight"].T + whole["linear.bias"], rtol=1e-5, atol=1e-6)
+    dx = layer.backward(dy)
+    assert layer.parameter_pool.lent == 0
+    np.testing.assert_allclose(dx, dy @ whole["linear.weight"], rtol=1e-5, atol=1e-6)
+    layer.sync_gradients()
+    total = np.sum(exact.allgather_object(dy.T @ x), axis=0).reshape(-1)
+    mine = total[info.offset : info.offset + info.size]
+    gradient = dict(layer.gradients())["linear.weight"]
+    np.testing.assert_allclose(gradient, mine, rtol=1e-4, atol=1e-5)
+
+
+def test_shard_info_of_more_ranks_than_rows(exact):
+    layer = ShardedLinear(exact, 3, 2, bias=False)
+    infos = exact.allgather_object(layer.shard_info()["linear.weight"])
+    expected = {1: [6], 2: [3, 3]}.get(exact.size, [3, 3] + [0] * (exact.size - 2))
+    assert [info.size for info in infos] == expected
+    assert infos[0] == ShardInfo((2, 3), 0, expected[0])
+
+
+def test_accumulation_refuses_a_batch_out_of_turn(exact):
+    module = tiny.make(exact, CONFIG)
+    accumulator = GradAccum(module, 2 * exact.size)
+    with pytest.raises(
+        ValueError, match=f"round 0 of 2: rank {exact.rank} needs a micro-batch; pass its input"
+    ):
+        accumulator.accumulate(None)

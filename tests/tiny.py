@@ -1,0 +1,66 @@
+"""Tiny models with odd sizes, and training loops on them: what the suites share."""
+
+import hashlib
+from functools import partial
+
+import numpy as np
+
+from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy
+from zero_mpi.models import GPT2, Llama
+
+LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
+GPT = {"layers": 2, "dim": 36, "heads": 3, "ffn": 97, "context": 11, "vocab_size": 61}
+MODELS = {
+    "llama": Llama.from_flags(LLAMA | {"tied": False}),
+    "llama tied": Llama.from_flags(LLAMA | {"tied": True}),
+    "gpt2": GPT2.from_flags(GPT | {"tied": False}),
+    "gpt2 tied": GPT2.from_flags(GPT | {"tied": True}),
+}
+
+
+def micro_batch(step, number, config, rows=2):
+    """Tokens and targets of a micro-batch: the same for everyone who asks."""
+    drawn = np.random.default_rng([step, number]).integers(
+        0, config.vocab_size, (rows, config.context_length + 1)
+    )
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **options):
+    """A sharded module with initial values."""
+    module = ShardedModule(config.stages(recompute), comm, strategy, **options)
+    module.initialize(seed)
+    return module
+
+
+def run_step(module, accumulator, config, step, micro_batches):
+    """One step's rounds on this rank; the last micro-batch is a shorter one."""
+    tokens = (2 * micro_batches - 1) * config.context_length
+    for _ in range(len(accumulator.rounds)):
+        mine = accumulator.next_micro_batch
+        if mine is None:
+            accumulator.accumulate(None)
+            continue
+        rows = 1 if mine == micro_batches - 1 else 2
+        x, targets = micro_batch(step, mine, config, rows)
+        accumulator.accumulate(x, partial(cross_entropy, targets=targets, scale=1 / tokens))
+
+
+def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, **options):
+    """Losses and norms of a short run, and the sha256 of the parameters after it."""
+    module = make(comm, config, strategy, **options)
+    optimizer = ShardedAdamW(module, lr=1e-2)
+    accumulator = GradAccum(module, micro_batches)
+    records = []
+    for step in range(steps):
+        run_step(module, accumulator, config, step, micro_batches)
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+    return records, digest(module.state_dict())
+
+
+def digest(state):
+    """sha256 over names and bytes of whole parameters."""
+    total = hashlib.sha256()
+    for name, array in state.items():
+        total.update(name.encode() + np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
