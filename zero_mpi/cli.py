@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from zero_mpi import __version__
+from zero_mpi import __version__, environment
 
 COMMANDS = {"train": "train a model, sharded over MPI ranks", "generate": "text from a GGUF model"}
 
@@ -13,14 +13,17 @@ COMMANDS = {"train": "train a model, sharded over MPI ranks", "generate": "text 
 def main() -> None:
     """Entry point of the console script."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        del sys.argv[1]
+        importlib.import_module(f"zero_mpi.{name}").main()
+        return
+    if environment.launch_rank() > 0:
+        sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all
     if name == "--version":
         print(f"zero_mpi {__version__}")
     elif name in ("-h", "--help"):
         print("usage: zero-mpi COMMAND [flags]\n\ncommands:")
         print("\n".join(f"  {command:10} {text}" for command, text in COMMANDS.items()))
-    elif name in COMMANDS:
-        del sys.argv[1]
-        importlib.import_module(f"zero_mpi.{name}").main()
     else:
         sys.stderr.write(
             f"zero-mpi: error: {name!r} is not a command; expected one of {', '.join(COMMANDS)}\n"

@@ -1,7 +1,7 @@
 """The flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
 
 A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks what a run must
-keep when it is resumed, because another value would make it another run.
+keep when it is resumed, beside the sizes of its model, because another value would make it another run.
 """
 
 from __future__ import annotations
@@ -40,18 +40,16 @@ class Config:
     resume: str = flag("auto", str, "run", "auto: from OUT/latest if there is one; never; or a checkpoint")
     sample: int = flag(400, int, "run", "tokens of text to generate at the end; 0 turns it off")
 
-    arch: str = flag("llama", str, "model", "architecture", fixed=True, choices=tuple(ARCHITECTURES))
-    layers: int = flag(4, int, "model", "blocks", fixed=True)
-    dim: int = flag(192, int, "model", "width", fixed=True)
-    heads: int = flag(6, int, "model", "query heads", fixed=True)
-    kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)", fixed=True)
-    ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)", fixed=True)
+    arch: str = flag("llama", str, "model", "architecture", choices=tuple(ARCHITECTURES))
+    layers: int = flag(4, int, "model", "blocks")
+    dim: int = flag(192, int, "model", "width")
+    heads: int = flag(6, int, "model", "query heads")
+    kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)")
+    ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)")
     context: int = flag(128, int, "model", "tokens per training window", fixed=True)
-    tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)", fixed=True)
-    vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files", fixed=True)
-    init: str | None = flag(
-        None, str, "model", "start from this GGUF file instead; gives all sizes", fixed=True
-    )
+    tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)")
+    vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files")
+    init: str | None = flag(None, str, "model", "start from this GGUF file instead; gives all sizes")
     freeze: list[str] = flag(
         None, list, "model", "name patterns of parameters to leave as they are", fixed=True
     )
@@ -59,7 +57,7 @@ class Config:
     data: list[str] = flag(
         None, list, "data", "text files, folders or .npy token files (default: Python's library)"
     )
-    tokenizer: str = flag("byte", str, "data", "tokenizer", fixed=True, choices=("byte", "from-init"))
+    tokenizer: str = flag("byte", str, "data", "tokenizer", choices=("byte", "from-init"))
     val_fraction: float = flag(
         0.05, float, "data", "part of the documents held out; 0: no evaluation", fixed=True
     )
@@ -106,7 +104,7 @@ class Config:
     max_time: str | None = flag(None, str, "records", "save and stop in time, such as 3h50m; exit status 75")
 
     def fixed(self) -> dict[str, Any]:
-        """The settings that a resumed run must keep."""
+        """The settings that a resumed run must keep, beside the model's sizes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
 
 
@@ -187,6 +185,8 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     kind = field.metadata["kind"]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if field.name in ("threads", "max_time") and type(value) is int:
+        return str(value)  # a number is one of the ways to write these
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {path}: {key} = {value!r}, expected a list of texts")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

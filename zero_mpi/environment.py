@@ -49,6 +49,11 @@ def local_ranks(environ: MutableMapping[str, str] = os.environ) -> int:
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
+def launch_rank(environ: MutableMapping[str, str] = os.environ) -> int:
+    """This process's rank as the launcher says, or 0."""
+    return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
+
+
 def under_launcher(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)

@@ -247,7 +247,7 @@ def share_corpus(world: World, comm: Comm, corpus: Corpus | None) -> Corpus:
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """The sharded module; a frozen pattern that matches nothing is bad usage."""
     try:
-        return ShardedModule(
+        module = ShardedModule(
             model.stages(config.recompute),
             comm,
             strategy_named(config.strategy),
@@ -257,6 +257,9 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         )
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
+    if not any(unit.unit.trainable for unit in module.units):
+        raise UsageError(f"--freeze {' '.join(config.freeze)}: leaves no parameter to train")
+    return module
 
 
 def describe(
@@ -279,9 +282,8 @@ def describe(
         f"model.{key}": sorted(value) if isinstance(value, frozenset) else value
         for key, value in dataclasses.asdict(model).items()
     }
-    kept = ("seed", "context", "val_fraction", "batch_size", "micro_batch", "freeze")
     settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
-    settings |= {key: getattr(config, key) for key in kept}
+    settings |= config.fixed()
     machine = {
         "threads": threads,
         "numpy": np.__version__,
@@ -300,7 +302,7 @@ def check_resume(folder: Path, description: Description, notes: list[str]) -> No
     difference = first_difference(read_json(state, "training.settings"), description.settings)
     if difference:
         key, was, now = difference
-        label = key if "." in key or key == "corpus" else spelled(key)
+        label = {"corpus": "the text of --data (its sha256)"}.get(key, key if "." in key else spelled(key))
         raise UsageError(
             f"{folder} is a checkpoint of another run: {label} was {was}, now {now}; "
             "use the same value, another --out, or --resume never"

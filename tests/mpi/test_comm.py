@@ -39,8 +39,11 @@ LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
 EDGE = 4  # elements on each side of a buffer that nobody may write
 PATIENCE = 20.0  # seconds to poll before a test is given up
 
+BUFFERS = [*((*lengths, np.float32) for lengths in LENGTHS), (101, 10, np.float64), (101, 10, np.uint16)]
+
 over_lengths = pytest.mark.parametrize(("length", "quantum"), LENGTHS)
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 
 
 @functools.cache
@@ -129,8 +132,7 @@ def poll(ready):
 # ------------------------------------------------------------------------------------------------ gathers
 
 
-@over_dtypes
-@over_lengths
+@over_buffers
 def test_allgather_of_a_shard(comm, length, quantum, dtype):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
     own = whole[partition.part(comm.rank)]
@@ -140,8 +142,7 @@ def test_allgather_of_a_shard(comm, length, quantum, dtype):
     shard.check(own)
 
 
-@over_dtypes
-@over_lengths
+@over_buffers
 def test_allgather_in_place(comm, length, quantum, dtype):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
     part, full = partition.part(comm.rank), Buffer(nothing(length, dtype))
@@ -150,8 +151,7 @@ def test_allgather_in_place(comm, length, quantum, dtype):
     full.check(whole)
 
 
-@over_dtypes
-@over_lengths
+@over_buffers
 def test_gather_to_each_root(comm, length, quantum, dtype):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
     own = whole[partition.part(comm.rank)]
@@ -173,9 +173,9 @@ def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32)
     if comm.rank >= contributors:
         given = nothing(partition.length, dtype) if comm.exact else np.zeros(partition.length, dtype)
     part = partition.part(comm.rank)
-    before = (
-        wild(1000, partition.length, dtype)[part] if accumulate else nothing(part.stop - part.start, dtype)
-    )
+    before = nothing(part.stop - part.start, dtype)
+    if accumulate:
+        before = wild(1000, partition.length, dtype)[part]
     full, out = Buffer(given), Buffer(before)
     handle = comm.reduce_scatter(
         full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"

@@ -1,0 +1,105 @@
+"""Who owns what of a flat buffer, and how the buffer is cut into messages.
+
+The slices cover the buffer exactly, begin on multiples of the quantum, are as even as that allows, longer
+ones first, and may be empty. Pieces tile the buffer and agree with the slices about every element.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.comm import Partition
+
+partitions = st.builds(
+    Partition, st.integers(0, 3000), st.integers(1, 17), st.sampled_from([1, 2, 7, 64, 1024])
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "quantum", "bounds"),
+    [
+        (12, 4, 1, (0, 3, 6, 9, 12)),
+        (10, 4, 1, (0, 3, 6, 8, 10)),
+        (10, 3, 4, (0, 4, 8, 10)),
+        (8, 3, 4, (0, 4, 8, 8)),
+        (9, 2, 4, (0, 8, 9)),
+        (3, 2, 1024, (0, 3, 3)),
+        (2, 4, 1, (0, 1, 2, 2, 2)),
+        (0, 3, 5, (0, 0, 0, 0)),
+        (7, 1, 2, (0, 7)),
+    ],
+)
+def test_bounds(length, parts, quantum, bounds):
+    assert Partition(length, parts, quantum).bounds == bounds
+
+
+@settings(deadline=None)
+@given(partitions)
+def test_slices_cover_the_buffer_in_order(partition):
+    assert len(partition.bounds) == partition.parts + 1
+    assert len(partition.counts) == partition.parts
+    positions = np.arange(partition.length)
+    slices = [positions[partition.part(rank)] for rank in range(partition.parts)]
+    assert np.array_equal(np.concatenate(slices), positions)
+    assert [part.size for part in slices] == list(partition.counts)
+
+
+@settings(deadline=None)
+@given(partitions)
+def test_boundaries_lie_on_multiples_of_the_quantum(partition):
+    assert all(b % partition.quantum == 0 or b == partition.length for b in partition.bounds)
+
+
+@settings(deadline=None)
+@given(partitions)
+def test_lengths_are_even_to_one_quantum_and_fall(partition):
+    quanta = [-(-count // partition.quantum) for count in partition.counts]
+    assert max(quanta) - min(quanta) <= 1
+    assert quanta == sorted(quanta, reverse=True)
+
+
+@settings(deadline=None)
+@given(partitions, st.integers(1, 4000))
+def test_pieces_tile_the_buffer(partition, most):
+    pieces = list(partition.cut(most))
+    edges = [0, *(piece.stop for piece in pieces)]
+    assert [piece.start for piece in pieces] == edges[:-1]
+    assert edges[-1] == partition.length
+    assert all(0 < piece.stop - piece.start <= most for piece in pieces)
+    assert len(pieces) == -(-partition.length // most)
+
+
+@settings(deadline=None)
+@given(partitions, st.integers(1, 4000))
+def test_pieces_give_each_element_to_its_owner(partition, most):
+    owner = np.repeat(np.arange(partition.parts), partition.counts)
+    seen = np.full(partition.length, -1)
+    for piece in partition.cut(most):
+        assert len(piece.counts) == len(piece.offsets) == partition.parts
+        assert sum(piece.counts) == piece.stop - piece.start
+        assert max(piece.counts) <= most
+        for rank, (count, offset) in enumerate(zip(piece.counts, piece.offsets, strict=True)):
+            assert 0 <= offset <= offset + count <= piece.stop - piece.start
+            seen[piece.start + offset : piece.start + offset + count] = rank
+    assert np.array_equal(seen, owner)
+
+
+@settings(deadline=None)
+@given(partitions, st.integers(1, 4000))
+def test_pieces_of_a_slice_follow_each_other(partition, most):
+    """So that the next message begins in the slice where the one before it ended."""
+    for rank in range(partition.parts):
+        runs = [(p.start + p.offsets[rank], p.counts[rank]) for p in partition.cut(most) if p.counts[rank]]
+        assert all(start + count == following for (start, count), (following, _) in pairwise(runs))
+        assert sum(count for _, count in runs) == partition.counts[rank]
+
+
+def test_lengths_beyond_32_bits():
+    partition = Partition(5 * 2**31 + 3, 4, 1024)
+    assert partition.bounds[-1] == 5 * 2**31 + 3
+    assert all(count > 2**31 for count in partition.counts)
+    assert all(max(piece.counts) <= 2**30 for piece in partition.cut(2**30))
+    assert sum(sum(piece.counts) for piece in partition.cut(2**30)) == partition.length

@@ -1,0 +1,317 @@
+"""How parameters lie in flat buffers, and how a model's parameters are dealt out to units.
+
+Every parameter is in one unit, once, starts on a multiple of the quantum and overlaps with nothing; the
+slices of any number of ranks hold together exactly each parameter's elements, and no gap.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
+from zero_mpi.sharding.unit import QUANTUM, ShardInfo, Unit, shard_infos, units_by_bytes, units_by_scope
+
+SHAPES = {
+    "a": (3, 500),
+    "b": (1024,),
+    "c": (1,),
+    "d": (5, 7, 11),
+    "e": (1025,),
+    "f": (4, 1024),
+}
+shapes = st.lists(
+    st.one_of(st.tuples(st.integers(1, 3000)), st.tuples(st.integers(1, 40), st.integers(1, 99)))
+)
+quanta = st.sampled_from([1, 5, 64, QUANTUM])
+
+
+def named(shapes_of):
+    return {name: Param(shape) for name, shape in shapes_of.items()}
+
+
+@st.composite
+def units(draw):
+    chosen = draw(shapes.filter(bool))
+    return Unit("unit", named({f"p{i}": shape for i, shape in enumerate(chosen)}), draw(quanta), True)
+
+
+@pytest.fixture
+def unit():
+    return Unit("unit", named(SHAPES), QUANTUM, True)
+
+
+def always(name):
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+def test_quantum_is_the_chunk_of_norms():
+    assert QUANTUM == 1024, "recorded norms depend on it"
+
+
+def test_offsets_of_a_small_unit(unit):
+    assert unit.offsets == {"a": 0, "b": 2048, "c": 3072, "d": 4096, "e": 5120, "f": 7168}
+    assert unit.length == 7168 + 4096
+    assert [unit.chunks(name) for name in SHAPES] == [2, 1, 1, 1, 2, 4]
+
+
+@settings(deadline=None)
+@given(units())
+def test_parameters_start_on_multiples_and_do_not_overlap(unit):
+    ends = []
+    for name, param in unit.params.items():
+        start = unit.offsets[name]
+        assert start % unit.quantum == 0
+        assert start == (-(-ends[-1] // unit.quantum) * unit.quantum if ends else 0), (
+            "a gap larger than need be"
+        )
+        ends.append(start + param.size)
+    assert 0 <= unit.length - ends[-1] < unit.quantum
+    assert unit.length % unit.quantum == 0
+
+
+@settings(deadline=None)
+@given(units())
+def test_views_are_views_and_leave_the_gaps(unit):
+    flat = np.zeros(unit.length, np.float32)
+    views = unit.views(flat)
+    assert list(views) == list(unit.params)
+    for number, (name, view) in enumerate(views.items()):
+        assert view.shape == unit.params[name].shape
+        view += number + 1
+    expected = np.zeros(unit.length, np.float32)
+    for number, (name, param) in enumerate(unit.params.items()):
+        expected[unit.offsets[name] : unit.offsets[name] + param.size] = number + 1
+    assert np.array_equal(flat, expected)
+    assert np.count_nonzero(flat) == sum(param.size for param in unit.params.values())
+
+
+def test_views_read_rows_in_order(unit):
+    flat = np.arange(unit.length)
+    assert np.array_equal(unit.views(flat)["a"], np.arange(1500).reshape(3, 500))
+    assert np.array_equal(unit.views(flat)["d"].reshape(-1), 4096 + np.arange(385))
+
+
+def test_views_need_no_more_than_the_units_length(unit):
+    """Buffers of a pool may be longer."""
+    larger = np.zeros(unit.length + 5000)
+    assert all(np.shares_memory(view, larger[: unit.length]) for view in unit.views(larger).values())
+
+
+@settings(deadline=None)
+@given(units(), st.integers(1, 9))
+def test_ranks_own_whole_quanta(unit, ranks):
+    partition = unit.partition(ranks)
+    assert (partition.length, partition.parts, partition.quantum) == (unit.length, ranks, unit.quantum)
+    assert all(count % unit.quantum == 0 for count in partition.counts)
+
+
+# ----------------------------------------------------------------------------------------- slices of ranks
+
+
+def slices(unit, ranks):
+    return [unit.partition(ranks).part(rank) for rank in range(ranks)]
+
+
+@settings(deadline=None)
+@given(units(), st.integers(1, 9))
+def test_segments_of_all_slices_make_each_parameter_once(unit, ranks):
+    flat = np.random.default_rng(0).standard_normal(unit.length)
+    found = {name: np.zeros(param.size) for name, param in unit.params.items()}
+    times = {name: np.zeros(param.size, int) for name, param in unit.params.items()}
+    for part in slices(unit, ranks):
+        shard = flat[part]
+        for segment in unit.segments(part):
+            values = shard[segment.where]
+            assert values.size == segment.where.stop - segment.where.start > 0
+            found[segment.name][segment.offset : segment.offset + values.size] = values
+            times[segment.name][segment.offset : segment.offset + values.size] += 1
+    for name, view in unit.views(flat).items():
+        assert np.array_equal(found[name].reshape(view.shape), view)
+        assert np.all(times[name] == 1)
+
+
+@settings(deadline=None)
+@given(units(), st.integers(1, 9))
+def test_segments_are_in_order_and_inside_the_slice(unit, ranks):
+    order = list(unit.params)
+    for part in slices(unit, ranks):
+        segments = unit.segments(part)
+        assert all(a.where.stop <= b.where.start for a, b in pairwise(segments))
+        assert all(order.index(a.name) < order.index(b.name) for a, b in pairwise(segments))
+        assert all(s.where.start >= 0 and s.where.stop <= part.stop - part.start for s in segments)
+
+
+@settings(deadline=None)
+@given(units(), st.integers(1, 9))
+def test_shard_infos_say_what_the_segments_hold(unit, ranks):
+    ends = dict.fromkeys(unit.params, 0)
+    for part in slices(unit, ranks):
+        infos = dict(shard_infos(unit, part))
+        segments = {segment.name: segment for segment in unit.segments(part)}
+        assert list(infos) == list(unit.params)
+        for name, info in infos.items():
+            assert info.full_shape == unit.params[name].shape
+            if name not in segments:
+                assert info == ShardInfo(unit.params[name].shape, 0, 0)
+                continue
+            where = segments[name].where
+            assert (info.offset, info.size) == (segments[name].offset, where.stop - where.start)
+            assert info.offset == ends[name], "ranks hold a parameter in their order"
+            ends[name] += info.size
+    assert ends == {name: param.size for name, param in unit.params.items()}
+
+
+def test_slices_of_a_small_unit(unit):
+    infos = dict(shard_infos(unit, slice(1024, 6144)))
+    held = {name: (info.offset, info.size) for name, info in infos.items()}
+    assert held == {"a": (1024, 476), "b": (0, 1024), "c": (0, 1), "d": (0, 385), "e": (0, 1024), "f": (0, 0)}
+
+
+def test_a_slice_of_nothing_has_no_segments(unit):
+    assert unit.segments(slice(2048, 2048)) == []
+    assert unit.segments(slice(1500, 2048)) == [], "a gap alone"
+    assert all(info.size == 0 for _, info in shard_infos(unit, slice(0, 0)))
+
+
+# ----------------------------------------------------------------------------------------- units by scopes
+
+
+class Bag(Layer):
+    """A layer that only names parameters."""
+
+    def __init__(self, shapes_of):
+        self.named = named(shapes_of)
+
+    def params(self):
+        return self.named
+
+
+def model():
+    """Embedding, two blocks, an activation, and a head tied to the embedding beside a norm."""
+    block = {"w": (6, 300), "b": (6,)}
+    return [
+        Stage("token_embd", Bag({"token_embd.weight": (50, 40)})),
+        Stage("blk.0", Bag({f"blk.0.{name}": shape for name, shape in block.items()})),
+        Stage("blk.0", Bag({"blk.0.extra": (3,)})),
+        Stage("act", Bag({})),
+        Stage("blk.1", Bag({f"blk.1.{name}": shape for name, shape in block.items()})),
+        Stage("token_embd", Bag({"norm.weight": (40,), "token_embd.weight": (50, 40)})),
+    ]
+
+
+def cut(by_rows=False, trainable=always):
+    stages = model()
+    return units_by_scope(stages, stage_params(stages), trainable, by_rows)
+
+
+def contents(made):
+    return [(unit.name, list(unit.params), unit.trainable) for unit in made]
+
+
+def test_one_unit_a_scope_and_a_tied_head_is_no_other():
+    assert contents(cut()) == [
+        ("token_embd", ["token_embd.weight", "norm.weight"], True),
+        ("blk.0", ["blk.0.w", "blk.0.b", "blk.0.extra"], True),
+        ("blk.1", ["blk.1.w", "blk.1.b"], True),
+    ]
+    assert {unit.quantum for unit in cut()} == {QUANTUM}
+
+
+def test_a_parameter_tied_over_scopes_stays_where_it_came_first():
+    stages = [Stage("first", Bag({"tied": (4, 4)})), Stage("second", Bag({"tied": (4, 4), "own": (4,)}))]
+    made = units_by_scope(stages, stage_params(stages), always, False)
+    assert contents(made) == [("first", ["tied"], True), ("second", ["own"], True)]
+
+
+def test_what_is_frozen_in_a_scope_is_a_unit_of_its_own():
+    frozen = {"blk.0.w", "blk.0.extra", "blk.1.w", "blk.1.b"}
+    assert contents(cut(trainable=lambda name: name not in frozen)) == [
+        ("token_embd", ["token_embd.weight", "norm.weight"], True),
+        ("blk.0", ["blk.0.b"], True),
+        ("blk.0 (frozen)", ["blk.0.w", "blk.0.extra"], False),
+        ("blk.1 (frozen)", ["blk.1.w", "blk.1.b"], False),
+    ]
+
+
+def test_by_rows_a_unit_is_a_parameter_and_a_quantum_a_row():
+    made = cut(by_rows=True, trainable=lambda name: name != "blk.0.w")
+    assert [(unit.name, unit.quantum, unit.trainable) for unit in made] == [
+        ("token_embd.weight", 40, True),
+        ("norm.weight", 1, True),
+        ("blk.0.w", 300, False),
+        ("blk.0.b", 1, True),
+        ("blk.0.extra", 1, True),
+        ("blk.1.w", 300, True),
+        ("blk.1.b", 1, True),
+    ]
+    assert all(list(unit.params) == [unit.name] for unit in made)
+
+
+@pytest.mark.parametrize("shape", [(7, 30), (7, 5, 6), (7,)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_by_rows_ranks_own_whole_rows(shape, ranks):
+    stages = [Stage("s", Bag({"w": shape}))]
+    (unit,) = units_by_scope(stages, stage_params(stages), always, True)
+    row = unit.params["w"].size // 7
+    sizes = [dict(shard_infos(unit, part))["w"].size for part in slices(unit, ranks)]
+    assert unit.length == unit.params["w"].size, "rows leave no gaps"
+    assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
+    assert sum(sizes) == unit.length
+
+
+# ------------------------------------------------------------------------------------------ units by bytes
+
+
+def test_buckets_are_filled_from_the_last_parameter():
+    params = named({"a": (10,), "b": (20,), "c": (30,), "d": (100,), "e": (5,)})
+    made = units_by_bytes(params, always, 4 * 50)
+    assert contents(made) == [
+        ("bucket 0", ["e"], True),
+        ("bucket 1", ["d"], True),
+        ("bucket 2", ["c", "b"], True),
+        ("bucket 3", ["a"], True),
+    ]
+    assert {unit.quantum for unit in made} == {QUANTUM}
+
+
+def test_a_bucket_may_be_exactly_full():
+    params = named({"a": (10,), "b": (20,), "c": (30,)})
+    assert contents(units_by_bytes(params, always, 4 * 50)) == [
+        ("bucket 0", ["c", "b"], True),
+        ("bucket 1", ["a"], True),
+    ]
+
+
+def test_frozen_parameters_are_one_unit_in_the_models_order():
+    params = named({"a": (10,), "b": (20,), "c": (30,), "d": (40,)})
+    made = units_by_bytes(params, lambda name: name in "bd", 4 * 1000)
+    assert contents(made) == [("bucket 0", ["d", "b"], True), ("frozen", ["a", "c"], False)]
+    assert contents(units_by_bytes(params, lambda name: False, 4)) == [("frozen", [*"abcd"], False)]
+    assert units_by_bytes({}, always, 4) == []
+
+
+def bytes_of(unit):
+    return 4 * sum(param.size for param in unit.params.values())
+
+
+@settings(deadline=None)
+@given(shapes, st.integers(1, 40_000), st.integers(0, 2**32))
+def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, frozen):
+    params = named({f"p{i}": shape for i, shape in enumerate(chosen)})
+    free = [name for i, name in enumerate(params) if not frozen >> (i % 32) & 1]
+    made = units_by_bytes(params, lambda name: name in free, limit)
+    buckets = [unit for unit in made if unit.trainable]
+    assert [name for unit in buckets for name in unit.params] == free[::-1]
+    assert all(bytes_of(unit) <= limit or len(unit.params) == 1 for unit in buckets)
+    for unit, following in pairwise(buckets):
+        first = next(iter(following.params.values()))
+        assert bytes_of(unit) + 4 * first.size > limit, "closed though the next one would have fitted"
+    rest = [name for unit in made if not unit.trainable for name in unit.params]
+    assert rest == [name for name in params if name not in free]
+    assert len(made) - len(buckets) == bool(rest)
