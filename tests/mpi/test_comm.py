@@ -522,3 +522,16 @@ def test_what_is_complete_at_once_needs_no_handle():
     assert SerialComm().allgather(np.ones(4), np.zeros(4), partition) is DONE
     assert DONE.test()
     DONE.wait()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(threaded):
+    comm = MPIComm(threaded=threaded)
+
+    def failing():
+        yield [comm._control.Ibarrier()]
+        raise OverflowError("in the middle")
+
+    with pytest.raises(OverflowError, match="in the middle"):
+        comm._start(failing()).wait()
+    comm.close()

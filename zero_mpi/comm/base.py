@@ -1,7 +1,7 @@
 """What the runtime asks of a transport: who owns what, and collectives that start and finish separately.
 
 Every collective returns a `Handle`; between its start and `wait()` the caller may compute, and must leave
-the buffers alone. All ranks start the same collectives in the same order. `label` says what travels, for
+the buffers alone. All ranks start, and wait for, the same collectives in the same order. `label` says what travels, for
 records and error messages.
 """
 
@@ -137,12 +137,15 @@ class Comm(ABC):
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
         """Push on what is under way; the runtime calls it between layers."""
 
+    def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
+        """Give up what the transport holds; nothing may be under way. Collective."""
+
     def sum_vector(self, values: Array) -> Array:
         """The sum over ranks of float64 vectors, of which at most one rank holds a non-zero in a place.
 
         Then every addition is x + 0, which is exact, and the result does not depend on the order.
         """
-        total = np.ascontiguousarray(values, np.float64)
+        total = np.array(values, np.float64)  # a copy: the sum is in place
         self.allreduce(total, label="vector").wait()
         return total
 

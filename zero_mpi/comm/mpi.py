@@ -43,6 +43,7 @@ class Transfer(Handle):
 
     def __init__(self, running: Running) -> None:
         self._running, self._lock, self._done = running, threading.Lock(), False
+        self._error: BaseException | None = None
         self._requests: list[Any] = []
         self._advance()  # the first requests start now, in program order
 
@@ -51,6 +52,8 @@ class Transfer(Handle):
             self._requests = next(self._running)
         except StopIteration:
             self._done = True
+        except BaseException as error:  # raised where the owner waits, whoever pushed
+            self._done, self._error = True, error
 
     def test(self) -> bool:
         if not self._lock.acquire(blocking=False):
@@ -67,10 +70,13 @@ class Transfer(Handle):
             while not self._done:
                 MPI.Request.Waitall(self._requests)
                 self._advance()
+        if self._error is not None:
+            raise self._error
 
 
 def mpi_type(array: Array) -> Any:
     """The MPI type of an array's elements."""
+    assert array.flags.c_contiguous, "a collective needs a contiguous array"
     return MPI._typedict[array.dtype.char]
 
 
@@ -107,6 +113,7 @@ class MPIComm(Comm):
     def _start(self, running: Running) -> Handle:
         transfer = Transfer(running)
         if transfer.test():
+            transfer.wait()  # nothing to wait for, but an error would come out
             return DONE
         self._progress.add(transfer)
         return transfer
@@ -236,6 +243,7 @@ class MPIComm(Comm):
         ]
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        assert array.flags.c_contiguous, "a collective needs a contiguous array"
         return self._start(self._broadcast(array.reshape(-1), root))
 
     def _broadcast(self, array: Array, root: int) -> Running:
@@ -265,3 +273,8 @@ class MPIComm(Comm):
 
     def barrier(self) -> None:
         self._control.Barrier()
+
+    def close(self) -> None:
+        self._progress.close()
+        for comm in (self._parameters, self._gradients, self._control):
+            comm.Free()
