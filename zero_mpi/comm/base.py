@@ -1,8 +1,8 @@
 """What the runtime asks of a transport: who owns what, and collectives that start and finish separately.
 
 Every collective returns a `Handle`; between its start and `wait()` the caller may compute, and must leave
-the buffers alone. All ranks start, and wait for, the same collectives in the same order. `label` says what travels, for
-records and error messages.
+the buffers alone. All ranks start, and wait for, the same collectives in the same order. `label` says what
+travels, for records and error messages.
 """
 
 from __future__ import annotations
