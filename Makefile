@@ -54,6 +54,7 @@ check: lint types structure
 
 lint: $(VENV)/.has-dev
 	ruff check .
+	ruff format --check --quiet .
 
 types: $(VENV)/.has-dev
 	mypy

@@ -27,17 +27,17 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-if str(TESTS) not in sys.path:         # whatever import mode pytest was given
+if str(TESTS) not in sys.path:  # whatever import mode pytest was given
     sys.path.insert(0, str(TESTS))
 
 import jobs  # noqa: E402
 
-jobs.prepare_process()                 # before a test module imports numpy or MPI
+jobs.prepare_process()  # before a test module imports numpy or MPI
 
 TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
 TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
-SUITE_SIZES = (1, 2, 3, 4, 8)          # what run_sizes.py runs
-PATIENCE = 1.0                         # seconds until a failed rank whose peers stay away speaks up
+SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
+PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
 
 
 class Alone:
@@ -76,7 +76,7 @@ def join_world(with_mpi):
 def finalize(MPI):
     """End MPI while something can still watch: a request or window left open makes the call hang."""
     if not MPI.Is_finalized():
-        faulthandler.dump_traceback_later(TIMEOUT, exit=True)      # a C thread: needs no interpreter lock
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a C thread: needs no interpreter lock
         MPI.Finalize()
         faulthandler.cancel_dump_traceback_later()
 
@@ -86,8 +86,8 @@ class Harness:
 
     def __init__(self, world):
         self.world = world
-        self.stderr = os.dup(2)        # while pytest does not capture: our last words must get out
-        self.deselected = {}           # reason: number of tests
+        self.stderr = os.dup(2)  # while pytest does not capture: our last words must get out
+        self.deselected = {}  # reason: number of tests
         # Rank 0 names it, the first test that wants a folder makes it.
         self.base = Path(tempfile.gettempdir(), world.bcast(f"zero_mpi-tests-{uuid.uuid4().hex}"))
 
@@ -98,13 +98,14 @@ class Harness:
     @contextlib.contextmanager
     def watched(self, what, seconds=TIMEOUT) -> Iterator[None]:
         """End the whole job if the body takes longer than `seconds`."""
+
         def end_job():
             self.shout(f"{what}: not done after {seconds:g} s; the stacks of this rank:")
             faulthandler.dump_traceback(all_threads=True, file=self.stderr)
             jobs.kill_running()
             self.remove(self.base)
-            time.sleep(0.5)                   # lets the other ranks write theirs
-            os._exit(TIMEOUT_STATUS)          # not MPI_Abort: the main thread may hold MPI's lock
+            time.sleep(0.5)  # lets the other ranks write theirs
+            os._exit(TIMEOUT_STATUS)  # not MPI_Abort: the main thread may hold MPI's lock
 
         watchdog = threading.Timer(seconds, end_job)
         watchdog.daemon = True
@@ -117,7 +118,7 @@ class Harness:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
         """Send the reports of all ranks but the first to files."""
-        session.config.option.with_mpi = True    # or pytest-mpi skips tests marked `mpi` in a world of one
+        session.config.option.with_mpi = True  # or pytest-mpi skips tests marked `mpi` in a world of one
         if self.world.rank == 0:
             return
         folder = Path(os.environ.get("ZERO_MPI_TEST_LOGS", "test-logs"))
@@ -141,8 +142,10 @@ class Harness:
         for rank, names in enumerate(collected):
             if names != collected[0]:
                 odd = sorted(set(names) ^ set(collected[0])) or ["the same tests in another order"]
-                pytest.exit(f"ranks 0 and {rank} collected different tests: {', '.join(odd[:5])}",
-                            returncode=DISAGREED_STATUS)
+                pytest.exit(
+                    f"ranks 0 and {rank} collected different tests: {', '.join(odd[:5])}",
+                    returncode=DISAGREED_STATUS,
+                )
 
     def reason_to_leave_out(self, item):
         """Why a test does not run in this world, or None."""
@@ -152,8 +155,10 @@ class Harness:
         if marker is None or self.world.size in marker.args:
             return None
         if not set(marker.args) & set(SUITE_SIZES):
-            raise pytest.UsageError(f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
-                                    "so no run of the suite would ever run it")
+            raise pytest.UsageError(
+                f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
+                "so no run of the suite would ever run it"
+            )
         return f"for other world sizes than {self.world.size}"
 
     def pytest_report_collectionfinish(self):
@@ -171,7 +176,7 @@ class Harness:
         marker = item.get_closest_marker("timeout_seconds")
         with self.watched(item.nodeid, marker.args[0] if marker else TIMEOUT):
             result = yield
-        self.remove(self.folder_of(item))     # all ranks are past their teardown: it was agreed on
+        self.remove(self.folder_of(item))  # all ranks are past their teardown: it was agreed on
         return result
 
     def folder_of(self, item):
@@ -196,7 +201,7 @@ class Harness:
             return report
         text = failure_text(report) if report.failed else ""
         speak_up = threading.Timer(PATIENCE, self.shout, [f"FAILED {item.nodeid} ({call.when})\n{text}"])
-        if report.failed:                     # the others may be stuck in a collective of this test
+        if report.failed:  # the others may be stuck in a collective of this test
             speak_up.start()
         outcomes = self.world.allgather((report.outcome, text))
         speak_up.cancel()
@@ -245,7 +250,7 @@ def pytest_configure(config):
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
-        config.workerinput = {}        # pytest's sign for "not the one who writes caches and JUnit files"
+        config.workerinput = {}  # pytest's sign for "not the one who writes caches and JUnit files"
     if harness.world.size > 1:
         same_examples_on_all_ranks()
 
@@ -293,5 +298,5 @@ def ranks_folder(request):
     """An empty folder, the same on all ranks; removed when all of them are done with the test."""
     harness = request.config.pluginmanager.getplugin("zero_mpi-harness")
     folder = harness.folder_of(request.node)
-    folder.mkdir(parents=True, exist_ok=True)        # by whoever comes first: nobody waits
-    return folder                      # the harness removes it, after all ranks' teardown
+    folder.mkdir(parents=True, exist_ok=True)  # by whoever comes first: nobody waits
+    return folder  # the harness removes it, after all ranks' teardown

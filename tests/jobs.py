@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-TIMED_OUT = 124                        # as timeout(1) says it
+TIMED_OUT = 124  # as timeout(1) says it
 
 # What a launcher tells its ranks. A launcher that finds these takes itself for a rank of the outer job.
 JOB_VARIABLES = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI)_|MPI_LOCAL(NRANKS|RANKID)$")
@@ -57,8 +57,11 @@ def clean_environment() -> dict[str, str]:
     def of_outer_job(name: str) -> bool:
         return in_job and bool(JOB_VARIABLES.match(name)) and not SETTINGS.match(name)
 
-    return {name: value for name, value in os.environ.items()
-            if name not in _set_for_this_process and not of_outer_job(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _set_for_this_process and not of_outer_job(name)
+    }
 
 
 def launcher() -> list[str]:
@@ -72,31 +75,48 @@ def launcher() -> list[str]:
     return [found]
 
 
-def run_job(ranks: int, args: Sequence[str | os.PathLike[str]], *, timeout: float = 120,
-            env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None,
-            ) -> tuple[int, str, str]:
+def run_job(
+    ranks: int,
+    args: Sequence[str | os.PathLike[str]],
+    *,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> tuple[int, str, str]:
     """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, stderr).
 
     `env` is added to the cleaned environment. A job past `timeout` seconds is killed, status `TIMED_OUT`.
     """
-    return run_command([*launcher(), "-n", str(ranks), sys.executable, *args],
-                       timeout=timeout, env=env, cwd=cwd)
+    return run_command(
+        [*launcher(), "-n", str(ranks), sys.executable, *args], timeout=timeout, env=env, cwd=cwd
+    )
 
 
-def run_command(command: Sequence[str | os.PathLike[str]], *, timeout: float,
-                env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None,
-                merge: bool = False) -> tuple[int, str, str]:
+def run_command(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    merge: bool = False,
+) -> tuple[int, str, str]:
     """Run any command as `run_job` does; with `merge`, stderr goes into stdout in order of time."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(command, env=clean_environment() | dict(env or {}), cwd=cwd,
-                                   stdin=subprocess.DEVNULL, stdout=out,
-                                   stderr=subprocess.STDOUT if merge else err, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=clean_environment() | dict(env or {}),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT if merge else err,
+            start_new_session=True,
+        )
         _running.add(process.pid)
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
-        finally:                       # on an exception too: an interrupted test leaves no ranks
+        finally:  # on an exception too: an interrupted test leaves no ranks
             end(process)
         return status, read(out), read(err)
 

@@ -29,10 +29,17 @@ SIZES = "1,2,3,4,8"
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
-NOTHING_RAN = 5                                  # pytest's status
-NO_VERDICT = 97                                  # ours: an end without a summary
-COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed",
-              "errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
+NOTHING_RAN = 5  # pytest's status
+NO_VERDICT = 97  # ours: an end without a summary
+COUNTED_AS = {
+    "passed": "passed",
+    "xpassed": "passed",
+    "failed": "failed",
+    "error": "failed",
+    "errors": "failed",
+    "skipped": "skipped",
+    "xfailed": "skipped",
+}
 
 
 @dataclass
@@ -53,7 +60,7 @@ def read_verdict(status: int, output: str) -> Verdict:
     counts: Counter[str] = Counter()
     for count, kind in COUNT.findall(summaries[0].partition(" in ")[0]):
         counts[COUNTED_AS.get(kind, kind)] += int(count)
-    if status == NOTHING_RAN and counts["deselected"]:      # by the marks or options, which leave a trace
+    if status == NOTHING_RAN and counts["deselected"]:  # by the marks or options, which leave a trace
         status = 0
     if status == 0 and counts["failed"]:
         status = NO_VERDICT
@@ -92,7 +99,8 @@ def parts(sizes: list[int], paths: list[str]) -> list[tuple[str, int, list[str]]
     serial = [path for path in paths if ROOT / "tests" / "serial" in within(path)]
     parallel = [path for path in paths if path not in serial]
     return ([("serial", 0, serial)] if serial else []) + [
-        (f"{ranks} rank{'s' if ranks > 1 else ''}", ranks, parallel) for ranks in sizes if parallel]
+        (f"{ranks} rank{'s' if ranks > 1 else ''}", ranks, parallel) for ranks in sizes if parallel
+    ]
 
 
 def within(path: str) -> list[Path]:
@@ -106,9 +114,10 @@ def read_arguments() -> tuple[list[int], list[str], list[str]]:
     own, options = sys.argv[1:], []
     if "--" in own:
         cut = own.index("--")
-        own, options = own[:cut], own[cut + 1:]
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+        own, options = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
     parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi"])
     args = parser.parse_args(own)

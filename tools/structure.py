@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoint.manager": ("errors",),
     "data.*": ("errors",),
     "checkpoint.state": TRAINING,
-    "checkpoint": (*TRAINING, "checkpoint.state"),           # its __init__: re-exports
+    "checkpoint": (*TRAINING, "checkpoint.state"),  # its __init__: re-exports
     "watchdog": BASE,
     "records": BASE,
     "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.reader"),
@@ -58,7 +58,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 
 MAX_FUNCTION, MAX_FILE = 60, 400
 FOLDERS = (PACKAGE, "tools", "examples", "benchmarks", "tests")
-FREE_LENGTH = ("tests",)                 # a table of cases may be long; its functions may not
+FREE_LENGTH = ("tests",)  # a table of cases may be long; its functions may not
 
 Violation = tuple[int, str]
 
@@ -92,7 +92,7 @@ def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
-            for other in node.orelse:    # type: ignore[attr-defined]
+            for other in node.orelse:  # type: ignore[attr-defined]
                 yield other
                 yield from running_nodes(other)
         else:
@@ -111,8 +111,11 @@ def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str
                 deeper = f"{origin}.{alias.name}"
                 yield node.lineno, deeper if origin == PACKAGE or is_module(deeper, package) else origin
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from ((node.lineno, text.value) for text in node.args[:1]
-                        if isinstance(text, ast.Constant) and isinstance(text.value, str))
+            yield from (
+                (node.lineno, text.value)
+                for text in node.args[:1]
+                if isinstance(text, ast.Constant) and isinstance(text.value, str)
+            )
 
 
 def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
@@ -143,7 +146,7 @@ def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violatio
         if top in GUARDED and not any(matches(module, user) for user in GUARDED[top]):
             yield line, f"{module} imports {top}, which only {', '.join(GUARDED[top])} may"
         if top == PACKAGE and inner.startswith("__"):
-            continue                                         # __version__
+            continue  # __version__
         if top == PACKAGE and not is_module(name, package):
             yield line, f"{module} imports {name} from the package's own names: import its module"
         elif top == PACKAGE and not any(matches(inner, allowed) for allowed in (layer, *LAYERS[layer])):
@@ -167,9 +170,12 @@ def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module has no docstring"
     for node in tree.body if public_names else ():
-        if (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                and not node.name.startswith("_") and ast.get_docstring(node) is None
-                and not any(ast.unparse(mark).endswith("overload") for mark in node.decorator_list)):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and not node.name.startswith("_")
+            and ast.get_docstring(node) is None
+            and not any(ast.unparse(mark).endswith("overload") for mark in node.decorator_list)
+        ):
             yield node.lineno, f"{node.name} is public and has no docstring"
 
 
@@ -187,8 +193,11 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
 def violations(root: Path) -> list[str]:
     """Every violation in the tree, as `path:line: text`."""
     files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    return [f"{path.relative_to(root)}:{line}: {text}"
-            for path in files for line, text in sorted(check_file(path, root))]
+    return [
+        f"{path.relative_to(root)}:{line}: {text}"
+        for path in files
+        for line, text in sorted(check_file(path, root))
+    ]
 
 
 def main() -> int:

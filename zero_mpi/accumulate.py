@@ -78,6 +78,8 @@ class GradAccum:
                 f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
                 f"{'None' if mine is None else 'its input'}"
             )
+        if x is not None and criterion is None:
+            raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
         output = self.module.forward(x)
         loss, dy = (None, None) if criterion is None or x is None else criterion(output)
         if mine is not None and loss is not None:

@@ -77,6 +77,7 @@ class ShardedAdamW:
         finite = math.isfinite(norm)
         if finite:
             self.steps += 1
+            self.module.drop_gathered()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
             for unit in self.units:
                 self._update_unit(unit, self.lr if lr is None else lr, scale)

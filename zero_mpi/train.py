@@ -208,7 +208,10 @@ class Trainer:
             return
         model = TextModel(path)
         prompt = tokenizer.encode("def ")
-        ids = [*prompt.tolist(), *model.generate(prompt, self.config.sample, seed=self.config.seed)]
+        ids = [
+            *prompt.tolist(),
+            *model.generate(prompt, self.config.sample, temperature=0.5, seed=self.config.seed),
+        ]
         self.records.say(f"sample of {path}:\n{tokenizer.decode(ids).decode('utf-8', 'replace')}")
 
 

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi.arrays import BufferPool
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
 COVERING = [
@@ -90,3 +91,15 @@ def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
     config = tiny.MODELS["llama"]
     assert tiny.train(exact, config, by_rows=True) == tiny.train(SerialComm(), config, by_rows=True)
     assert tiny.train(exact, config, by_rows=True)[0][0][0] == alone("llama", 5)[0][0][0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2 tied"])
+def test_nothing_reads_a_buffer_that_was_given_back(exact, name, monkeypatch):
+    give = BufferPool.give
+
+    def spoil_and_give(pool, buffer):
+        buffer.fill(np.nan)
+        give(pool, buffer)
+
+    monkeypatch.setattr(BufferPool, "give", spoil_and_give)
+    assert tiny.train(exact, tiny.MODELS[name], prefetch=2) == alone(name, 5)

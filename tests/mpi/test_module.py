@@ -113,6 +113,31 @@ def test_prefetch_has_nothing_to_do_where_parameters_stay_whole(exact, strategy)
     assert not module.has_pending_prefetch
 
 
+def test_what_was_gathered_before_parameters_change_is_dropped(exact):
+    """A prefetch, or a forward without its backward, holds old parameters."""
+    module = tiny.make(exact, CONFIG, prefetch=2)
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    module.prefetch_forward_params()
+    module.load_state_dict(whole_state(seed=5))
+    module.prefetch_forward_params()
+    module.update_shards(np.concatenate(tiny.make(exact, CONFIG, seed=9).parameters()))
+    assert np.array_equal(module.forward(x, training=False), tiny.make(exact, CONFIG, seed=9).forward(x))
+
+
+def test_a_step_drops_what_was_gathered_before_it(exact):
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    outputs = []
+    for early in (False, True):
+        module = tiny.make(exact, CONFIG, prefetch=2)
+        optimizer = ShardedAdamW(module, lr=0.1)
+        one_round(module, exact.rank)
+        if early:
+            module.forward(x)
+        optimizer.step()
+        outputs.append(module.forward(x, training=False))
+    assert np.array_equal(*outputs)
+
+
 # ------------------------------------------------------------------------------------------ gradients
 
 
@@ -278,6 +303,23 @@ def test_shard_info_of_more_ranks_than_rows(exact):
     expected = {1: [6], 2: [3, 3]}.get(exact.size, [3, 3] + [0] * (exact.size - 2))
     assert [info.size for info in infos] == expected
     assert infos[0] == ShardInfo((2, 3), 0, expected[0])
+
+
+def test_accumulation_needs_a_loss(exact):
+    accumulator = GradAccum(tiny.make(exact, CONFIG), exact.size)
+    with pytest.raises(ValueError, match="accumulate needs a criterion"):
+        accumulator.accumulate(tiny.micro_batch(0, 0, CONFIG)[0])
+
+
+def test_the_norm_waits_for_reductions(exact):
+    norms = []
+    for sync in (True, False):
+        module = tiny.make(exact, CONFIG)
+        one_round(module, exact.rank)
+        if sync:
+            module.sync_gradients()
+        norms.append(module.gradient_norm())
+    assert norms[0] == norms[1]
 
 
 def test_accumulation_refuses_a_batch_out_of_turn(exact):

@@ -267,8 +267,6 @@ def test_the_command_refuses_what_is_no_model(tmp_path):
         assert_refused(command(str(tmp_path / name), "--tokens", "1"), message)
 
 
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -187,6 +187,11 @@ class ShardedModule(ShardedState):
             and any(unit.gathered for unit in self.units)
         )
 
+    def drop_gathered(self) -> None:
+        """Give up what was gathered, and a forward whose backward has not come: both are out of date."""
+        super().drop_gathered()
+        self._saved = None
+
     def overlapped_sync_gradients(self) -> Handle:
         """Complete the step's reductions, and start what else gradients need; `wait` on the result.
 

@@ -41,10 +41,17 @@ class ShardedState:
 
     def load_slices(self, read: Read) -> None:
         """Fill parameters by read(name, start, stop); only what this rank keeps is asked for."""
+        self.drop_gathered()
         for unit in self.units:
             unit.wait_gather()
             target, part = held(unit)
             fill(unit, target, part, read)
+
+    def drop_gathered(self) -> None:
+        """Give up what was gathered from slices that are about to change."""
+        for unit in self.units:
+            if self.strategy.shards_parameters:
+                unit.release()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Fill parameters from whole arrays by name. Raises ValueError for wrong names or shapes."""
@@ -68,6 +75,7 @@ class ShardedState:
                 f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
                 f"{self.comm.rank}, got shape {tuple(flat.shape)}"
             )
+        self.drop_gathered()
         start = 0
         for unit, shard in zip(self.units, shards, strict=True):
             shard[...] = flat[start : start + shard.size]
@@ -180,6 +188,7 @@ class ShardedState:
         """
         sums = np.zeros(self.chunk_count)
         for number, unit in enumerate(self.units):
+            unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.size:
                 sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
         return float(np.sqrt(self.comm.sum_vector(sums).sum()))

@@ -1,0 +1,49 @@
+"""One linear layer whose rows are dealt out over ranks, fitted to a linear map.
+
+    mpirun -n 3 python examples/sharded_linear.py
+
+Ten rows on three ranks are 4, 3 and 3. Forward gathers the rows, multiplies and drops them at once; backward
+gathers them again. Weights, gradients and moments lie with the owner of a row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from zero_mpi import MPIComm, SerialComm, ShardedAdamW, ShardedLinear
+from zero_mpi.launch import World, run
+
+INPUTS, OUTPUTS, STEPS, ROWS = 6, 10, 200, 48
+draw = np.random.default_rng(0)
+MAP = draw.standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
+SHIFT = draw.standard_normal(OUTPUTS).astype(np.float32)
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Fit, and print the loss. Returns the exit status."""
+    comm = SerialComm() if world.mpi is None else MPIComm()
+    layer = ShardedLinear(comm, INPUTS, OUTPUTS, name="map")
+    layer.initialize(seed=0)
+    optimizer = ShardedAdamW(layer, lr=5e-2, weight_decay=0.0)
+    owned = comm.allgather_object(layer.shard_info()["map.weight"].size // INPUTS)
+    if comm.rank == 0:
+        print(f"rows by rank: {owned}")
+    for step in range(STEPS):
+        points = np.random.default_rng(step).standard_normal((ROWS, INPUTS)).astype(np.float32)
+        x = points[comm.rank :: comm.size]
+        error = layer.forward(x) - (x @ MAP.T + SHIFT)
+        layer.backward(2.0 / (ROWS * OUTPUTS) * error)
+        optimizer.step()
+        losses = np.zeros(comm.size)  # one place a rank: added up in the same order on all
+        losses[comm.rank] = np.square(error, dtype=np.float64).sum() / (ROWS * OUTPUTS)
+        loss = comm.sum_vector(losses).sum()
+        if comm.rank == 0 and (step + 1) % 20 == 0:
+            print(f"step {step + 1} loss {loss:.2e}")
+    worst = np.abs(layer.all_gather_param("map.weight") - MAP).max()
+    if comm.rank == 0:
+        print(f"largest error of a weight: {worst:.2e}")
+    return 0
+
+
+if __name__ == "__main__":
+    run("example", command, [])
