@@ -35,7 +35,7 @@ class Config:
     """Everything that a run depends on. None means: worked out from the rest."""
 
     out: str = flag("runs/default", str, "run", "run directory: metrics, configuration, checkpoints")
-    steps: int = flag(240, int, "run", "optimizer steps")
+    steps: int = flag(440, int, "run", "optimizer steps")
     seed: int = flag(0, int, "run", "seed of initial weights and of the order of the data", fixed=True)
     resume: str = flag("auto", str, "run", "auto: from OUT/latest if there is one; never; or a checkpoint")
     sample: int = flag(400, int, "run", "tokens of text to generate at the end; 0 turns it off")
@@ -62,12 +62,12 @@ class Config:
         0.05, float, "data", "part of the documents held out; 0: no evaluation", fixed=True
     )
 
-    batch_size: int = flag(32, int, "batch", "sequences per step over all ranks", fixed=True)
-    micro_batch: int = flag(4, int, "batch", "sequences per forward", fixed=True)
+    batch_size: int = flag(16, int, "batch", "sequences per step over all ranks", fixed=True)
+    micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
 
     lr: float = flag(4e-3, float, "optimizer", "learning rate after the warm-up")
     min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
-    warmup: int = flag(20, int, "optimizer", "steps of linear warm-up")
+    warmup: int = flag(40, int, "optimizer", "steps of linear warm-up")
     schedule: str = flag("cosine", str, "optimizer", "decay", choices=("cosine", "linear", "constant"))
     weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
@@ -97,7 +97,7 @@ class Config:
 
     save_every: int = flag(0, int, "records", "steps between checkpoints; 0: only at the end")
     keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
-    eval_every: int = flag(60, int, "records", "steps between evaluations; 0: only at the end")
+    eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
     timeout: float = flag(600.0, float, "records", "seconds without progress after which the job is ended")

@@ -53,8 +53,7 @@ class Records:
     def say(self, text: str) -> None:
         """A line for the person who watches."""
         if self._active and self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            self._bar.write(text, file=sys.stderr)  # the bar's own stream: two pipes would mix their order
         elif self._active:
             print(text, flush=True)
 

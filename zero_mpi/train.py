@@ -210,7 +210,7 @@ class Trainer:
         prompt = tokenizer.encode("def ")
         ids = [
             *prompt.tolist(),
-            *model.generate(prompt, self.config.sample, temperature=0.5, seed=self.config.seed),
+            *model.generate(prompt, self.config.sample, seed=self.config.seed),
         ]
         self.records.say(f"sample of {path}:\n{tokenizer.decode(ids).decode('utf-8', 'replace')}")
 

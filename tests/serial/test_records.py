@@ -180,13 +180,14 @@ def test_a_log_is_plain_text(tmp_path, capsys):
 
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
-    """The bar goes to stderr; notes are not mixed into it; the file is the same."""
+    """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
     monkeypatch.setattr(records, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
     written.step(record(2))
     written.say("a note")
     written.close()
     printed = capsys.readouterr()
-    assert printed.out == "a note\n"
+    assert printed.out == ""
+    assert "a note" in printed.err.replace("\r", "\n").splitlines()
     assert "2/4" in printed.err
     assert [entry["step"] for entry in read(tmp_path)] == [2]
