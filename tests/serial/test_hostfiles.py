@@ -13,7 +13,16 @@ def test_local8_runs_ranks_on_this_machine():
         start = launcher()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    command = [*start, "--hostfile", FOLDER / "local8", "-n", "2", "python3", "-c", "print('here')"]
+    command = [
+        *start,
+        "--hostfile",
+        FOLDER / "local8",
+        "-n",
+        "2",
+        "python3",
+        "-c",
+        "import os; os.write(1, b'here\\n')",
+    ]
     status, output, errors = run_command(command, timeout=40)
     assert status == 0, output + errors
     assert output.split() == ["here", "here"]
