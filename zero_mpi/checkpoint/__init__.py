@@ -1,1 +1,1 @@
-"""checkpoint."""
+"""Checkpoints: the GGUF format (reader, writer), the pair of files (state), where they lie (manager)."""
