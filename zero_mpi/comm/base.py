@@ -65,6 +65,11 @@ class Piece:
     counts: tuple[int, ...]
     offsets: tuple[int, ...]
 
+    def of_slice(self, partition: Partition, rank: int) -> slice:
+        """What the piece takes of `rank`'s slice, counted from the slice's own beginning."""
+        first = self.start + self.offsets[rank] - partition.bounds[rank]
+        return slice(first, first + self.counts[rank])
+
 
 class Handle:
     """A collective under way."""

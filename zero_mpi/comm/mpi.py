@@ -125,12 +125,11 @@ class MPIComm(Comm):
         return self._start(self._allgather(shard, full, partition))
 
     def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
-        kind, mine, requests = mpi_type(full), partition.bounds[self.rank], []
+        kind, requests = mpi_type(full), []
         for piece in partition.cut(self._most):
             send: Any = MPI.IN_PLACE
             if shard is not None:
-                first = piece.start + piece.offsets[self.rank] - mine
-                send = [shard[first : first + piece.counts[self.rank]], kind]
+                send = [shard[piece.of_slice(partition, self.rank)], kind]
             receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
             requests.append(self._parameters.Iallgatherv(send, receive))
         yield requests
@@ -219,10 +218,9 @@ class MPIComm(Comm):
         ordered_sum(out[start : start + length], parts, accumulate)
 
     def _fast_reduce(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
-        kind, mine, requests, received = mpi_type(full), partition.bounds[self.rank], [], []
+        kind, requests, received = mpi_type(full), [], []
         for piece in partition.cut(self._fast_piece):
-            first = piece.start + piece.offsets[self.rank] - mine
-            target = out[first : first + piece.counts[self.rank]]
+            target = out[piece.of_slice(partition, self.rank)]
             arrives = empty(target.size, full.dtype) if accumulate else target
             send = [full[piece.start : piece.stop], kind]
             requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], piece.counts, MPI.SUM))
@@ -256,10 +254,9 @@ class MPIComm(Comm):
     def gather(
         self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
     ) -> None:
-        kind, mine = mpi_type(shard), partition.bounds[self.rank]
+        kind = mpi_type(shard)
         for piece in partition.cut(self._most):
-            first = piece.start + piece.offsets[self.rank] - mine
-            send = [shard[first : first + piece.counts[self.rank]], kind]
+            send = [shard[piece.of_slice(partition, self.rank)], kind]
             receive = None
             if full is not None:
                 receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]

@@ -106,10 +106,6 @@ class Keys:
     def __init__(self, arch: str, metadata: Metadata) -> None:
         self.arch, self.metadata = arch, metadata
 
-    def has(self, name: str) -> bool:
-        """Whether the key ARCH.NAME is there."""
-        return f"{self.arch}.{name}" in self.metadata
-
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
         """The finite number at ARCH.NAME, or `default`; without one the key is required."""
         key = f"{self.arch}.{name}"

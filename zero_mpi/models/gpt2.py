@@ -76,7 +76,7 @@ class GPT2(ModelConfig):
             feed_forward_length=keys.size("feed_forward_length"),
             head_count=heads,
             norm_epsilon=keys.number("attention.layer_norm_epsilon"),
-            tied="output.weight" not in set(tensors),
+            tied="output.weight" not in tensors,
         )
 
     def metadata(self) -> dict[str, Any]:

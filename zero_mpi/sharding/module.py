@@ -16,7 +16,7 @@ from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.schedule import StagePlan, make_schedule
-from zero_mpi.sharding.shard import ShardedUnit, Views
+from zero_mpi.sharding.shard import ShardedUnit, Views, accumulates_locally
 from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.sharding.unit import units_by_bytes, units_by_scope
@@ -139,18 +139,13 @@ class ShardedModule(ShardedState):
                 self.units[unit].release()
 
     def _start_reductions(self, plan: StagePlan, contributors: int, last: bool) -> None:
-        if self.accumulates_locally and not last:
+        if not last and accumulates_locally(self.comm, self.strategy):
             return
         for number in plan.reduce:
             while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
                 self._reducing.popleft().wait_reduce()
             self.units[number].start_reduce(contributors)
             self._reducing.append(self.units[number])
-
-    @property
-    def accumulates_locally(self) -> bool:
-        """Whether micro-batches are summed on each rank before one reduction: NO_SHARD, fast."""
-        return not self.strategy.shards_moments and not self.comm.exact and self.comm.size > 1
 
     def _weights(self, uses: tuple[int, ...]) -> Views:
         if len(uses) == 1:

@@ -15,6 +15,11 @@ from zero_mpi.sharding.unit import Unit
 Views = dict[str, Array]
 
 
+def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
+    """Whether micro-batches are summed on each rank before one allreduce a step: NO_SHARD, fast."""
+    return not strategy.shards_moments and not comm.exact and comm.size > 1
+
+
 class ShardedUnit:
     """One rank's part of a unit. Buffers of gathered parameters and of gradients come from two pools."""
 
@@ -32,7 +37,7 @@ class ShardedUnit:
         self._gather: Handle | None = None
         keeps_gradient = unit.trainable and not strategy.shards_moments
         self.full_gradient: Array | None = zeros(unit.length) if keeps_gradient else None
-        self._allreduces = keeps_gradient and not comm.exact and comm.size > 1
+        self._allreduces = keeps_gradient and accumulates_locally(comm, strategy)
         self.gradient = zeros(0)
         if unit.trainable:
             self.gradient = self._own(self.full_gradient if self._allreduces else None)
@@ -46,11 +51,6 @@ class ShardedUnit:
         return zeros(self.part.stop - self.part.start) if full is None else full[self.part]
 
     # ------------------------------------------------------------------------------------- parameters
-
-    @property
-    def gathering(self) -> bool:
-        """Whether a gather has been started and not waited for."""
-        return self._gather is not None
 
     @property
     def gathered(self) -> bool:
