@@ -19,7 +19,15 @@ PACKAGE = "zero_mpi"
 # a module may use is listed beside its key, by the same patterns. The package's own __init__ is free.
 BASE = ("errors", "environment")
 STATE = (*BASE, "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
-FILES = ("checkpoint.reader", "checkpoint.writer", "checkpoint.manager")
+FILES = (
+    "checkpoint.digest",
+    "checkpoint.reader",
+    "checkpoint.writer",
+    "checkpoint.manager",
+    "checkpoint.safetensors",
+    "checkpoint.huggingface",
+    "checkpoint.weights",
+)
 TRAINING = (*STATE, *FILES, "optim", "accumulate")
 ANYTHING = ("*",)
 LAYERS: dict[str, tuple[str, ...]] = {
@@ -34,8 +42,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
     "optim": STATE,
     "accumulate": (*STATE, "optim"),
-    "checkpoint.reader": ("errors",),
-    "checkpoint.writer": ("errors", "checkpoint.reader"),
+    "checkpoint.digest": (),
+    "checkpoint.reader": ("errors", "checkpoint.digest"),
+    "checkpoint.writer": ("errors", "checkpoint.digest", "checkpoint.reader"),
+    "checkpoint.safetensors": ("errors", "checkpoint.reader"),
+    "checkpoint.huggingface": ("errors", "checkpoint.reader", "checkpoint.safetensors"),
+    "checkpoint.weights": ("errors", *FILES),
     "checkpoint.manager": ("errors",),
     "data.*": ("errors",),
     "checkpoint.state": TRAINING,
@@ -44,7 +56,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "records": BASE,
     "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.reader"),
 }
-COMMANDS = ("train", "generate", "config", "cli", "launch", "session", "__main__")
+COMMANDS = ("train", "generate", "export", "inspect", "config", "cli", "launch", "session", "__main__")
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 
 # Libraries that only some modules may import.
