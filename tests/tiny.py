@@ -1,12 +1,13 @@
 """Tiny models with odd sizes, and training loops on them: what the suites share."""
 
 import hashlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy
-from zero_mpi.models import GPT2, Llama
+from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
 GPT = {"layers": 2, "dim": 36, "heads": 3, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -15,6 +16,8 @@ MODELS = {
     "llama tied": Llama.from_flags(LLAMA | {"tied": True}),
     "gpt2": GPT2.from_flags(GPT | {"tied": False}),
     "gpt2 tied": GPT2.from_flags(GPT | {"tied": True}),
+    "qwen2": Qwen2.from_flags(LLAMA | {"tied": True}),
+    "qwen3": replace(Qwen3.from_flags(LLAMA | {"layers": 1}), key_length=14, value_length=14),
 }
 
 

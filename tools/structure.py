@@ -21,12 +21,21 @@ BASE = ("errors", "environment")
 STATE = (*BASE, "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
 FILES = (
     "checkpoint.digest",
+    "checkpoint.stored",
+    "checkpoint.index",
     "checkpoint.reader",
+    "checkpoint.packing",
+    "checkpoint.stream",
     "checkpoint.writer",
     "checkpoint.manager",
     "checkpoint.safetensors",
+    "checkpoint.hfconfig",
+    "checkpoint.hforder",
+    "checkpoint.hfnames",
     "checkpoint.huggingface",
     "checkpoint.weights",
+    "checkpoint.hfexport",
+    "checkpoint.encode",
 )
 TRAINING = (*STATE, *FILES, "optim", "accumulate")
 ANYTHING = ("*",)
@@ -43,20 +52,49 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "optim": STATE,
     "accumulate": (*STATE, "optim"),
     "checkpoint.digest": (),
-    "checkpoint.reader": ("errors", "checkpoint.digest"),
-    "checkpoint.writer": ("errors", "checkpoint.digest", "checkpoint.reader"),
-    "checkpoint.safetensors": ("errors", "checkpoint.reader"),
-    "checkpoint.huggingface": ("errors", "checkpoint.reader", "checkpoint.safetensors"),
+    "checkpoint.stored": ("errors",),
+    "checkpoint.index": ("errors", "checkpoint.stored"),
+    "checkpoint.reader": ("errors", "checkpoint.stored", "checkpoint.index"),
+    "checkpoint.packing": ("errors", "checkpoint.stored", "checkpoint.index"),
+    "checkpoint.writer": (
+        "errors",
+        "checkpoint.digest",
+        "checkpoint.stored",
+        "checkpoint.index",
+        "checkpoint.packing",
+        "checkpoint.stream",
+    ),
+    "checkpoint.stream": ("errors", "checkpoint.stored"),
+    "checkpoint.safetensors": ("errors", "checkpoint.stored", "checkpoint.stream"),
+    "checkpoint.hfnames": ("errors", "checkpoint.stored"),
+    "checkpoint.hfconfig": ("errors", "checkpoint.stored", "checkpoint.index", "checkpoint.hfnames"),
+    "checkpoint.hforder": ("checkpoint.stored",),
+    "checkpoint.huggingface": (
+        "errors",
+        "checkpoint.stored",
+        "checkpoint.index",
+        "checkpoint.safetensors",
+        "checkpoint.hfnames",
+        "checkpoint.hfconfig",
+        "checkpoint.hforder",
+    ),
+    "checkpoint.hfexport": ("errors", *FILES),
+    "checkpoint.encode": ("errors", *FILES),
     "checkpoint.weights": ("errors", *FILES),
     "checkpoint.manager": ("errors",),
     "data.*": ("errors",),
-    "checkpoint.state": TRAINING,
-    "checkpoint": (*TRAINING, "checkpoint.state"),  # its __init__: re-exports
+    "checkpoint.contributions": TRAINING,
+    "checkpoint.pair": (*TRAINING, "checkpoint.contributions"),
+    "checkpoint.state": (*TRAINING, "checkpoint.contributions"),
+    "checkpoint.saver": (*TRAINING, "checkpoint.contributions", "checkpoint.pair", "checkpoint.state"),
+    "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
     "watchdog": BASE,
     "records": BASE,
     "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.reader"),
 }
-COMMANDS = ("train", "generate", "export", "inspect", "config", "cli", "launch", "session", "__main__")
+COMMANDS = ("train", "generate", "export", "inspect", "cli", "__main__")
+RUN = ("config", "launch", "resume", "session", "source")
+LAYERS |= dict.fromkeys(RUN, ANYTHING)
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 
 # Libraries that only some modules may import.

@@ -94,12 +94,12 @@ class GradAccum:
 
     def total_loss(self) -> float:
         """The step's loss: the micro-batches' losses, summed in their order. Collective."""
-        return self.totals(0.0)[0]
+        return self.totals()[0]
 
-    def totals(self, flag: float) -> tuple[float, float]:
-        """The step's loss, and the sum of the ranks' `flag`, a small whole number, in one collective."""
-        totals = self.module.comm.sum_vector(np.append(self.losses, flag))
-        return ordered_total(totals[:-1]), float(totals[-1])
+    def totals(self, *flags: float) -> tuple[float, ...]:
+        """The step's loss, and the sum over ranks of each of `flags`, small whole numbers. One collective."""
+        totals = self.module.comm.sum_vector(np.append(self.losses, flags))
+        return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
 
 
 def ordered_total(values: Array) -> float:

@@ -37,8 +37,11 @@ class Config:
     out: str = flag("runs/default", str, "run", "run directory: metrics, configuration, checkpoints")
     steps: int = flag(440, int, "run", "optimizer steps")
     seed: int = flag(0, int, "run", "seed of initial weights and of the order of the data", fixed=True)
-    resume: str = flag("auto", str, "run", "auto: from OUT/latest if there is one; never; or a checkpoint")
+    resume: str = flag(
+        "auto", str, "run", "auto: from the newest sound checkpoint in OUT; never; or a checkpoint"
+    )
     sample: int = flag(400, int, "run", "tokens of text to generate at the end; 0 turns it off")
+    prompt: str = flag("def ", str, "run", "what that text continues")
 
     arch: str = flag("llama", str, "model", "architecture", choices=tuple(ARCHITECTURES))
     layers: int = flag(4, int, "model", "blocks")
@@ -49,7 +52,9 @@ class Config:
     context: int = flag(128, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)")
     vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files")
-    init: str | None = flag(None, str, "model", "start from this GGUF file instead; gives all sizes")
+    init: str | None = flag(
+        None, str, "model", "start from this GGUF file or safetensors folder instead; gives all sizes"
+    )
     freeze: list[str] = flag(
         None, list, "model", "name patterns of parameters to leave as they are", fixed=True
     )
@@ -57,7 +62,12 @@ class Config:
     data: list[str] = flag(
         None, list, "data", "text files, folders or .npy token files (default: Python's library)"
     )
-    tokenizer: str = flag("byte", str, "data", "tokenizer", choices=("byte", "from-init"))
+    tokenizer: str | None = flag(
+        None,
+        str,
+        "data",
+        "byte, from-init, a GGUF or a tokenizer.json (default: from-init with --init, else byte)",
+    )
     val_fraction: float = flag(
         0.05, float, "data", "part of the documents held out; 0: no evaluation", fixed=True
     )
@@ -97,6 +107,14 @@ class Config:
 
     save_every: int = flag(0, int, "records", "steps between checkpoints; 0: only at the end")
     keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
+    async_save: bool = flag(False, bool, "records", "go on training while a checkpoint is written")
+    checkpoint_io: str = flag(
+        "gather",
+        str,
+        "records",
+        "gather: rank 0 writes; parallel: all ranks write their ranges by MPI-IO",
+        choices=("gather", "parallel"),
+    )
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
@@ -106,6 +124,11 @@ class Config:
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must keep, beside the model's sizes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
+
+    def plan(self) -> dict[str, Any]:
+        """The settings that a resumed run may change, with which its rest becomes another one."""
+        names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
+        return {name: getattr(self, name) for name in ("steps", *names)}
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

@@ -1,9 +1,13 @@
-"""The one exception that means "the user can mend this".
+"""The exceptions that a command turns into one line on stderr, from rank 0 only.
 
-A command turns it into one line on stderr, from rank 0 only, and exit status 2. It is a
-`ValueError`, so that callers of the library need not know the class to catch it.
+`UsageError` means "the user can mend this", exit status 2. It is a `ValueError`, so that callers of the
+library need not know the class to catch it. `JobError` is a failure of the machine that all ranks share.
 """
 
 
 class UsageError(ValueError):
     """Bad usage or bad input: says what was expected, what came, and what to do."""
+
+
+class JobError(RuntimeError):
+    """A failure that all ranks know of and raise together: one line from rank 0, exit status 1."""

@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import environment
 from zero_mpi.config import Parser
-from zero_mpi.data import ByteTokenizer
+from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World, run
 from zero_mpi.textmodel import TextModel
@@ -26,7 +27,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", help="GGUF file, or a checkpoint folder")
     parser.add_argument("--prompt", default="def ", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to generate")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
@@ -34,7 +35,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompt and continuation, as it comes."""
+    """Print prompt and continuation, byte by byte as it comes, up to a token that ends a text."""
     options = make_parser().parse_args(arguments)
     if world.size > 1:
         raise UsageError("generation runs in one process: leave mpirun out")
@@ -45,14 +46,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
         threadpool_limits(environment.cores())
     path = options.model
     model = TextModel(f"{path}/model.gguf" if os.path.isdir(path) else path)
-    tokenizer = ByteTokenizer.from_metadata(model.file.metadata)
-    prompt = tokenizer.encode(options.prompt).tolist() if options.prompt else [tokenizer.eos]
+    tokenizer = tokenizer_from_metadata(model.file.metadata)
+    prompt = tokenizer.encode_prompt(options.prompt).tolist()
     ids = model.generate(
         prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
     )
     try:
         write(options.prompt.encode("utf-8", "surrogateescape"))
-        for token in ids:
+        for token in takewhile(lambda token: token not in tokenizer.ends, ids):
             write(tokenizer.decode([token]))
         write(b"\n")
     except BrokenPipeError:  # the reader has enough, as in `... | head`

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zero_mpi import environment
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import JobError, UsageError
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
@@ -110,6 +110,10 @@ def run(
             say(f"zero_mpi {name}: error: {error}")
         problem = f" ({error})"
         status = BAD_USAGE
+    except JobError as error:
+        if world.rank == 0:
+            say(f"zero_mpi {name}: error: {error}")
+        status = FAILED
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else FAILED
     except BaseException:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +15,25 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import __version__, environment
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.state import (
-    Description,
-    Progress,
-    check_pair,
-    load_checkpoint,
-    open_checkpoint,
-    read_json,
-)
+from zero_mpi.checkpoint.state import Description, Progress, finite, load_checkpoint
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
-from zero_mpi.config import Config, spelled, thread_count, write_toml
-from zero_mpi.data import (
-    ByteTokenizer,
-    Corpus,
-    EvalLoader,
-    StepLoader,
-    Windows,
-    holds_token_files,
-    load_corpus,
-)
+from zero_mpi.config import Config, thread_count, write_toml
+from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
-from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
+from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
+from zero_mpi.resume import check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.source import (
+    choose_tokenizer,
+    fingerprint,
+    has_tokenizer,
+    model_from_flags,
+    open_init,
+    read_model,
+)
 
 
 @dataclass
@@ -60,7 +51,7 @@ class Session:
     held_out: EvalLoader
     description: Description
     progress: Progress
-    tokenizer: ByteTokenizer | None
+    tokenizer: Tokenizer | None
     notes: list[str]
 
 
@@ -69,11 +60,12 @@ def prepare(world: World, config: Config) -> Session:
     threads = set_threads(config)
     out = Path(config.out)
     world.on_root(lambda: make_folder(out))
-    start = find_start(world, config, out)
-    init = world.together(partial(GGUFFile.open, config.init)) if config.init else None
-    given = world.together(lambda: read_model(init))
-    tokenizer = world.together(lambda: choose_tokenizer(config, init))
-    model = given or world.together(lambda: choose_model(config, tokenizer))
+    notes: list[str] = []
+    start = find_start(world, config, out, notes)
+    init: WeightSource | None = world.together(lambda: open_init(config))
+    given: ModelConfig | None = world.together(lambda: init and read_model(init))
+    tokenizer: Tokenizer | None = world.together(lambda: choose_tokenizer(config, init, given))
+    model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     comm = make_comm(world, config)
@@ -87,14 +79,14 @@ def prepare(world: World, config: Config) -> Session:
         weight_decay=config.weight_decay,
     )
     description = describe(config, model, corpus, tokenizer, init, threads)
-    notes = list(corpus.notes)
+    notes += corpus.notes
     progress = Progress()
     if start is not None:
         world.on_root(lambda: check_resume(start, description, notes))
         progress = world.together(lambda: load_checkpoint(start, optimizer))
         notes.append(f"resuming from {start} at step {progress.step}")
     elif init is not None:
-        world.together(lambda: module.load_slices(init.read))
+        world.together(lambda: module.load_slices(finite(init.read, init.path)))
     else:
         module.initialize(config.seed)
     if world.rank == 0:
@@ -150,61 +142,6 @@ def make_folder(out: Path) -> None:
         raise UsageError(f"--out {out}: cannot write there: {error.strerror or error}") from error
 
 
-def find_start(world: World, config: Config, out: Path) -> Path | None:
-    """The checkpoint to go on from, or None; the same on all ranks."""
-
-    def look() -> Path | None:
-        if config.resume == "never":
-            return None
-        folder = out / manager.LATEST if config.resume == "auto" else Path(config.resume)
-        if config.resume == "auto" and not folder.is_symlink() and not folder.exists():
-            return None
-        if not folder.is_dir():
-            raise UsageError(
-                f"--resume {config.resume}: there is no checkpoint folder {folder}; "
-                "expected auto, never or a folder"
-            )
-        try:
-            check_pair(*open_checkpoint(folder))
-        except UsageError as error:
-            raise UsageError(f"{error}; use --resume DIR of another checkpoint, or --resume never") from error
-        return folder.resolve()
-
-    found: Path | None = world.share(world.on_root(look))
-    return found
-
-
-def choose_tokenizer(config: Config, init: GGUFFile | None) -> ByteTokenizer | None:
-    """The tokenizer of text data; None for token files."""
-    if holds_token_files(config.data):
-        if init is None and config.vocab_size is None:
-            raise UsageError("token files need --vocab-size V with --arch, or --init MODEL.gguf")
-        return None
-    if config.vocab_size is not None:
-        raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
-    if init is not None:
-        return ByteTokenizer.from_metadata(init.metadata)
-    if config.tokenizer == "from-init":
-        raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
-    return ByteTokenizer()
-
-
-def read_model(init: GGUFFile | None) -> ModelConfig | None:
-    """The model's sizes from the file it starts from."""
-    if init is None:
-        return None
-    shapes = {name: info.shape for name, info in init.tensors.items()}
-    model = config_from_gguf(init.metadata, shapes, str(init.path))
-    model.check_tensors(shapes, str(init.path))
-    return model
-
-
-def choose_model(config: Config, tokenizer: ByteTokenizer | None) -> ModelConfig:
-    """The model's sizes from the flags."""
-    vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    return ARCHITECTURES[config.arch].from_flags(dataclasses.asdict(config) | {"vocab_size": vocab_size})
-
-
 def make_comm(world: World, config: Config) -> Comm:
     """The transport between the ranks."""
     if world.mpi is None:
@@ -214,7 +151,7 @@ def make_comm(world: World, config: Config) -> Comm:
     return MPIComm(exact=config.reduction == "exact")
 
 
-def read_corpus(config: Config, model: ModelConfig, tokenizer: ByteTokenizer | None) -> Corpus:
+def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
     """The data of the flags."""
     return load_corpus(
         config.data,
@@ -266,23 +203,23 @@ def describe(
     config: Config,
     model: ModelConfig,
     corpus: Corpus,
-    tokenizer: ByteTokenizer | None,
-    init: GGUFFile | None,
+    tokenizer: Tokenizer | None,
+    init: WeightSource | None,
     threads: int,
 ) -> Description:
     """What the checkpoints of this run say beside their tensors."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
+        if tokenizer is not None and not has_tokenizer(init):
+            metadata |= tokenizer.metadata()
     elif tokenizer is not None:
         metadata = model.metadata() | name | tokenizer.metadata()
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
-    sizes = {
-        f"model.{key}": sorted(value) if isinstance(value, frozenset) else value
-        for key, value in dataclasses.asdict(model).items()
-    }
+    sizes = {f"model.{key}": as_json(value) for key, value in dataclasses.asdict(model).items()}
     settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
+    settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
     machine = {
         "threads": threads,
@@ -290,32 +227,11 @@ def describe(
         "zero_mpi": __version__,
         "cpu": platform.machine(),
     }
-    return Description(model.arch, metadata, settings, machine)
+    return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
 
 
-def check_resume(folder: Path, description: Description, notes: list[str]) -> None:
-    """Raise UsageError if the checkpoint is of another run, naming the first difference.
-
-    What may differ but moves bits goes into `notes`.
-    """
-    _, state = open_checkpoint(folder)
-    difference = first_difference(read_json(state, "training.settings"), description.settings)
-    if difference:
-        key, was, now = difference
-        label = {"corpus": "the text of --data (its sha256)"}.get(key, key if "." in key else spelled(key))
-        raise UsageError(
-            f"{folder} is a checkpoint of another run: {label} was {was}, now {now}; "
-            "use the same value, another --out, or --resume never"
-        )
-    difference = first_difference(read_json(state, "training.machine"), description.machine)
-    if difference:
-        key, was, now = difference
-        notes.append(f"the checkpoint was made with {key} {was}, now {now}: the last bits may change")
-
-
-def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """(key, before, now) of the first key whose values differ; None if all are equal."""
-    for key in [*now, *(key for key in before if key not in now)]:
-        if before.get(key) != now.get(key):
-            return key, before.get(key), now.get(key)
-    return None
+def as_json(value: Any) -> Any:
+    """A size as JSON gives it back."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""A GGUF model in one process: prompt in, tokens out, with a key/value cache.
+"""A model in one process: prompt in, tokens out, with a key/value cache.
 
 The layers are those of training; each keeps what it needs of earlier positions in the cache. When the context
 is full the newest half of it is read again, and generation goes on.
@@ -6,8 +6,9 @@ is full the newest half of it is read again, and generation goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,19 +19,53 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.nn import Cache
 
 
-class TextModel:
-    """The model of a GGUF file, its weights as float32. Raises UsageError for a file it cannot run."""
+class Shaped(Protocol):
+    """A tensor of a source, as far as it is known before it is read."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.file = GGUFFile.open(path)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In NumPy's order."""
+
+
+class Source(Protocol):
+    """Where a model can be read from: GGUF keys, and tensors by their GGUF names; `GGUFFile` is one."""
+
+    @property
+    def path(self) -> Path:
+        """What errors name."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """GGUF keys and their values."""
+
+    @property
+    def tensors(self) -> Mapping[str, Shaped]:
+        """All tensors by name."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Elements [start, stop) of the flattened tensor, float32."""
+
+    def tensor(self, name: str) -> Array:
+        """The whole tensor in its shape, float32."""
+
+
+class TextModel:
+    """The model of a GGUF file or of another source, its weights as float32.
+
+    Raises UsageError for what it cannot run.
+    """
+
+    def __init__(self, source: str | Path | Source) -> None:
+        self.file: Source = GGUFFile.open(source) if isinstance(source, str | Path) else source
+        place = str(source) if isinstance(source, str | Path) else str(source.path)
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
-        self.config = config_from_gguf(self.file.metadata, shapes, str(path))
-        self.config.check_tensors(shapes, str(path))
+        self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)
+        self.config.check_tensors(shapes, place)
         self.stages = self.config.stages()
-        self.weights = {name: self.file.tensor(name) for name in shapes}
+        self.weights = {name: self.file.tensor(name) for name in self.config.params()}
         for name, weight in self.weights.items():
             if not np.isfinite(weight).all():
-                raise UsageError(f"{path}: tensor {name} holds values that are not finite")
+                raise UsageError(f"{place}: tensor {name} holds values that are not finite")
         self.cache = Cache()
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ import io
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.arrays import Array
 from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.state import save_checkpoint
+from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
 from zero_mpi.data import unigram_entropy
 from zero_mpi.launch import REQUEUE, World, run
@@ -33,6 +33,7 @@ from zero_mpi.textmodel import TextModel
 from zero_mpi.watchdog import Watchdog
 
 SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before --max-time
+SHORTEST_SAVE = 1.0  # seconds
 
 
 class Trainer:
@@ -53,7 +54,17 @@ class Trainer:
         self.records = Records(
             session.out, world.rank, done=self.progress.step, steps=config.steps, log_every=config.log_every
         )
-        self.started, self.longest_save, self.longest_step = time.monotonic(), 1.0, 0.0
+        self.saver = Saver(
+            session.out,
+            session.optimizer,
+            session.description,
+            keep=config.keep,
+            parallel=config.checkpoint_io == "parallel",
+            background=config.async_save,
+            tick=self.saving,
+        )
+        self.waits_for_save = False
+        self.started, self.longest_step = time.monotonic(), 0.0
         self.limit = seconds(config.max_time)
         self.signalled = False
         self.saved_step = self.progress.step if self.progress.step else -1
@@ -75,6 +86,9 @@ class Trainer:
                 self.save()
         if self.saved_step != self.progress.step:
             self.save()
+        with self.waiting():
+            self.saver.wait()
+        self.announce()
         self.records.close()
         if stopped and self.progress.step < self.config.steps:
             self.records.say(f"stopped after step {self.progress.step}; run the same command to go on")
@@ -87,7 +101,9 @@ class Trainer:
         begun, number = time.perf_counter(), self.progress.step
         self.watchdog.beat(f"step {number + 1}")
         self.rounds(number)
-        loss, stop = self.accumulator.totals(float(self.wants_to_stop()))
+        loss, stop, failed = self.accumulator.totals(self.wants_to_stop(), self.saver.failed)
+        if failed:
+            self.saver.wait()  # raises on all ranks what failed in the background
         lr = self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.config.grad_clip or None)
         optimizer, tokens = self.session.optimizer, self.session.loader.tokens_per_step
@@ -97,6 +113,7 @@ class Trainer:
             tokens=self.progress.tokens + tokens,
             skipped=optimizer.skipped,
             updates=optimizer.steps,
+            samples=self.progress.samples + self.session.loader.batch_size,
         )
         took = time.perf_counter() - begun
         self.longest_step = max(self.longest_step, took)
@@ -113,6 +130,7 @@ class Trainer:
         if number + 1 == self.config.steps or self.due(self.config.eval_every):
             record |= self.evaluate()
         self.records.step(record)
+        self.announce()
         return stop > 0
 
     def rounds(self, number: int) -> None:
@@ -147,20 +165,33 @@ class Trainer:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
         if self.limit is None or self.world.rank != 0:
             return self.signalled
-        needed = 2 * self.longest_step + SAVE_MARGIN * self.longest_save
+        needed = 2 * self.longest_step + SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest)
         return self.signalled or time.monotonic() - self.started + needed > self.limit
 
     def save(self) -> None:
-        """Write a checkpoint of the step just done."""
-        begun = time.monotonic()
-        self.watchdog.beat(f"saving step {self.progress.step}")
-        session = self.session
-        folder = save_checkpoint(
-            session.out, session.optimizer, self.progress, session.description, self.config.keep
-        )
+        """Write a checkpoint of the step just done, or begin to."""
+        with self.waiting():
+            self.saver.save(self.progress)
         self.saved_step = self.progress.step
-        self.longest_save = max(self.longest_save, time.monotonic() - begun)
-        self.records.say(f"saved {folder}")
+        self.announce()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the run waits for a checkpoint, what the save gets done counts as progress."""
+        self.waits_for_save = True
+        self.watchdog.beat(f"saving step {self.progress.step}")
+        yield
+        self.waits_for_save = False
+
+    def saving(self, what: str) -> None:
+        """A save gets on; it may be a thread's that says so."""
+        if self.waits_for_save:
+            self.watchdog.beat(f"saving: {what}")
+
+    def announce(self) -> None:
+        """Say which checkpoints are complete."""
+        for saved in self.saver.finished():
+            self.records.say(f"saved {saved.folder} in {saved.seconds:.1f} s, state {saved.digest[:16]}")
 
     def summary(self) -> list[str]:
         """What is about to happen, for the person who started it."""
@@ -207,7 +238,7 @@ class Trainer:
         if not path.exists():
             return
         model = TextModel(path)
-        prompt = tokenizer.encode("def ")
+        prompt = tokenizer.encode_prompt(self.config.prompt)
         ids = [
             *prompt.tolist(),
             *model.generate(prompt, self.config.sample, seed=self.config.seed),

@@ -1,15 +1,23 @@
 """A checkpoint written by any number of ranks, under any strategy, is the same file and loads anywhere."""
 
+import errno
 import hashlib
+import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 import tiny
+from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
+from zero_mpi.checkpoint import pair
+from zero_mpi.checkpoint.digest import digest
 from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint, save_checkpoint
-from zero_mpi.errors import UsageError
+from zero_mpi.checkpoint.saver import Saver, save_checkpoint
+from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.models import GPT2
 
 CONFIG = tiny.MODELS["gpt2 tied"]
 DESCRIPTION = Description("gpt2", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
@@ -55,6 +63,117 @@ def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
     go_on(optimizer, [2, 3])
     unbroken, _ = trained(SerialComm(), FULL_SHARD, steps=4)
     assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_ranks_that_write_their_own_ranges_write_the_same_files(exact, strategy, ranks_folder):
+    optimizer, progress = trained(exact, strategy)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    Saver(ranks_folder / "own", optimizer, DESCRIPTION, parallel=True).save(progress)
+    assert digests(ranks_folder / "own" / "latest") == digests(gathered)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strategy, parallel, ranks_folder):
+    """Training goes on meanwhile, twice; the room of the first copies serves the second ones."""
+    optimizer, _ = trained(exact, strategy)
+    saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
+    expected = []
+    for step in (2, 3):
+        now = save_checkpoint(ranks_folder / f"now{step}", optimizer, Progress(step), DESCRIPTION)
+        saver.save(Progress(step))
+        go_on(optimizer, [step])
+        expected.append(digests(now))
+    saver.wait()
+    found = [digests(ranks_folder / "behind" / f"step-{step:08d}") for step in (2, 3)]
+    assert found == expected
+    assert [saved.step for saved in saver.finished()] == [2, 3]
+    assert not [thread for thread in threading.enumerate() if "saver" in thread.name]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_folder):
+    optimizer, progress = trained(exact, FULL_SHARD)
+    (ranks_folder / "out").touch()  # a file where the folder should be
+    saver = Saver(ranks_folder / "out", optimizer, DESCRIPTION, background=background)
+    if background:
+        saver.save(progress)
+    with pytest.raises(JobError, match=r"step 2 was not saved: cannot write .*out"):
+        saver.wait() if background else saver.save(progress)
+
+
+@pytest.mark.world(2, 3)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):
+    """The last rank that writes at all cannot write the second file."""
+    optimizer, progress = trained(exact, FULL_SHARD)
+    first = save_checkpoint(ranks_folder, optimizer, Progress(1), DESCRIPTION)
+    before = digests(first)
+    if exact.rank == (exact.size - 1 if parallel else 0):
+        monkeypatch.setattr(pair.Output, "write", refuse_moments)
+    with pytest.raises(
+        JobError, match=r"cannot write .*optimizer.gguf: .*quota.*latest is still step-00000001"
+    ):
+        Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(progress)
+    exact.barrier()
+    assert digests(ranks_folder / "latest") == before
+    assert sorted(path.name for path in ranks_folder.iterdir()) == ["latest", "step-00000001"]
+
+
+def refuse_moments(self, name, first, values):
+    if self.content.path.name == "optimizer.gguf":
+        self.problem = OSError(errno.EDQUOT, "Disk quota exceeded", str(self.content.path))
+
+
+def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_folder):
+    folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
+    model, state = open_checkpoint(folder)
+    check_digests(model, state, exact.rank, exact.size)
+    lines = [*model.metadata["training.tensor_sha256"], *state.metadata["training.tensor_sha256"]]
+    assert [line.partition(" ")[2] for line in lines] == [*model.tensors, *state.tensors]
+    assert lines == [
+        f"{digest(file.tensor(name))} {name}" for file in (model, state) for name in file.tensors
+    ]
+
+
+def test_row_sharding_writes_the_same_files(exact, ranks_folder):
+    """Its slices cut the pieces of digests; only norms may differ, so the state is one that never stepped."""
+    folders = []
+    for by_rows in (False, True):
+        optimizer = ShardedAdamW(tiny.make(exact, CONFIG, by_rows=by_rows))
+        folders.append(save_checkpoint(ranks_folder / str(by_rows), optimizer, Progress(1), DESCRIPTION))
+    exact.barrier()
+    assert digests(folders[0]) == digests(folders[1])
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
+    """What is allocated while saving: a unit at most, and some for headers; on other ranks nearly nothing."""
+    flags = {"layers": 3, "dim": 160, "heads": 4, "ffn": 640, "context": 8, "vocab_size": 61, "tied": True}
+    module = tiny.make(exact, GPT2.from_flags(flags))
+    optimizer = ShardedAdamW(module)
+    unit = 4 * max(unit.unit.length for unit in module.units)
+    save_checkpoint(ranks_folder, optimizer, Progress(1), DESCRIPTION)  # what is imported on the way
+    tracemalloc.start()
+    Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(Progress(2))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    gathers = exact.rank == 0 and exact.size > 1 and not parallel
+    small = 200_000
+    assert unit > 4 * small
+    assert peak < (unit + small if gathers else small), (peak, unit)
+
+
+def test_only_rank_0_is_sent_anything(exact, ranks_folder):
+    """Each rank sends its slices once, and nothing is gathered to all."""
+    comm = RecordingComm(exact)
+    optimizer, progress = trained(comm, FULL_SHARD)
+    comm.log.clear()
+    save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
+    assert {event.kind for event in comm.log} <= {"gather"}
+    slices = [unit.shard.nbytes for unit in optimizer.module.units]
+    assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))
 
 
 def test_the_file_holds_the_parameters(exact, ranks_folder):

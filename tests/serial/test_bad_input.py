@@ -114,13 +114,16 @@ FLAGS = {
     "bucket-mb": ([*TEXT, "--strategy", "no-shard", "--bucket-mb", "nan"], "--bucket-mb nan"),
     "freeze": ([*TEXT, "--freeze", "no.such.*"], r"--freeze.*no\.such\.\*"),
     "tokenizer": ([*TEXT, "--tokenizer", "from-init"], "--tokenizer from-init needs --init"),
+    "tokenizer file": ([*TEXT, "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json: there is no such"),
+    "tokenizer of text": ([*TEXT, "--tokenizer", "text"], "text: .*expected a GGUF file"),
+    "checkpoint-io": ([*TEXT, "--checkpoint-io", "foo"], "--checkpoint-io.*'foo'.*gather.*parallel"),
     "vocab-size": ([*TEXT, "--vocab-size", "300"], "--vocab-size is for token files"),
 }
 INITS = {
     "no GGUF": ([*TEXT, "--init", "text"], "text: .*expected a GGUF file"),
     "empty": ([*TEXT, "--init", "empty"], "empty: expected a GGUF file"),
     "missing": ([*TEXT, "--init", "nowhere.gguf"], "nowhere.gguf: no such file"),
-    "folder": ([*TEXT, "--init", "run"], "run: expected a GGUF file, found a folder"),
+    "folder": ([*TEXT, "--init", "run"], "run: expected model.gguf, or config.json.*run/latest"),
     "truncated": ([*TEXT, "--init", "truncated.gguf"], "truncated.gguf: .*found the end of the file"),
     "truncated header": ([*TEXT, "--init", "header.gguf"], "header.gguf: "),
     "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: architecture 'mamba'.*llama, gpt2"),

@@ -154,6 +154,27 @@ def test_more_ranks_than_rows(strategy, text, tmp_path):
     assert_same_run(tmp_path / "eight", tmp_path / "one")
 
 
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_qwen_on_three_ranks(arch, text, tmp_path):
+    flags = ["--data", *text, *SIZES, *SETTINGS, "--arch", arch, "--kv-heads", "1", "--tied"]
+    flags += ["--batch-size", "7", "--micro-batch", "2"]
+    train(1, tmp_path / "one", *flags)
+    train(3, tmp_path / "three", *flags, "--recompute", "--prefetch", "2")
+    assert_same_run(tmp_path / "three", tmp_path / "one")
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
+@pytest.mark.parametrize(
+    "how",
+    [["--async-save"], ["--checkpoint-io", "parallel"], ["--async-save", "--checkpoint-io", "parallel"]],
+)
+def test_however_a_checkpoint_is_written_it_is_the_same(how, strategy, reference, tmp_path):
+    """A save after every step; in the background it overlaps with the next one."""
+    expected, flags = reference("llama-tied", "7/2")
+    train(3, tmp_path / "out", *flags, *how, "--strategy", strategy, "--save-every", "1")
+    assert_same_run(tmp_path / "out", expected)
+
+
 def test_table_covers_every_pair_of_values():
     for first, a in enumerate(HEADER):
         for second, b in list(enumerate(HEADER))[first + 1 :]:

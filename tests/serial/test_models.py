@@ -15,7 +15,7 @@ import pytest
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.errors import UsageError
-from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, config_from_gguf
+from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
 from zero_mpi.nn import Recompute, stage_params
 
 EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is
@@ -35,6 +35,34 @@ LLAMA = Llama(
     rope_freq_base=500000.0,
     tied=False,
 )
+QWEN2 = Qwen2(
+    vocab_size=260,
+    context_length=16,
+    embedding_length=24,
+    block_count=2,
+    feed_forward_length=97,
+    head_count=6,
+    head_count_kv=3,
+    key_length=4,
+    value_length=4,
+    rms_epsilon=EXACT,
+    rope_freq_base=500000.0,
+    tied=False,
+)
+QWEN3 = Qwen3(
+    vocab_size=260,
+    context_length=16,
+    embedding_length=24,
+    block_count=2,
+    feed_forward_length=97,
+    head_count=6,
+    head_count_kv=3,
+    key_length=10,
+    value_length=10,
+    rms_epsilon=EXACT,
+    rope_freq_base=500000.0,
+    tied=False,
+)
 GPT = GPT2(
     vocab_size=260,
     context_length=16,
@@ -45,12 +73,23 @@ GPT = GPT2(
     norm_epsilon=EXACT,
     tied=True,
 )
+# float32 numbers that show a detour through fewer digits: not round, the smallest and the largest
+FACTORS = tuple(np.array([1.0, 1 / 3, 8.0, 1e-45, 3.4028235e38], np.float32).tolist())
 CONFIGS = {
     "llama": LLAMA,
     "llama, tied": replace(LLAMA, tied=True),
     "llama, biases": replace(LLAMA, biases=frozenset(LLAMA_BIASES)),
     "llama, some biases": replace(LLAMA, biases=frozenset({"ffn_down", "attn_output"})),
+    "llama, rope factors": replace(LLAMA, rope_factors=FACTORS),
     "llama, flags": replace(Llama.from_flags(FLAGS | {"kv_heads": 2, "ffn": 97}), rms_epsilon=EXACT),
+    "qwen2": QWEN2,
+    "qwen2, tied": replace(QWEN2, tied=True),
+    "qwen2, no biases": replace(QWEN2, biases=frozenset()),
+    "qwen2, flags": replace(Qwen2.from_flags(FLAGS | {"kv_heads": 2, "ffn": 97}), rms_epsilon=EXACT),
+    "qwen3": QWEN3,
+    "qwen3, tied": replace(QWEN3, tied=True),
+    "qwen3, biases": replace(QWEN3, biases=QWEN2.biases),
+    "qwen3, flags": replace(Qwen3.from_flags(FLAGS | {"kv_heads": 2, "tied": True}), rms_epsilon=EXACT),
     "gpt2": replace(GPT, tied=False),
     "gpt2, tied": GPT,
     "gpt2, flags": replace(GPT2.from_flags(FLAGS | {"tied": False}), norm_epsilon=EXACT),
@@ -80,6 +119,29 @@ def llama_tensors(tied: bool, biased: bool) -> dict[str, tuple[int, ...]]:
     return tensors if tied else tensors | {"output.weight": (260, 24)}
 
 
+def qwen_tensors(arch: str, tied: bool, biased: bool) -> dict[str, tuple[int, ...]]:
+    """What llama.cpp wants of QWEN2 (D 4, heads as wide as the model) and QWEN3 (D 10, norms of q and k)."""
+    queries, keys = (24, 12) if arch == "qwen2" else (60, 30)
+    block = {
+        "attn_norm.weight": (24,),
+        "attn_q.weight": (queries, 24),
+        "attn_k.weight": (keys, 24),
+        "attn_v.weight": (keys, 24),
+        "attn_output.weight": (24, queries),
+        "ffn_norm.weight": (24,),
+        "ffn_gate.weight": (97, 24),
+        "ffn_up.weight": (97, 24),
+        "ffn_down.weight": (24, 97),
+    }
+    if biased:
+        block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
+    if arch == "qwen3":
+        block |= {"attn_q_norm.weight": (10,), "attn_k_norm.weight": (10,)}
+    tensors = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    tensors |= {"token_embd.weight": (260, 24), "output_norm.weight": (24,)}
+    return tensors if tied else tensors | {"output.weight": (260, 24)}
+
+
 def gpt2_tensors(tied: bool) -> dict[str, tuple[int, ...]]:
     """What llama.cpp wants of GPT."""
     matrices = {"attn_qkv": (72, 24), "attn_output": (24, 24), "ffn_up": (97, 24), "ffn_down": (24, 97)}
@@ -92,19 +154,24 @@ def gpt2_tensors(tied: bool) -> dict[str, tuple[int, ...]]:
     return tensors if tied else tensors | {"output.weight": (260, 24)}
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors"),
-    [
-        (CONFIGS["llama"], llama_tensors(tied=False, biased=False)),
-        (CONFIGS["llama, tied"], llama_tensors(tied=True, biased=False)),
-        (CONFIGS["llama, biases"], llama_tensors(tied=False, biased=True)),
-        (CONFIGS["gpt2"], gpt2_tensors(tied=False)),
-        (CONFIGS["gpt2, tied"], gpt2_tensors(tied=True)),
-    ],
-    ids=["llama", "llama, tied", "llama, biases", "gpt2", "gpt2, tied"],
-)
-def test_the_tensors_are_those_of_the_architecture(config, tensors):
-    assert {name: param.shape for name, param in config.params().items()} == tensors
+TENSORS = {
+    "llama": llama_tensors(tied=False, biased=False),
+    "llama, tied": llama_tensors(tied=True, biased=False),
+    "llama, biases": llama_tensors(tied=False, biased=True),
+    "qwen2": qwen_tensors("qwen2", tied=False, biased=True),
+    "qwen2, tied": qwen_tensors("qwen2", tied=True, biased=True),
+    "qwen2, no biases": qwen_tensors("qwen2", tied=False, biased=False),
+    "qwen3": qwen_tensors("qwen3", tied=False, biased=False),
+    "qwen3, tied": qwen_tensors("qwen3", tied=True, biased=False),
+    "qwen3, biases": qwen_tensors("qwen3", tied=False, biased=True),
+    "gpt2": gpt2_tensors(tied=False),
+    "gpt2, tied": gpt2_tensors(tied=True),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_tensors_are_those_of_the_architecture(name):
+    assert {name: param.shape for name, param in CONFIGS[name].params().items()} == TENSORS[name]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -126,7 +193,7 @@ def test_recomputation_is_of_the_blocks_and_changes_no_parameter(config):
 
 def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
     """GPT-2's rule, 0.02 / sqrt(2 * layers); all other matrices start at 0.02, norms at 1, biases at 0."""
-    for config in (replace(LLAMA, biases=frozenset(LLAMA_BIASES)), GPT):
+    for config in (replace(LLAMA, biases=frozenset(LLAMA_BIASES)), QWEN2, QWEN3, GPT):
         for name, param in config.params().items():
             if len(param.shape) == 2:
                 back = name.endswith(("attn_output.weight", "ffn_down.weight"))
@@ -139,12 +206,12 @@ def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
 
 
 def write_zeros(path: Any, config: ModelConfig) -> None:
-    """A model file whose weights are zeros."""
-    params = config.params()
-    table = [(name, param.shape) for name, param in params.items()]
+    """A model file whose weights are zeros; constants are what they are."""
+    constants = config.constants()
+    table = [(name, part.shape) for name, part in (config.params() | constants).items()]
     with GGUFStream(path, config.arch, config.metadata(), table) as stream:
         for name, shape in table:
-            stream.write(name, np.zeros(shape, np.float32))
+            stream.write(name, constants.get(name, np.zeros(shape, np.float32)))
 
 
 def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
@@ -165,20 +232,21 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     write_zeros(path, config)
     file = GGUFFile.open(path)
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    found = config_from_gguf(file.metadata, shapes, str(path))
+    found = config_from_gguf(file.metadata, shapes, str(path), file.read)
     assert found == config
     found.check_tensors(shapes, str(path))
-    assert list(shapes) == list(found.params()), "the file has the model's order"
+    assert list(shapes) == [*found.params(), *found.constants()], "the file has the model's order"
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_default_configuration_comes_back_too(arch):
     config = ARCHITECTURES[arch].from_flags(FLAGS)
     assert read_back(config) == config
 
 
-def test_keys_that_may_be_missing_have_llamas_defaults():
-    config = replace(LLAMA, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+def test_keys_that_may_be_missing_have_llama_cpps_defaults(config):
+    config = replace(config, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
     found = read_back(
         config,
         attention__head_count_kv=None,
@@ -201,21 +269,28 @@ def test_the_vocabulary_is_the_tokenizers_or_the_key():
 
 def test_flags_that_are_left_out_have_defaults():
     llama, gpt2 = Llama.from_flags(FLAGS), GPT2.from_flags(FLAGS)
+    qwen2, qwen3 = Qwen2.from_flags(FLAGS), Qwen3.from_flags(FLAGS)
     assert (llama.tied, llama.head_count_kv, llama.feed_forward_length) == (False, 4, 64)
     assert (gpt2.tied, gpt2.feed_forward_length) == (True, 96)
     assert (llama.key_length, llama.value_length) == (6, 6)
+    assert (llama.biases, qwen2.biases, qwen3.biases) == (set(), {"attn_q", "attn_k", "attn_v"}, set())
+    for qwen in (qwen2, qwen3):
+        names = ("tied", "head_count_kv", "feed_forward_length", "key_length", "value_length")
+        assert [getattr(qwen, name) for name in names] == [getattr(llama, name) for name in names]
+        assert qwen.rms_epsilon == np.float32(1e-6)
 
 
 def test_flags_go_where_they_belong():
     flags = FLAGS | {"kv_heads": 2, "ffn": 97}
-    for arch, tied in (("llama", True), ("gpt2", False)):
-        extra = flags if arch == "llama" else flags | {"kv_heads": 4}
+    for arch, tied in (("llama", True), ("qwen2", True), ("qwen3", False), ("gpt2", False)):
+        extra = flags if arch != "gpt2" else flags | {"kv_heads": 4}
         config = ARCHITECTURES[arch].from_flags(extra | {"tied": tied})
         assert (config.block_count, config.embedding_length, config.head_count) == (2, 24, 4)
         assert (config.context_length, config.vocab_size) == (16, 260)
         assert (config.feed_forward_length, config.tied) == (97, tied)
         assert ("output.weight" in config.params()) != tied
-    assert Llama.from_flags(flags).head_count_kv == 2
+    for arch in (Llama, Qwen2, Qwen3):
+        assert arch.from_flags(flags).head_count_kv == 2
 
 
 def refused(message: str):
@@ -223,7 +298,7 @@ def refused(message: str):
     return pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z")
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -249,6 +324,8 @@ def test_impossible_sizes_are_refused(arch, flags, message):
         ("llama", {"kv_heads": 8}, "--kv-heads 8 does not divide --heads 4"),
         ("llama", {"kv_heads": 0}, "--kv-heads 0 does not divide --heads 4"),
         ("llama", {"heads": 8}, "--dim 24 / --heads 8 = 3 is odd"),
+        ("qwen2", {"kv_heads": 3}, "--kv-heads 3 does not divide --heads 4"),
+        ("qwen3", {"heads": 8}, "--dim 24 / --heads 8 = 3 is odd"),
         ("gpt2", {"kv_heads": 2}, "--kv-heads 2: gpt2 has as many"),
     ],
 )
@@ -262,7 +339,7 @@ def test_impossible_heads_are_refused(arch, flags, message):
 
 @pytest.mark.parametrize("arch", ["mamba", None, 7])
 def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
-    with refused(r"model\.gguf: architecture .* is not known; expected one of llama, gpt2"):
+    with refused(r"model\.gguf: architecture .* is not known; expected one of llama, gpt2, qwen2, qwen3"):
         config_from_gguf({"general.architecture": arch}, [], "model.gguf")
 
 
@@ -271,7 +348,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
     [
         *(
             (config, key)
-            for config in (LLAMA, GPT)
+            for config in (LLAMA, QWEN2, QWEN3, GPT)
             for key in (
                 "context_length",
                 "embedding_length",
@@ -282,6 +359,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
             )
         ),
         (LLAMA, "attention.layer_norm_rms_epsilon"),
+        (QWEN2, "attention.layer_norm_rms_epsilon"),
+        (QWEN3, "attention.layer_norm_rms_epsilon"),
         (GPT, "attention.layer_norm_epsilon"),
     ],
 )
@@ -306,6 +385,14 @@ def test_a_size_that_is_none_is_refused(value):
             {"rope__dimension_count": 9, "attention__key_length": 9},
             "llama.rope.dimension_count must be the even head width 9",
         ),
+        (QWEN3, {"rope__dimension_count": 8}, "qwen3.rope.dimension_count must be the even head width 10"),
+        (QWEN2, {"attention__head_count_kv": 4}, "6 heads over 4 key/value heads"),
+        (
+            QWEN2,
+            {"rope__dimension_count": 10, "attention__key_length": 10, "attention__value_length": 10},
+            r"6 heads of width 10 \(values: 10\); expected heads that make up qwen2.embedding_length = 24",
+        ),
+        (QWEN2, {"attention__value_length": 5}, r"6 heads of width 4 \(values: 5\); expected"),
         (GPT, {"attention__head_count": 5}, "gpt2.attention.head_count = 5 does not divide 24"),
     ],
 )
@@ -325,14 +412,17 @@ def test_heads_of_a_file_that_do_not_fit_are_refused(config, changes, message):
         ("attention.clamp_kqv", np.float32(8)),
     ],
 )
-def test_a_key_that_would_change_the_result_is_refused(key, value):
-    with refused(rf"the GGUF key llama\.{key} = .* is not supported"):
-        read_back(LLAMA, **{key.replace(".", "__"): value})
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+def test_a_key_that_would_change_the_result_is_refused(config, key, value):
+    with refused(rf"the GGUF key {config.arch}\.{key} = .* is not supported"):
+        read_back(config, **{key.replace(".", "__"): value})
 
 
-def test_keys_that_say_nothing_are_taken():
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+def test_keys_that_say_nothing_are_taken(config):
     nothing = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1), "expert_count": 0}
-    assert read_back(LLAMA, **nothing) == LLAMA
+    assert read_back(config, **nothing) == config
+    assert read_back(config, attention__sliding_window=np.uint32(4)) == config
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -340,7 +430,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: param.shape for name, param in config.params().items()}
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
 def test_missing_and_surplus_tensors_are_named(config):
     shapes = shapes_of(config)
     del shapes["blk.1.ffn_up.weight"]
@@ -357,7 +447,7 @@ def test_many_missing_tensors_are_counted():
         LLAMA.check_tensors({}, "a file")
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
 def test_a_wrong_shape_is_named(config):
     shapes = shapes_of(config) | {"blk.1.ffn_down.weight": (97, 24)}
     with refused(r"a file: blk\.1\.ffn_down\.weight has shape \(97, 24\), expected \(24, 97\)"):
@@ -373,6 +463,100 @@ def test_biases_of_one_block_only_are_missed_in_the_others():
         found.check_tensors(shapes, "a file")
 
 
+@pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=lambda config: config.arch)
+def test_biases_that_llama_cpp_does_not_know_are_surplus(config):
+    shapes = shapes_of(config) | {f"blk.{i}.attn_output.bias": (24,) for i in range(2)}
+    found = config_from_gguf(keys_of(config), shapes, "a file")
+    assert found == config
+    with refused(r"missing none, surplus blk\.0\.attn_output\.bias, blk\.1\.attn_output\.bias"):
+        found.check_tensors(shapes, "a file")
+
+
+def test_norms_of_heads_belong_to_qwen3_alone():
+    norms = {"blk.0.attn_q_norm.weight": (4,), "blk.0.attn_k_norm.weight": (4,)}
+    with refused(r"missing none, surplus blk\.0\.attn_k_norm\.weight, blk\.0\.attn_q_norm\.weight"):
+        QWEN2.check_tensors(shapes_of(QWEN2) | norms, "a file")
+    without = {name: shape for name, shape in shapes_of(QWEN3).items() if "attn_q_norm" not in name}
+    with refused(r"missing blk\.0\.attn_q_norm\.weight, blk\.1\.attn_q_norm\.weight, surplus none"):
+        QWEN3.check_tensors(without, "a file")
+
+
+# ------------------------------------------------------------------------------------------ rope_freqs
+
+ROPE = "rope_freqs.weight"
+
+
+def with_factors(values: Any, config: ModelConfig = LLAMA, shape: Any = None) -> ModelConfig:
+    """The configuration of a file with these factors, whose table says `shape`; its tensors are checked."""
+    array = np.array(values, np.float32)
+    shapes = shapes_of(config) | {ROPE: array.shape if shape is None else shape}
+
+    def read(name: str) -> np.ndarray:
+        assert name == ROPE, "the configuration is in no other tensor"
+        assert shape is None, "read although its shape is wrong"
+        return array.reshape(-1)
+
+    found = config_from_gguf(keys_of(config), shapes, "a file", read)
+    found.check_tensors(shapes, "a file")
+    return found
+
+
+def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
+    found = with_factors(FACTORS)
+    assert found == replace(LLAMA, rope_factors=FACTORS)
+    assert list(found.constants()) == [ROPE]
+    written = found.constants()[ROPE]
+    assert (written.dtype, written.shape) == (np.float32, (5,))
+    assert written.tobytes() == np.array(FACTORS, np.float32).tobytes()
+    assert ROPE not in found.params()
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
+def test_without_factors_there_is_no_constant(config):
+    assert config.constants() == {}
+
+
+def test_factors_of_frequencies_need_somebody_to_read_them():
+    shapes = shapes_of(LLAMA) | {ROPE: (5,)}
+    with refused(rf"a file: {ROPE} is part of the configuration, and nothing was given to read it"):
+        config_from_gguf(keys_of(LLAMA), shapes, "a file")
+
+
+def test_names_without_shapes_are_enough_if_the_values_fit():
+    names = (name for name in [*LLAMA.params(), ROPE])
+    found = config_from_gguf(keys_of(LLAMA), names, "a file", lambda name: np.array(FACTORS, np.float32))
+    assert found.constants()[ROPE].tolist() == list(FACTORS)
+    with refused(rf"{ROPE} has shape \(4,\), expected \(5,\)"):
+        config_from_gguf(keys_of(LLAMA), [*LLAMA.params(), ROPE], "a file", lambda name: np.ones(4, "f4"))
+
+
+@pytest.mark.parametrize("shape", [(4,), (10,), (1,), (5, 1), (1, 5), (1 << 60,)], ids=str)
+def test_factors_of_another_shape_are_refused_before_they_are_read(shape):
+    numbers = ", ".join(map(str, shape))
+    with refused(rf"a file: {ROPE} has shape \({numbers},?\), expected \(5,\)"):
+        with_factors(FACTORS, shape=shape)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -0.0, -8.0])
+def test_factors_that_cannot_divide_frequencies_are_refused(value):
+    with refused(rf"a file: {ROPE} divides frequencies: expected finite numbers above 0"):
+        with_factors([1.0, 1.0, 1.0, 1.0, value])
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
+def test_factors_are_surplus_where_llama_cpp_has_none(config):
+    with refused(rf"missing none, surplus {ROPE}"):
+        with_factors(np.ones(2), config)
+
+
+def test_factors_that_a_file_lost_are_missed():
+    config = replace(LLAMA, rope_factors=FACTORS)
+    with refused(rf"missing {ROPE}, surplus none"):
+        config.check_tensors(shapes_of(config), "a file")
+    with refused(rf"{ROPE} has shape \(4,\), expected \(5,\)"):
+        config.check_tensors(shapes_of(config) | {ROPE: (4,)}, "a file")
+
+
 # ----------------------------------------------------------------------- what is still taken or crashes
 
 
@@ -381,6 +565,9 @@ def test_biases_of_one_block_only_are_missed_in_the_others():
     [
         (LLAMA, "rope.scaling.attn_factor", np.float32(2)),
         (LLAMA, "attention.causal", False),
+        (QWEN2, "rope.scaling.attn_factor", np.float32(2)),
+        (QWEN2, "attention.causal", False),
+        (QWEN3, "attention.causal", False),
         (GPT, "attention.causal", False),
     ],
 )

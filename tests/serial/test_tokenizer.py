@@ -28,6 +28,12 @@ def test_a_string_with_smuggled_bytes_gives_those_bytes():
     assert TOKENIZER.encode(b"\xff\xfea".decode("utf-8", "surrogateescape")).tolist() == [0xFF, 0xFE, 97]
 
 
+def test_a_batch_is_each_text_and_a_prompt_is_never_empty():
+    assert [ids.tolist() for ids in TOKENIZER.encode_batch([b"hi", "é", b""])] == [[104, 105], [195, 169], []]
+    assert TOKENIZER.encode_prompt("hi").tolist() == [104, 105]
+    assert TOKENIZER.encode_prompt("").tolist() == [TOKENIZER.eos]
+
+
 def test_special_ids_decode_to_nothing():
     assert TOKENIZER.decode([256, 104, 257, 105, 258, 259]) == b"hi"
     assert TOKENIZER.decode([]) == b""

@@ -11,13 +11,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy.typing as npt
-
 PIECE = 4096  # bytes
-WIDTH = 32  # bytes of the digest of a piece
+
+Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no name for buffers
 
 
-def piece_digests(data: npt.NDArray[Any] | bytes | memoryview) -> bytes:
+def piece_digests(data: Data) -> bytes:
     """The digests of the pieces of `data` (C-contiguous), one after the other; the last may be short."""
     view = memoryview(data).cast("B")
     return b"".join([hashlib.sha256(view[at : at + PIECE]).digest() for at in range(0, len(view), PIECE)])
@@ -31,7 +30,7 @@ def digest_of_pieces(pieces: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def digest(data: npt.NDArray[Any] | bytes | memoryview) -> str:
+def digest(data: Data) -> str:
     """The digest (hex) of a whole tensor's bytes."""
     return digest_of_pieces([piece_digests(data)])
 

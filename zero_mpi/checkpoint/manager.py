@@ -3,11 +3,14 @@
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100
 
 A checkpoint is written into a temporary folder beside its place; files and folder are brought to disk, then
-one rename makes it visible, and `latest` is replaced by another. These functions are for one rank.
+one rename makes it visible, and `latest` is replaced by another. Whatever moment a process is killed at, what
+`latest` names is complete. These functions are for one rank.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
 import shutil
@@ -15,6 +18,8 @@ from pathlib import Path
 
 MODEL, OPTIMIZER, LATEST = "model.gguf", "optimizer.gguf", "latest"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
+LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.latest\.partial")
+AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def step_folder(out: Path, step: int) -> Path:
@@ -33,27 +38,58 @@ def begin(out: Path, step: int) -> Path:
 def publish(out: Path, step: int, folder: Path, keep: int) -> Path:
     """Give a complete temporary folder its name, point `latest` to it, and remove what is older than `keep`.
 
-    A checkpoint of the same step is replaced. `keep` 0 keeps all.
+    A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new one and
+    the link to it are on disk.
     """
     final = step_folder(out, step)
     sync_folder(folder)
-    replaced = out / f".{final.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        final.rename(replaced)
-    folder.rename(final)
+        replace_folder(folder, final)
+    else:
+        folder.rename(final)
     sync_folder(out)
     point_latest(out, final.name)
-    shutil.rmtree(replaced, ignore_errors=True)
     remove_old(out, step, keep)
+    clean(out)
     return final
+
+
+def replace_folder(folder: Path, final: Path) -> None:
+    """Put `folder` in the place of `final` without a moment in which there is neither."""
+    if exchange(folder, final):
+        return  # `folder` is now the old one's name; `clean` removes it
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    final.rename(old)
+    try:
+        folder.rename(final)
+    except OSError:
+        old.rename(final)
+        raise
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Let two folders change names in one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
 
 
 def point_latest(out: Path, name: str) -> None:
     """Replace the symbolic link OUT/latest in one step."""
     link = out / f".{LATEST}.partial"
     link.unlink(missing_ok=True)
-    link.symlink_to(name)
+    try:
+        link.symlink_to(name)
+    except OSError as error:
+        error.filename = str(link)  # the system's error names what the link points to
+        raise
     link.replace(out / LATEST)
     sync_folder(out)
 
@@ -65,7 +101,33 @@ def remove_old(out: Path, step: int, keep: int) -> None:
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
-        shutil.rmtree(folder)
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; renamed first, so that one half removed is not taken for a checkpoint."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    shutil.rmtree(old)
+
+
+def clean(out: Path) -> None:
+    """Remove what interrupted saves and removals left behind.
+
+    A checkpoint that was moved aside for a new one which never took its place gets its name back.
+    """
+    for entry in list(out.iterdir()) if out.is_dir() else []:
+        if not LEFT_BEHIND.fullmatch(entry.name):
+            continue
+        final = entry.with_name(entry.name[1:].removesuffix(".old"))
+        wanted = (out / LATEST).is_symlink() and os.readlink(out / LATEST) == final.name
+        if entry.name.endswith(".old") and wanted and not final.exists():
+            entry.rename(final)
+        elif entry.is_symlink():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def steps(out: Path) -> list[tuple[int, Path]]:
@@ -76,10 +138,39 @@ def steps(out: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), entry) for match, entry in found if match and not entry.is_symlink())
 
 
+def candidates(out: Path) -> list[Path]:
+    """Folders to go on from, the best first: what `latest` names, then older ones, the newest of them first.
+
+    A later step goes before it if it was also written later: the link was not replaced any more. Other later
+    ones are of a run that was given up. Without a usable link the highest step counts.
+    """
+    link, found = out / LATEST, steps(out)[::-1]
+    if not link.is_symlink() and not link.exists():
+        return [folder for _, folder in found]
+    target = link.resolve()
+    match = STEP_FOLDER.fullmatch(target.name)
+    if target.parent != out.resolve() or not match:
+        return [link, *(folder for _, folder in found)]
+    latest, written = int(match[1]), written_at(target)
+    later = [folder for step, folder in found if step > latest and written < written_at(folder)]
+    return [*later, out / target.name, *(folder for step, folder in found if step < latest)]
+
+
+def written_at(folder: Path) -> int:
+    """When a checkpoint's last file was written, in ns; 0 if there is none."""
+    try:
+        return (folder / OPTIMIZER).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
+    """Bring a folder's entries to disk. OSError with its name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(folder)  # the system names no file where it is given a handle
+        raise
     finally:
         os.close(handle)

@@ -1,366 +1,206 @@
-"""Reads GGUF files: a strict index first, then only the bytes that are asked for.
+"""A GGUF model: its index, and only the bytes that are asked for.
 
-A GGUF file is untrusted input. The index (header, keys, tensor table) is read forward once; every
-count and length is compared with the bytes left before anything is allocated or looped over, and
-sizes are Python integers, which do not wrap. Nothing is mapped into memory: a file that shrinks
-under a mapping kills the process with a signal, a short read is an error that names the file.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+A model may be split into files NAME-00001-of-0000N.gguf. The first holds the keys, each holds its own tensor
+table; opened by the first they are one model, and nothing else of this package knows that they are several.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import stat
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType, dequantize
-from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.errors import UsageError
+from zero_mpi.checkpoint.index import (
+    GGUFError,
+    Index,
+    Metadata,
+    TensorInfo,
+    alignment_is_sane,
+    padded,
+    read_index,
+)
+from zero_mpi.checkpoint.stored import StoredFile, checked_range, decode, open_file, output, show
 
-Metadata = dict[str, Any]
-"""Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
-key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
-
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do
-ALIGNMENT_KEY = "general.alignment"
-DEFAULT_ALIGNMENT = 32
-MAX_KEY_BYTES = 65535  # the format's limit
-MAX_NAME_BYTES = 63  # llama.cpp's limit
-MAX_DIMS = 4
-MAX_INDEX_BYTES = 128 << 20  # six times the largest known; bounds time and memory on a hostile file
-SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: name of one byte, type, a value of one byte
-SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one dim, type, offset
-CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
-
-_WIDTHS = {
-    "UINT8": "<u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "UINT64": "<u8",
-    "FLOAT32": "<f4",
-    "BOOL": "bool",
-    "INT8": "<i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "FLOAT64": "<f8",
-}
-NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.items()}
-
-
-class GGUFError(UsageError):
-    """A GGUF file or what should become one is not as it must be: file, place, expected, found."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One line of the tensor table: shape in NumPy order, place and length in the file in bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: GGMLQuantizationType
-    offset: int
-    nbytes: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+SPLIT = "split."
+PLACE, COUNT, TOTAL = "split.no", "split.count", "split.tensors.count"
+PART_NAME = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The index of one GGUF file; the data is read on demand.
+    """The index of a GGUF model; the data is read on demand.
 
-    It holds no open file, so it can be sent to other processes that see the same path. `tensors`
-    is in file order. `path` has its links resolved, so that an index opened through a link to the
+    It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
+    order, over all parts. `metadata` has no `split.*` keys, which tell of the files and not of the model:
+    those are in `split`. Paths have their links resolved, so that an index opened through a link to the
     newest checkpoint does not read another checkpoint's data later.
     """
 
-    path: Path
-    nbytes: int
+    parts: tuple[StoredFile, ...]
     metadata: Metadata
     tensors: dict[str, TensorInfo]
+    split: Metadata
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Read and check the index of `path`, never the data. GGUFError where anything is off."""
-        with _open_file(path) as file:
-            real, nbytes = Path(file.name), os.fstat(file.fileno()).st_size
-            if nbytes == 0:
-                raise GGUFError(f"{real}: expected a GGUF file, found an empty one")
-            metadata, tensors = _read_index(_Index(file, real, nbytes))
-        return cls(real, nbytes, metadata, tensors)
+        """Read and check the index of `path`, never the data. UsageError where anything is off.
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) of the flattened tensor, (stop - start,) float32.
+        Of a split model `path` is the first part; all others must be there and fit.
+        """
+        first = _read_part(path)
+        parts = [first, *_other_parts(path, first)]
+        tensors: dict[str, TensorInfo] = {}
+        for number, part in enumerate(parts):
+            _add_tensors(tensors, part, number)
+        _check_total(parts, len(tensors))
+        own = {key: value for key, value in first.metadata.items() if not key.startswith(SPLIT)}
+        split = {key: value for key, value in first.metadata.items() if key.startswith(SPLIT)}
+        return cls(tuple(part.file for part in parts), own, tensors, split)
 
-        Every type that gguf can dequantize is; blocks cut by the range are read whole, nothing else
-        is touched. GGUFError for an unknown name, a type that holds no weights or a file that
-        changed; ValueError for a range outside the tensor.
+    @property
+    def path(self) -> Path:
+        """The file, or the first of several."""
+        return self.parts[0].path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Elements [start, stop) of the flattened tensor, (stop - start,) float32; into `out` if given.
+
+        Every type that gguf can dequantize is; blocks cut by the range are read whole, nothing else is
+        touched. UsageError for an unknown name, a type that holds no weights or a file that changed;
+        ValueError for a range outside the tensor or an `out` that does not fit.
         """
         info = self._info(name)
-        stop = info.size if stop is None else stop
-        if not 0 <= start <= stop <= info.size:
-            raise ValueError(f"tensor {name!r}: range [{start}, {stop}) is not inside [0, {info.size})")
-        out = np.empty(stop - start, np.float32)
-        with _open_file(self.path) as file:
-            self._expect_bytes(self.nbytes, os.fstat(file.fileno()).st_size)
-            for at in range(0, out.size, CHUNK):
-                part = out[at : at + CHUNK]
-                part[:] = self._elements(file, info, start + at, start + at + part.size)
+        start, stop = checked_range(info, start, stop)
+        out = output(stop - start, out)
+        self.parts[info.part].values(info.offset, info, start, out)
         return out
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The whole tensor in its shape, float32. Errors as in `read`."""
         return self.read(name).reshape(self._info(name).shape)
 
+    def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
+        """The stored bytes of a tensor in pieces of `size` bytes, the last one shorter."""
+        info = self._info(name)
+        return self.parts[info.part].pieces(info.offset, info.nbytes, size)
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise GGUFError(f"{self.path}: expected a tensor {show(name)}, the file has none of that name")
         return self.tensors[name]
 
-    def _expect_bytes(self, expected: int, found: int) -> None:
-        if found != expected:
-            raise GGUFError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
-    def _elements(self, file: BinaryIO, info: TensorInfo, start: int, stop: int) -> npt.NDArray[np.float32]:
-        block, width = GGML_QUANT_SIZES[info.type]
-        first, last = start // block, -(-stop // block)
-        file.seek(info.offset + first * width)
-        raw = file.read((last - first) * width)
-        self._expect_bytes((last - first) * width, len(raw))
-        try:
-            values = decode(np.frombuffer(raw, np.uint8), info.type)
-        except NotImplementedError:
-            known = f"expected F32, F16, BF16 or a quantized type, found {info.type.name}"
-            raise GGUFError(f"{self.path}: tensor {show(info.name)}: {known}") from None
-        return values[start - first * block : stop - first * block]
+@dataclass(frozen=True)
+class _Part:
+    """One file: a whole model, or a part of one."""
+
+    file: StoredFile
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+
+    def fault(self, what: str) -> GGUFError:
+        return GGUFError(f"{self.file.path}: {what}")
+
+    def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
+        """The value of a `split.*` key, of exactly the type that llama.cpp asks for."""
+        value: Any = self.metadata.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, kind) or value < 0:
+            found = "nothing" if value is None else show(f"{type(value).__name__} {value}")
+            raise self.fault(f"key {key}: expected {kind.__name__.upper()} of 0 or more, found {found}")
+        return int(value)
 
 
-def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    """Whole blocks (bytes,) to (elements,) float32. NotImplementedError for a type without weights.
+def _read_part(path: str | os.PathLike[str]) -> _Part:
+    if os.path.isdir(path) and os.path.isfile(model := os.path.join(path, "model.gguf")):
+        raise GGUFError(f"{path}: expected a GGUF file, found a folder: name the file in it, {model}")
+    with open_file(path, "a GGUF file") as raw, io.BufferedReader(raw, 1 << 16) as file:
+        stored = StoredFile(Path(os.fsdecode(raw.name)), os.fstat(raw.fileno()).st_size)
+        if stored.nbytes == 0:
+            raise GGUFError(f"{stored.path}: expected a GGUF file, found an empty one")
+        return _Part(stored, *read_index(Index(file, stored.path, stored.nbytes)))
 
-    BF16 by ml_dtypes: the same bits as gguf's own conversion, several times faster. A corrupt scale
-    may be infinite: the values say so, a warning would not say more.
+
+def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
+    """The later parts of a split model, checked against the first; none for a whole one.
+
+    A count of 0 or 1 is a whole model too: llama.cpp's tools leave the keys behind when they merge parts.
     """
-    values: npt.NDArray[np.float32]
-    if kind == GGMLQuantizationType.BF16:
-        values = raw.view(ml_dtypes.bfloat16).astype(np.float32)
-        return values
-    with np.errstate(all="ignore"):
-        values = dequantize(raw, kind)
-    return values
+    count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
+    if count <= 1 and place == 0:
+        return
+    named = PART_NAME.fullmatch(os.path.abspath(path)) or PART_NAME.fullmatch(str(first.file.path))
+    if named is None or int(named[2]) != place + 1 or int(named[3]) != count:
+        ending = f"-{place + 1:05d}-of-{count:05d}.gguf"
+        raise first.fault(f"part {place + 1} of {count} of a model: expected a name that ends in {ending}")
+    if place != 0:
+        whole = _part_path(named, 0, count)
+        raise first.fault(f"this is part {place + 1} of {count} of a model: name the first part, {whole}")
+    for number in range(1, count):
+        other = _read_part(_part_path(named, number, count))
+        _check_part(other, first, number, count)
+        yield other
 
 
-class _Index:
-    """Reads forward through the index; `at` is the place every error names."""
-
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
-        self.file, self.path, self.size = file, path, size
-        self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
-
-    def fault(self, what: str, at: int | None = None) -> GGUFError:
-        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {what}")
-
-    def need(self, count: int, what: str) -> None:
-        left = self.end - self.at
-        if count > left:
-            rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
-            raise self.fault(f"{what}: expected {count} bytes, found only {left} left{rest}")
-
-    def take(self, count: int, what: str) -> bytes:
-        self.need(count, what)
-        data = self.file.read(count)
-        self.expect_bytes(count, len(data))
-        self.at += count
-        return data
-
-    def expect_bytes(self, expected: int, found: int) -> None:
-        if found != expected:
-            raise self.fault("the file became shorter while it was read")
-
-    def unsigned(self, width: int, what: str) -> int:
-        return int.from_bytes(self.take(width, what), "little")
-
-    def string(self, what: str, least: int = 0, most: int = MAX_INDEX_BYTES) -> str:
-        length = self.unsigned(8, f"length of {what}")
-        if not least <= length <= most:
-            raise self.fault(f"{what}: expected {least} to {most} bytes, found {length}", self.at - 8)
-        return self.decoded(self.take(length, what), what)
-
-    def decoded(self, raw: bytes, what: str) -> str:
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            at = self.at - len(raw) + error.start
-            raise self.fault(f"{what}: expected UTF-8, found byte {raw[error.start]:#04x}", at) from None
-
-    def strings(self, count: int, what: str) -> list[str]:
-        """A vocabulary: a loop of its own, since 300 000 calls of `string` would take a second."""
-        self.need(8 * count, f"{count} strings of {what}")
-        out: list[str] = []
-        for _ in range(count):
-            length = int.from_bytes(self.file.read(8), "little")
-            if length > self.end - self.at - 8:
-                raise self.fault(f"string {len(out)} of {what}: its length of {length} passes the end")
-            raw = self.file.read(length)
-            self.at += 8 + length
-            out.append(self.decoded(raw, what))
-        self.expect_bytes(self.at, self.file.tell())
-        return out
-
-    def numbers(self, kind: int, count: int, what: str) -> npt.NDArray[Any]:
-        dtype = NUMBERS.get(kind)
-        if dtype is None:
-            raise self.fault(f"{what}: expected a value type from 0 to 12, found {kind}", self.at)
-        raw = self.take(count * dtype.itemsize, what)
-        if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
-            raise self.fault(f"{what}: expected bools of 0 or 1, found another byte", self.at - len(raw))
-        return np.frombuffer(raw, dtype)
-
-    def array(self, what: str) -> npt.NDArray[Any] | list[str]:
-        kind = self.unsigned(4, f"item type of {what}")
-        if kind == GGUFValueType.ARRAY:
-            raise self.fault(f"{what}: expected an array of numbers, bools or strings, found nested arrays")
-        count = self.unsigned(8, f"number of items of {what}")
-        return self.strings(count, what) if kind == GGUFValueType.STRING else self.numbers(kind, count, what)
-
-    def value(self, what: str) -> Any:
-        kind = self.unsigned(4, f"type of {what}")
-        if kind == GGUFValueType.STRING:
-            return self.string(what)
-        if kind == GGUFValueType.ARRAY:
-            return self.array(what)
-        number = self.numbers(kind, 1, what)[0]
-        return bool(number) if kind == GGUFValueType.BOOL else number
-
-    def shape(self, what: str) -> tuple[int, ...]:
-        dims = self.unsigned(4, f"number of dims of {what}")
-        if not 1 <= dims <= MAX_DIMS:
-            raise self.fault(f"{what}: expected 1 to {MAX_DIMS} dims, found {dims}", self.at - 4)
-        shape = tuple(self.unsigned(8, f"dims of {what}") for _ in range(dims))[::-1]
-        if 0 in shape:
-            raise self.fault(f"{what}: expected dims of at least 1, found shape {shape}", self.at - 8 * dims)
-        return shape
-
-    def tensor(self, expected: int) -> TensorInfo:
-        """One line of the table; its offset, still relative to the data, must be `expected`."""
-        name = self.string("name of a tensor", 1, MAX_NAME_BYTES)
-        what = f"tensor {show(name)}"
-        shape = self.shape(what)
-        kind = self.unsigned(4, f"type of {what}")
-        if kind not in GGML_QUANT_SIZES:
-            raise self.fault(f"{what}: expected a known tensor type, found {kind}", self.at - 4)
-        block, width = GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
-            raise self.fault(f"{what}: expected rows of a multiple of {block} elements, found {shape[-1]}")
-        offset = self.unsigned(8, f"offset of {what}")
-        if offset != expected:
-            raise self.fault(f"{what}: expected offset {expected}, found {offset}", self.at - 8)
-        return TensorInfo(name, shape, GGMLQuantizationType(kind), offset, prod(shape) // block * width)
+def _part_path(named: re.Match[str], number: int, count: int) -> str:
+    return f"{named[1]}-{number + 1:05d}-of-{count:05d}.gguf"
 
 
-def _read_index(index: _Index) -> tuple[Metadata, dict[str, TensorInfo]]:
-    n_tensors, n_keys = _read_header(index)
-    metadata = _read_metadata(index, n_keys)
-    alignment = _alignment(index, metadata)
-    return metadata, _placed(index, _read_table(index, n_tensors, alignment), alignment)
+def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
+    """A later part says its place, and nothing about the model: only the first part's keys would count."""
+    for key, expected in ((PLACE, number), (COUNT, count)):
+        if (found := part.split_number(key, np.uint16)) != expected:
+            raise part.fault(
+                f"key {key}: expected {expected}, as part {number + 1} of {count}, found {found}"
+            )
+    surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
+    if surplus is not None:
+        raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
+    architecture, own = "general.architecture", first.metadata.get("general.architecture")
+    if part.metadata.get(architecture, own) != own:
+        raise part.fault(f"expected architecture {own!r}, as in the first part, found another")
 
 
-def _read_header(index: _Index) -> tuple[int, int]:
-    """(number of tensors, number of keys), after magic and version."""
-    magic = index.take(4, "magic")
-    if magic != MAGIC:
-        raise index.fault(f"expected a GGUF file that starts with {MAGIC!r}, found {magic!r}", 0)
-    version = index.unsigned(4, "version")
-    if version and version % 65536 == 0:
-        raise index.fault("expected a little-endian file, found a big-endian one: convert it first", 4)
-    if version not in VERSIONS:
-        raise index.fault(f"expected GGUF version 2 or 3, found {version}", 4)
-    n_tensors, n_keys = index.unsigned(8, "number of tensors"), index.unsigned(8, "number of keys")
-    index.need(n_tensors * SMALLEST_TENSOR + n_keys * SMALLEST_KEY, f"{n_keys} keys and {n_tensors} tensors")
-    return n_tensors, n_keys
+def _check_total(parts: list[_Part], found: int) -> None:
+    """Each part of several that says how many tensors the model has says the truth; the first must say it."""
+    for part in parts if len(parts) > 1 else ():
+        if part is parts[0] or TOTAL in part.metadata:
+            said = part.split_number(TOTAL, np.int32)
+            if said != found:
+                raise part.fault(f"key {TOTAL}: expected {found}, as many as the parts hold, found {said}")
 
 
-def _read_metadata(index: _Index, count: int) -> Metadata:
-    metadata: Metadata = {}
-    for _ in range(count):
-        key = index.string("name of a key", 1, MAX_KEY_BYTES)
-        if key in metadata:
-            raise index.fault(f"key {show(key)}: expected once, found twice")
-        metadata[key] = index.value(f"key {show(key)}")
-    return metadata
+def _add_tensors(tensors: dict[str, TensorInfo], part: _Part, number: int) -> None:
+    for name, info in part.tensors.items():
+        if name in tensors:
+            raise part.fault(
+                f"tensor {show(name)}: expected once, found in part {tensors[name].part + 1} too"
+            )
+        tensors[name] = replace(info, part=number)
 
 
-def _read_table(index: _Index, count: int, alignment: int) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    offset = 0
-    for _ in range(count):
-        info = index.tensor(offset)
-        if info.name in tensors:
-            raise index.fault(f"tensor {show(info.name)}: expected once, found twice")
-        tensors[info.name] = info
-        offset += padded(info.nbytes, alignment)
-    return tensors
-
-
-def _alignment(index: _Index, metadata: Metadata) -> int:
-    value = metadata.get(ALIGNMENT_KEY, np.uint32(DEFAULT_ALIGNMENT))
-    if not isinstance(value, np.uint32) or not alignment_is_sane(int(value)):
-        found = str(value) if isinstance(value, np.uint32) else type(value).__name__
-        raise index.fault(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
-    return int(value)
-
-
-def _placed(index: _Index, tensors: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-    """The table with places in the file; the file must end where the last tensor (or its padding) does."""
-    start, end = padded(index.at, alignment), index.at
-    for name, info in tensors.items():
-        tensors[name] = placed = replace(info, offset=start + info.offset)
-        end = placed.offset + info.nbytes
-        if end > index.size:
-            found = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
-            raise index.fault(f"tensor {show(name)}: {found}", placed.offset)
-    surplus = index.size - padded(end, alignment)
-    if surplus > 0:
-        raise index.fault(f"expected the end of the file, found {surplus} more bytes", index.size - surplus)
-    return tensors
-
-
-def _open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file and nothing else: opening a pipe would wait for ever."""
-    try:
-        real = os.path.realpath(path)
-        mode = os.stat(real).st_mode
-        if stat.S_ISREG(mode):
-            return open(real, "rb")
-    except FileNotFoundError:
-        raise GGUFError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise GGUFError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    found = "a folder: name the file in it" if stat.S_ISDIR(mode) else "a device or pipe"
-    raise GGUFError(f"{path}: expected a GGUF file, found {found}")
-
-
-def padded(count: int, alignment: int) -> int:
-    """`count` bytes rounded up to a multiple of `alignment`."""
-    return -(-count // alignment) * alignment
-
-
-def alignment_is_sane(value: int) -> bool:
-    """A power of two that the format allows (a multiple of 8) and that wastes no disk (up to 1 MiB)."""
-    return 8 <= value <= 1 << 20 and value & (value - 1) == 0
-
-
-def show(name: str) -> str:
-    """A name from a file, fit for one line of an error: escaped, and cut when long."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
+__all__ = [
+    "GGUFError",
+    "GGUFFile",
+    "Metadata",
+    "TensorInfo",
+    "alignment_is_sane",
+    "decode",
+    "padded",
+    "show",
+]

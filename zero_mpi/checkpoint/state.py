@@ -1,16 +1,16 @@
-"""A training state as a pair of files, at any number of ranks.
+"""A training state as a pair of files, at any number of ranks: what they say, and how they are read.
 
 `model.gguf` holds the model and nothing else, so llama.cpp opens it as it is. `optimizer.gguf` holds the
-moments of each tensor in full shape, where the run stood, and the sha256 of every tensor of the model file,
-which binds the two. Rank 0 writes; one unit at a time is brought to it.
+moments of each tensor in full shape and where the run stood. Both hold the same id and the digests of their
+tensors, optimizer.gguf also those of the model: what one bit changed, or halves of two checkpoints, shows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,45 @@ import numpy as np
 
 from zero_mpi.arrays import Array
 from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.contributions import FIRST, SECOND
+from zero_mpi.checkpoint.digest import (
+    as_lines,
+    digest_of_pieces,
+    digest_of_state,
+    from_lines,
+    piece_digests,
+)
 from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.writer import GGUFStream
-from zero_mpi.comm import Comm
 from zero_mpi.errors import UsageError
 from zero_mpi.optim import Moments, ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
-from zero_mpi.sharding.state import fill, parameters_of
+from zero_mpi.sharding.state import fill
 
-FIRST, SECOND = "optimizer.adam.first_moments.", "optimizer.adam.second_moments."
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+ID, STATE_DIGEST = "training.checkpoint_id", "training.state_sha256"
+TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_sha256", "training.model_sha256"
+READ = 1 << 22  # bytes digested at a time
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: steps done, tokens seen, and steps left out for a norm that was not finite."""
+    """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     updates: int = 0
+    samples: int = 0
+
+
+COUNTS = {  # key -> name in Progress
+    "training.iteration_count": "step",
+    "training.token_count": "tokens",
+    "training.skipped_count": "skipped",
+    "optimizer.iteration_count": "updates",
+    "training.sample_count": "samples",
+}
 
 
 @dataclass(frozen=True)
@@ -47,120 +65,69 @@ class Description:
     """What a checkpoint says beside its tensors.
 
     model: the GGUF keys of architecture and tokenizer; settings: what must not change on resume; machine:
-    what may change but moves bits (threads, library versions).
+    what may change but moves bits (threads, library versions); plan: what may change and makes the rest of
+    the run another one (learning rates, steps); constants: tensors of the model that are not trained.
     """
 
     architecture: str
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
     machine: Mapping[str, Any]
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)
 
 
-def save_checkpoint(
-    out: Path, optimizer: ShardedAdamW, progress: Progress, description: Description, keep: int = 0
-) -> Path:
-    """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder.
-
-    Raises OSError, with the file's name, on rank 0 where writing fails; what was there before stays.
-    """
-    root = optimizer.module.comm.rank == 0
-    folder = manager.begin(out, progress.step) if root else Path()
-    checksums = write_model(folder / manager.MODEL, optimizer, progress, description)
-    write_optimizer(folder / manager.OPTIMIZER, optimizer, progress, description, checksums)
-    if root:
-        manager.publish(out, progress.step, folder, keep)
-    optimizer.module.comm.barrier()
-    return manager.step_folder(out, progress.step)
+# ------------------------------------------------------------------------------------------------- keys
 
 
-def write_model(
-    path: Path, optimizer: ShardedAdamW, progress: Progress, description: Description
-) -> dict[str, str]:
-    """Write the parameters as a GGUF model. Collective. Returns each tensor's sha256 on rank 0."""
-    module = optimizer.module
-    metadata = {
-        **description.model,
-        "general.file_type": np.uint32(0),
+def sign(
+    progress: Progress, description: Description, model: Mapping[str, str], moments: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of both files, from the digests of their tensors."""
+    state = digest_of_state({**model, **moments})
+    text = json.dumps([asdict(progress), dict(description.settings), state], sort_keys=True)
+    shared = {
+        ID: hashlib.sha256(text.encode()).hexdigest()[:32],
+        STATE_DIGEST: state,
         "training.iteration_count": np.uint64(progress.step),
         "training.token_count": np.uint64(progress.tokens),
-        "training.checkpoint_id": checkpoint_id(progress, description),
     }
-    shapes = [(name, param.shape) for name, param in module.params.items()]
-    tensors = module.collect(parameters_of)
-    return write_stream(path, module.comm, description.architecture, metadata, shapes, tensors)
+    own = {**description.model, "general.file_type": np.uint32(0), **shared, TENSOR_DIGESTS: as_lines(model)}
+    counts = {key: np.uint64(getattr(progress, name)) for key, name in COUNTS.items()}
+    texts = {
+        f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
+        for name in ("settings", "machine", "plan")
+    }
+    head = {"optimizer.type": "adamw", "optimizer.file_version": np.uint32(FORMAT_VERSION)}
+    rest = {TENSOR_DIGESTS: as_lines(moments), MODEL_DIGESTS: as_lines(model)}
+    return own, {**head, **counts, **shared, **texts, **rest}
 
 
-def write_optimizer(
-    path: Path,
-    optimizer: ShardedAdamW,
-    progress: Progress,
-    description: Description,
-    checksums: Mapping[str, str],
-) -> None:
-    """Write the moments, in full shape, and the state of the run. Collective."""
+def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the tensors of model.gguf in the file's order."""
+    trained = [(name, param.shape) for name, param in optimizer.module.params.items()]
+    return trained + [(name, array.shape) for name, array in description.constants.items()]
+
+
+def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the tensors of optimizer.gguf in the file's order."""
     module = optimizer.module
     names = [name for name in module.params if module.is_trainable(name)]
-    metadata = {
-        "optimizer.type": "adamw",
-        "optimizer.file_version": np.uint32(FORMAT_VERSION),
-        "optimizer.iteration_count": np.uint64(progress.updates),
-        "training.iteration_count": np.uint64(progress.step),
-        "training.token_count": np.uint64(progress.tokens),
-        "training.skipped_count": np.uint64(progress.skipped),
-        "training.checkpoint_id": checkpoint_id(progress, description),
-        "training.settings": json.dumps(description.settings, sort_keys=True),
-        "training.machine": json.dumps(description.machine, sort_keys=True),
-        "training.model_sha256": [f"{digest} {name}" for name, digest in checksums.items()],
-    }
-    shapes = [(prefix + name, module.params[name].shape) for prefix in (FIRST, SECOND) for name in names]
-    tensors = (
-        (prefix + name, array)
-        for prefix, source in ((FIRST, first_of(optimizer)), (SECOND, second_of(optimizer)))
-        for name, array in module.collect(source, names)
-    )
-    write_stream(path, module.comm, ARCHITECTURE, metadata, shapes, tensors)
+    return [(prefix + name, module.params[name].shape) for prefix in (FIRST, SECOND) for name in names]
 
 
-def write_stream(
-    path: Path,
-    comm: Comm,
-    architecture: str,
-    metadata: Mapping[str, Any],
-    shapes: list[tuple[str, tuple[int, ...]]],
-    tensors: Iterator[tuple[str, Array | None]],
-) -> dict[str, str]:
-    """Rank 0 writes the tensors as they come; the others only take part in bringing them there."""
-    if comm.rank != 0:
-        for _ in tensors:
-            pass
-        return {}
-    with GGUFStream(path, architecture, dict(metadata), shapes) as stream:
-        for name, array in tensors:
-            assert array is not None, "rank 0 is where tensors are collected"
-            stream.write(name, array)
-    return stream.checksums
-
-
-def checkpoint_id(progress: Progress, description: Description) -> str:
-    """The same in both files of a pair, and for the same run at the same step: no clock, no chance."""
-    text = json.dumps([asdict(progress), dict(description.settings)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def first_of(optimizer: ShardedAdamW) -> Callable[[ShardedUnit], tuple[Array, bool]]:
-    """A source for `collect`: the first moments."""
-    return lambda unit: (optimizer.moments[unit.name].first, not unit.strategy.shards_moments)
-
-
-def second_of(optimizer: ShardedAdamW) -> Callable[[ShardedUnit], tuple[Array, bool]]:
-    """A source for `collect`: the second moments."""
-    return lambda unit: (optimizer.moments[unit.name].second, not unit.strategy.shards_moments)
+# ---------------------------------------------------------------------------------------------- checking
 
 
 def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
     model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
-    ids = [file.metadata.get("training.checkpoint_id") for file in (model, state)]
+    version = state.metadata.get("optimizer.file_version")
+    if version != FORMAT_VERSION:
+        raise UsageError(
+            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
+        )
+    ids = [file.metadata.get(ID) for file in (model, state)]
     if ids[0] is None or ids[0] != ids[1]:
         raise UsageError(
             f"{folder}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
@@ -169,21 +136,36 @@ def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     return model, state
 
 
-def check_pair(model: GGUFFile, state: GGUFFile) -> None:
-    """Raise UsageError unless the model file has the very bytes that were written beside the state."""
-    for entry in state.metadata.get("training.model_sha256", []):
-        digest, _, name = entry.partition(" ")
-        if hashlib.sha256(model.tensor(name).data).hexdigest() != digest:
+def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:
+    """Raise UsageError unless both files hold the tensors that were written; this rank's share of them.
+
+    All `ranks` together look at every tensor once.
+    """
+    expected = [
+        (file, name, digests.get(name))
+        for file, digests in (
+            (model, from_lines(state.metadata.get(MODEL_DIGESTS))),
+            (state, from_lines(state.metadata.get(TENSOR_DIGESTS))),
+        )
+        for name in [*file.tensors, *(name for name in digests if name not in file.tensors)]
+    ]
+    for file, name, digest in expected[rank::ranks]:
+        if name not in file.tensors or file_digest(file, name) != digest:
             raise UsageError(
-                f"{model.path}: tensor {name} is not the one that {manager.OPTIMIZER} belongs to"
+                f"{file.path}: tensor {name} is not the one that was written (its checksum differs)"
             )
+
+
+def file_digest(file: GGUFFile, name: str) -> str:
+    """The digest of a tensor as it stands in a file."""
+    return digest_of_pieces(piece_digests(piece) for piece in file.raw_pieces(name, READ))
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     """The object that a key holds as JSON ("training.settings"); raises UsageError if it is not there."""
     try:
         value = json.loads(state.metadata[key])
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
         raise UsageError(f"{state.path}: the key {key} holds {type(value).__name__}, expected an object")
@@ -191,14 +173,33 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(state: GGUFFile, optimizer: ShardedAdamW) -> None:
-    """Raise UsageError unless the file holds both moments of every trained parameter in its shape."""
-    module = optimizer.module
-    for name, param in module.params.items():
-        for prefix in (FIRST, SECOND) if module.is_trainable(name) else ():
-            info = state.tensors.get(prefix + name)
-            if info is None or info.shape != param.shape:
-                found = "missing" if info is None else f"of shape {info.shape}"
-                raise UsageError(f"{state.path}: {prefix + name} is {found}, expected shape {param.shape}")
+    """Raise UsageError unless the file holds both moments of each trained parameter, and nothing else."""
+    expected = dict(moment_tensors(optimizer))
+    for name, shape in expected.items():
+        info = state.tensors.get(name)
+        if info is None or info.shape != shape:
+            found = "missing" if info is None else f"of shape {info.shape}"
+            raise UsageError(f"{state.path}: {name} is {found}, expected shape {shape}")
+    surplus = [name for name in state.tensors if name not in expected]
+    if surplus:
+        raise UsageError(f"{state.path}: {surplus[0]} is surplus: this run trains no such tensor")
+
+
+# ----------------------------------------------------------------------------------------------- reading
+
+Read = Callable[[str, int, int], Array]
+
+
+def finite(read: Read, path: Path) -> Read:
+    """read(name, start, stop), which raises UsageError for values that are not finite."""
+
+    def checked(name: str, start: int, stop: int) -> Array:
+        values = read(name, start, stop)
+        if not np.isfinite(values).all():
+            raise UsageError(f"{path}: tensor {name} holds values that are not finite")
+        return values
+
+    return checked
 
 
 def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
@@ -208,30 +209,29 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
     """
     model, state = open_checkpoint(folder)
     check_tensors(state, optimizer)
-    optimizer.module.load_slices(model.read)
+    optimizer.module.load_slices(finite(model.read, model.path))
     for unit in optimizer.units:
         load_moments(unit, optimizer.moments[unit.name], state)
-    count = {key: int(state.metadata.get(key, 0)) for key in COUNTS}
-    progress = Progress(*(count[key] for key in COUNTS))
+    progress = Progress(**{name: read_count(state, key) for key, name in COUNTS.items()})
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     return progress
 
 
-COUNTS = (  # in the order of Progress
-    "training.iteration_count",
-    "training.token_count",
-    "training.skipped_count",
-    "optimizer.iteration_count",
-)
+def read_count(state: GGUFFile, key: str) -> int:
+    """A count of the state; raises UsageError if it is not there."""
+    value = state.metadata.get(key)
+    if not isinstance(value, np.uint64):
+        raise UsageError(f"{state.path}: the key {key} is missing or no count")
+    return int(value)
 
 
 def load_moments(unit: ShardedUnit, moments: Moments, state: GGUFFile) -> None:
     """Fill one unit's moments from the file."""
-    part = unit.updated[2]
+    read = finite(state.read, state.path)
     for prefix, target in ((FIRST, moments.first), (SECOND, moments.second)):
-        fill(unit, target, part, partial(read_moment, state, prefix))
+        fill(unit, target, unit.updated[2], partial(read_moment, read, prefix))
 
 
-def read_moment(state: GGUFFile, prefix: str, name: str, start: int, stop: int) -> Array:
+def read_moment(read: Read, prefix: str, name: str, start: int, stop: int) -> Array:
     """Elements [start, stop) of a parameter's moment."""
-    return state.read(prefix + name, start, stop)
+    return read(prefix + name, start, stop)

@@ -1,6 +1,17 @@
 """Transports: the collectives that sharding needs, one interface, started and waited for separately."""
 
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, ordered_sum
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum
+from zero_mpi.comm.files import OutputFile, PlainFile
 from zero_mpi.comm.serial import SerialComm
 
-__all__ = ["DONE", "Comm", "Handle", "Partition", "SerialComm", "ordered_sum"]
+__all__ = [
+    "DONE",
+    "Comm",
+    "Handle",
+    "OutputFile",
+    "Partition",
+    "Piece",
+    "PlainFile",
+    "SerialComm",
+    "ordered_sum",
+]

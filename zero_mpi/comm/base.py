@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.arrays import Array
+from zero_mpi.comm.files import OutputFile
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,13 @@ class Comm(ABC):
 
     @abstractmethod
     def gather(
-        self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `full` on `root` from every rank's slice; blocking."""
+        """Fill `room` on `root` with a piece of a buffer, of which every rank gives its `part`; blocking."""
+
+    @abstractmethod
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's `value` in order of ranks on `root`, None elsewhere; any small object; blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -138,6 +144,14 @@ class Comm(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have come here."""
+
+    @abstractmethod
+    def background(self) -> Comm:
+        """The same ranks for the calls of another thread, which waits politely. Collective."""
+
+    @abstractmethod
+    def create_file(self, path: Path) -> OutputFile:
+        """A new file that every rank writes its own ranges of. Collective; raises OSError."""
 
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
         """Push on what is under way; the runtime calls it between layers."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import mpi4py
@@ -23,8 +25,9 @@ mpi4py.rc.thread_level = "multiple"
 from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
 
 from zero_mpi.arrays import Array, empty  # noqa: E402
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, ordered_sum  # noqa: E402
-from zero_mpi.comm.progress import Progress  # noqa: E402
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
+from zero_mpi.comm.files import OutputFile  # noqa: E402
+from zero_mpi.comm.progress import PAUSE, Progress  # noqa: E402
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
@@ -92,11 +95,13 @@ class MPIComm(Comm):
         most: int = MOST_ELEMENTS,
         exact_piece: int = EXACT_PIECE,
         fast_piece: int = FAST_PIECE,
+        patient: bool = False,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
+        self._patient = patient  # sleeps where others would spin
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
         self._progress = Progress(self._thread_pays() if threaded is None else threaded)
@@ -252,24 +257,49 @@ class MPIComm(Comm):
         ]
 
     def gather(
-        self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
-        kind = mpi_type(shard)
-        for piece in partition.cut(self._most):
-            send = [shard[piece.of_slice(partition, self.rank)], kind]
-            receive = None
-            if full is not None:
-                receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
-            self._parameters.Gatherv(send, receive, root)
+        assert piece.stop - piece.start <= self._most, "cut the buffer smaller"
+        send, receive = None, None
+        if part is not None:
+            send = [part, mpi_type(part)]
+        if room is not None:
+            receive = [room, piece.counts, piece.offsets, mpi_type(room)]
+        self._finish(self._parameters.Igatherv(send, receive, root))
+
+    def _finish(self, request: Any) -> None:
+        """Wait for one request: at once, or so that other threads and ranks keep the cores."""
+        if not self._patient:
+            request.Wait()
+        while self._patient and not request.Test():
+            time.sleep(PAUSE)
+
+    def _gathering(self) -> Any:
+        """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""
+        if self._patient:
+            self._finish(self._control.Ibarrier())
+        return self._control
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        found: list[Any] | None = self._gathering().gather(value, root)
+        return found
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._control.bcast(value, root)
+        return self._gathering().bcast(value, root)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return list(self._control.allgather(value))
+        return list(self._gathering().allgather(value))
 
     def barrier(self) -> None:
-        self._control.Barrier()
+        self._finish(self._control.Ibarrier())
+
+    def background(self) -> Comm:
+        return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
+
+    def create_file(self, path: Path) -> OutputFile:
+        from zero_mpi.comm.mpi_file import MPIFile
+
+        return MPIFile(self._gathering(), path)
 
     def close(self) -> None:
         self._progress.close()

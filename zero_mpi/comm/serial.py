@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from zero_mpi.arrays import Array
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, ordered_sum
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum
+from zero_mpi.comm.files import OutputFile, PlainFile
 
 
 class SerialComm(Comm):
@@ -38,10 +40,13 @@ class SerialComm(Comm):
         return DONE
 
     def gather(
-        self, shard: Array, full: Array | None, partition: Partition, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
-        assert full is not None, "the root needs room for the whole buffer"
-        full[...] = shard
+        assert room is not None, "the root needs room for the piece"
+        room[...] = part
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        return [value]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         return value
@@ -51,3 +56,9 @@ class SerialComm(Comm):
 
     def barrier(self) -> None:
         pass
+
+    def background(self) -> Comm:
+        return self
+
+    def create_file(self, path: Path) -> OutputFile:
+        return PlainFile(path)

@@ -1,9 +1,12 @@
-"""From files to micro-batches: the tokenizer, the corpus, and which global sample goes to which rank.
+"""From files to micro-batches: the tokenizers, the corpus, and which global sample goes to which rank.
 
 Nothing here knows MPI or a model. Each piece is a function of its arguments alone (paths, seed, step, rank),
 so every rank works out its own part and no two can disagree.
 """
 
+from collections.abc import Mapping
+
+from zero_mpi.data.bpe import BPETokenizer
 from zero_mpi.data.corpus import (
     Corpus,
     collect_files,
@@ -13,19 +16,45 @@ from zero_mpi.data.corpus import (
     unigram_entropy,
 )
 from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_of
-from zero_mpi.data.tokenizer import ByteTokenizer
+from zero_mpi.data.tokenizer import ByteTokenizer, Tokenizer
+from zero_mpi.data.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.errors import UsageError
 
 __all__ = [
+    "BPETokenizer",
     "Batch",
     "ByteTokenizer",
     "Corpus",
     "EvalLoader",
     "StepLoader",
+    "Tokenizer",
     "Windows",
     "collect_files",
     "holds_token_files",
     "load_corpus",
     "stdlib_files",
+    "tokenizer_config",
+    "tokenizer_from_json",
+    "tokenizer_from_metadata",
+    "tokenizer_json",
     "unigram_entropy",
     "window_of",
 ]
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer that a GGUF's keys describe: the bytes' own, or byte-level BPE.
+
+    UsageError, saying what the keys hold and what to do, for any other kind, and as `BPETokenizer` raises it.
+    """
+    if ByteTokenizer.is_in(metadata):
+        return ByteTokenizer()
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        return BPETokenizer(metadata)
+    kind = " (SentencePiece)" if model == "llama" else ""
+    found = "no tokenizer" if model in (None, "none") else f"the tokenizer '{model}'{kind}"
+    raise UsageError(
+        f"the model file has {found}, where text can only be read with a byte-level BPE (model 'gpt2'): give "
+        "--data as token files, 1-D .npy of uint16 or uint32 ids made with the model's own tokenizer"
+    )

@@ -1,17 +1,17 @@
 """From files and folders to two token streams, one to train on and one held out.
 
-A corpus is an ordered list of documents: text files, whose bytes are encoded and closed by an eos token, or
-token files, whose ids are taken as they are. Whole documents are held out, so no text is on both sides. Its
-sha256 covers names and bytes of the documents, wherever they lie and however they are split: a checkpoint
-records it, and a resume on other data is noticed. With no path named, the corpus is Python's own standard
-library: real text that is on every machine.
+A corpus is an ordered list of documents: text files, whose bytes are encoded and closed by an eos token (a
+bos if the tokenizer has no eos), or token files, whose ids are taken as they are. Whole documents are held
+out, so no text is on both sides. Its sha256 covers names and bytes of the documents, wherever they lie and
+however they are split: a checkpoint records it, and a resume on other data is noticed. With no path named,
+the corpus is Python's own standard library: real text that is on every machine.
 """
 
 import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.loader import permutation
-from zero_mpi.data.tokenizer import ByteTokenizer
+from zero_mpi.data.tokenizer import Tokenizer
 from zero_mpi.errors import UsageError
 
 Tokens = NDArray[np.integer]
@@ -28,6 +28,7 @@ Tokens = NDArray[np.integer]
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
 _HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
 _BLOCK = 1 << 20  # ids looked at together
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
 _TOKEN_SUFFIX = ".npy"
 # Distributions ship these or not as they like, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -124,7 +125,7 @@ def _are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
     return bool(tokens)
 
 
-def _read(paths: Sequence[str], tokenizer: ByteTokenizer | None, vocab: int) -> _Reading:
+def _read(paths: Sequence[str], tokenizer: Tokenizer | None, vocab: int) -> _Reading:
     """Every document, and notes on what was left out."""
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
@@ -134,23 +135,46 @@ def _read(paths: Sequence[str], tokenizer: ByteTokenizer | None, vocab: int) -> 
 
 
 def _text_documents(
-    files: Sequence[tuple[str, Path]], named: set[Path], tokenizer: ByteTokenizer | None, vocab: int
+    files: Sequence[tuple[str, Path]], named: set[Path], tokenizer: Tokenizer | None, vocab: int
 ) -> _Reading:
     """Text files encoded, eos behind each; a binary file only if the user named it."""
     if tokenizer is None:
         raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
     if vocab < tokenizer.vocab_size:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
-    documents, binary = list[_Document](), list[str]()
+    binary = list[str]()
+    documents = [
+        document for texts in _groups(_texts(files, named, binary)) for document in _encoded(texts, tokenizer)
+    ]
+    some = ", ".join(binary[:3]) + (", ..." if len(binary) > 3 else "")
+    notes = [f"binary files left out: {len(binary)} ({some}); name a file to take it"] if binary else []
+    if _separator(tokenizer) is None:
+        notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
+    return documents, notes
+
+
+def _texts(
+    files: Sequence[tuple[str, Path]], named: set[Path], binary: list[str]
+) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the text files; the names of others are added to `binary`."""
     for name, path in files:
         data = _text(path, binary=path in named)
         if data is None:
             binary.append(name)
         else:
-            documents.append(_encoded(name, data, tokenizer))
-    some = ", ".join(binary[:3]) + (", ..." if len(binary) > 3 else "")
-    notes = [f"binary files left out: {len(binary)} ({some}); name a file to take it"] if binary else []
-    return documents, notes
+            yield name, data
+
+
+def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    """Texts in their order, in groups of about `_ENCODED` bytes."""
+    group, size = list[tuple[str, bytes]](), 0
+    for name, data in texts:
+        group.append((name, data))
+        size += len(data)
+        if size >= _ENCODED:
+            yield group
+            group, size = [], 0
+    yield group
 
 
 def _text(path: Path, *, binary: bool) -> bytes | None:
@@ -163,11 +187,17 @@ def _text(path: Path, *, binary: bool) -> bytes | None:
         _unreadable(error)
 
 
-def _encoded(name: str, data: bytes, tokenizer: ByteTokenizer) -> _Document:
-    """An empty file stays empty: an eos alone teaches nothing."""
-    ids = tokenizer.encode(data)
-    closed = np.append(ids, ids.dtype.type(tokenizer.eos)) if ids.size else ids
-    return _Document(name, closed, hashlib.sha256(data).digest())
+def _separator(tokenizer: Tokenizer) -> int | None:
+    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
+    return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+
+
+def _encoded(texts: Sequence[tuple[str, bytes]], tokenizer: Tokenizer) -> Iterator[_Document]:
+    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
+    last = _separator(tokenizer)
+    for (name, data), ids in zip(texts, tokenizer.encode_batch([data for _, data in texts]), strict=True):
+        closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
+        yield _Document(name, closed, hashlib.sha256(data).digest())
 
 
 def _token_document(name: str, path: Path, vocab: int) -> _Document:
@@ -202,7 +232,7 @@ def load_corpus(
     val_fraction: float,
     context: int,
     seed: int,
-    tokenizer: ByteTokenizer | None,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.

@@ -1,12 +1,14 @@
-"""Byte-level tokens: the id of a byte is the byte, so any data can be learnt and nothing is trained before.
+"""What a tokenizer is, and the one of bytes: the id of a byte is the byte.
 
-In a GGUF the same vocabulary is a GPT-2 one (llama.cpp's "gpt2" model): byte b is written as the printable
-character that GPT-2's byte-to-unicode map gives it, three special tokens follow, and one merge that never
-fires, because readers ask for at least one and want both its halves and the joined token in the vocabulary.
-The "llama" (SentencePiece) kind with <0xNN> tokens was not chosen: it turns spaces into U+2581.
+So any data can be learnt and nothing is trained before. In a GGUF the same vocabulary is a GPT-2 one
+(llama.cpp's "gpt2" model): byte b is written as the printable character that GPT-2's byte-to-unicode map
+gives it, three special tokens follow, and one merge that never fires, because readers ask for at least one
+and want both its halves and the joined token in the vocabulary. The "llama" (SentencePiece) kind with <0xNN>
+tokens was not chosen: it turns spaces into U+2581.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +21,47 @@ _SPECIAL = ("<|bos|>", "<|endoftext|>", "<|pad|>")
 _MODEL = "gpt2"
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(_BYTES) if byte not in printable]
     moved = {byte: _BYTES + place for place, byte in enumerate(others)}
     return [chr(moved.get(byte, byte)) for byte in range(_BYTES)]
+
+
+class Tokenizer(Protocol):
+    """What training and generation need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def bos(self) -> int | None:
+        """The token that begins a text, if there is one."""
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends a text, if there is one."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """All tokens after which a text is over."""
+
+    def encode(self, data: bytes | str) -> NDArray[np.unsignedinteger[Any]]:
+        """Ids (n,) of `data`, uint16 or uint32, without bos and eos."""
+
+    def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+        """`encode` of each."""
+
+    def encode_prompt(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
+        """Ids of a text that a model is to continue, with what has to stand before it."""
+
+    def decode(self, ids: ArrayLike) -> bytes:
+        """The bytes behind `ids`; tokens that are no text give nothing."""
+
+    def metadata(self) -> dict[str, object]:
+        """The `tokenizer.*` keys of a GGUF."""
 
 
 class ByteTokenizer:
@@ -34,6 +71,7 @@ class ByteTokenizer:
     eos = 257
     pad = 258
     vocab_size = 260
+    ends = frozenset({257})
 
     def encode(self, data: bytes | str) -> NDArray[np.uint16]:
         """The ids of `data`, shape (number of bytes,); text goes through UTF-8. No bos or eos is added.
@@ -42,6 +80,14 @@ class ByteTokenizer:
         """
         raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+        """`encode` of each."""
+        return [self.encode(data) for data in documents]
+
+    def encode_prompt(self, text: str) -> NDArray[np.uint16]:
+        """Ids to continue. Nothing at all becomes eos, as what follows one begins the next document."""
+        return self.encode(text) if text else np.array([self.eos], np.uint16)
 
     def decode(self, ids: ArrayLike) -> bytes:
         """The bytes behind `ids`, any shape, in C order; special ids give nothing.
@@ -60,7 +106,7 @@ class ByteTokenizer:
         return {
             "tokenizer.ggml.model": _MODEL,
             "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": [*_byte_characters(), *_SPECIAL, bos + eos],
+            "tokenizer.ggml.tokens": [*byte_characters(), *_SPECIAL, bos + eos],
             "tokenizer.ggml.token_type": np.array([_NORMAL] * _BYTES + [_CONTROL] * 3 + [_UNUSED], np.int32),
             "tokenizer.ggml.merges": [f"{bos} {eos}"],
             "tokenizer.ggml.bos_token_id": np.uint32(self.bos),
@@ -70,6 +116,11 @@ class ByteTokenizer:
             "tokenizer.ggml.add_eos_token": False,
             "tokenizer.ggml.add_space_prefix": False,
         }
+
+    @classmethod
+    def is_in(cls, metadata: Mapping[str, object]) -> bool:
+        """Whether a GGUF's keys describe this tokenizer, by its model and tokens."""
+        return not _difference(metadata, cls().metadata())
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "ByteTokenizer":
@@ -90,7 +141,7 @@ class ByteTokenizer:
 def _difference(metadata: Mapping[str, object], expected: Mapping[str, object]) -> str:
     """What `metadata` holds instead of the expected model and tokens, in words; empty if it holds them."""
     model = metadata.get("tokenizer.ggml.model")
-    tokens, wanted = (_strings(keys.get("tokenizer.ggml.tokens")) for keys in (metadata, expected))
+    tokens, wanted = (strings(keys.get("tokenizer.ggml.tokens")) for keys in (metadata, expected))
     if model is None:
         return "no tokenizer"
     if model != _MODEL or len(tokens) != len(wanted):
@@ -99,7 +150,7 @@ def _difference(metadata: Mapping[str, object], expected: Mapping[str, object]) 
     return next((f"{a!r} for {b!r} as token {i} of its tokenizer" for i, (a, b) in pairs if a != b), "")
 
 
-def _strings(value: object) -> list[str]:
+def strings(value: object) -> list[str]:
     """A string array of a GGUF as a list, whichever sequence the reader made of it."""
     sequence = value.tolist() if isinstance(value, np.ndarray) else value
     return list(sequence) if isinstance(sequence, Sequence) and not isinstance(sequence, str) else []

@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.base import Metadata, ModelConfig
+from zero_mpi.models.base import Metadata, ModelConfig, Read
 from zero_mpi.models.gpt2 import GPT2
 from zero_mpi.models.llama import Llama
+from zero_mpi.models.qwen import Qwen2, Qwen3
 
-ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in (Llama, GPT2)}
+ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in (Llama, GPT2, Qwen2, Qwen3)}
 
 
-def config_from_gguf(metadata: Metadata, tensors: Iterable[str], source: str) -> ModelConfig:
-    """The configuration of a GGUF file; raises UsageError for an architecture that is not built in."""
+def config_from_gguf(
+    metadata: Metadata, tensors: Iterable[str], source: str, read: Read | None = None
+) -> ModelConfig:
+    """The configuration of a GGUF file; raises UsageError for an architecture that is not built in.
+
+    `tensors`: name -> shape, or only the names. `read` (name -> elements, 1-D float32) is asked for what is
+    part of the configuration but lies in a tensor; a file with such a tensor is refused without it.
+    """
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UsageError(
             f"{source}: architecture {arch!r} is not known; expected one of {', '.join(ARCHITECTURES)}"
         )
     try:
-        return ARCHITECTURES[arch].from_gguf(metadata, tensors)
+        return ARCHITECTURES[arch].from_gguf(metadata, tensors, read)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
 
 
-__all__ = ["ARCHITECTURES", "GPT2", "Llama", "ModelConfig", "config_from_gguf"]
+__all__ = ["ARCHITECTURES", "GPT2", "Llama", "ModelConfig", "Qwen2", "Qwen3", "config_from_gguf"]

@@ -6,16 +6,19 @@ describe it, and how to read itself back from such keys. Sizes are named as in G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from zero_mpi.arrays import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 
 Metadata = Mapping[str, Any]
+Read = Callable[[str], Array]
+"""The elements of a file's tensor by its name, 1-D float32."""
 HEAD_STD = 0.02  # of all matrices at the start (Radford et al., GPT-2, 2019)
 
 
@@ -38,8 +41,11 @@ class ModelConfig:
         raise NotImplementedError
 
     @classmethod
-    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str]) -> Self:
-        """The configuration that a file's keys and tensor names describe; raises UsageError."""
+    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
+        """The configuration that a file's keys and tensors (names, or name -> shape) describe.
+
+        `read` gives what is part of the configuration but lies in a tensor. Raises UsageError.
+        """
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
@@ -70,9 +76,13 @@ class ModelConfig:
         """All parameters by name, in the order of the file."""
         return stage_params(self.layers())
 
+    def constants(self) -> dict[str, Array]:
+        """Tensors of the file, float32, that are no parameters: never trained, written as they were read."""
+        return {}
+
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Raise UsageError unless a file's tensors are exactly this model's, naming what differs."""
-        wanted = {name: param.shape for name, param in self.params().items()}
+        wanted = {name: part.shape for name, part in (self.params() | self.constants()).items()}
         missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
         if missing or surplus:
             raise UsageError(

@@ -14,6 +14,7 @@ from zero_mpi.models.base import (
     Keys,
     Metadata,
     ModelConfig,
+    Read,
     common_sizes,
     head_stages,
     vocabulary,
@@ -59,7 +60,7 @@ class GPT2(ModelConfig):
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str]) -> Self:
+    def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
         keys = Keys(cls.arch, metadata)
         tensors = set(tensors)
         keys.refuse_non_causal()

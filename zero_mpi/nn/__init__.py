@@ -1,7 +1,7 @@
 """Layers: parameters by name, a forward and a backward, no arrays of their own."""
 
 from zero_mpi.nn.activation import GELU, SwiGLU
-from zero_mpi.nn.attention import CausalAttention, FusedQKV, Heads, MergeHeads, ProjectQKV, RoPE
+from zero_mpi.nn.attention import CausalAttention, FusedQKV, Heads, MergeHeads, ProjectQKV, QKNorm, RoPE
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.layer import Cache, Layer, Param, Stage, stage_params
@@ -24,6 +24,7 @@ __all__ = [
     "MergeHeads",
     "Param",
     "ProjectQKV",
+    "QKNorm",
     "RMSNorm",
     "Recompute",
     "Residual",

@@ -1,6 +1,6 @@
 """Causal attention with grouped key/value heads, as a chain of small layers over (q, k, v).
 
-    Chain(ProjectQKV | FusedQKV, RoPE, CausalAttention, MergeHeads, Linear)
+    Chain(ProjectQKV | FusedQKV, QKNorm, RoPE, CausalAttention, MergeHeads, Linear)
 
 Shapes: q (B, T, H, D), k (B, T, K, D), v (B, T, K, E); B sequences, T positions, H query heads, K key/value
 heads, D and E the widths of a key and of a value.
@@ -18,6 +18,7 @@ from zero_mpi import ops
 from zero_mpi.arrays import namespace
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -90,27 +91,60 @@ class FusedQKV(Layer):
         return self.linear.backward(p, saved, joined, g)
 
 
+class QKNorm(Layer):
+    """(q, k, v) with q and k normalized head by head, by `PREFIX.attn_q_norm` and `.attn_k_norm` (D,).
+
+    Henry et al., "Query-Key Normalization for Transformers", 2020, here with RMSNorm.
+    """
+
+    def __init__(self, prefix: str, width: int, eps: float) -> None:
+        self.norms = [RMSNorm(f"{prefix}.attn_{letter}_norm", width, eps) for letter in "qk"]
+
+    def params(self) -> dict[str, Param]:
+        return {name: param for norm in self.norms for name, param in norm.params().items()}
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        *qk, v = x
+        (q, saved_q), (k, saved_k) = (norm.forward(p, y) for norm, y in zip(self.norms, qk, strict=True))
+        return (q, k, v), (saved_q, saved_k)
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        *dqk, dv = dy
+        dq, dk = (norm.backward(p, s, d, g) for norm, s, d in zip(self.norms, saved, dqk, strict=True))
+        return dq, dk, dv
+
+
 @lru_cache(maxsize=16)
-def rope_table(positions: int, width: int, base: float, dtype: str) -> tuple[Any, Any]:
-    """Cosines and sines (positions, width / 2) of position * base^(-2 j / width)."""
+def rope_table(
+    positions: int, width: int, base: float, factors: tuple[float, ...], dtype: str
+) -> tuple[Any, Any]:
+    """Cosines and sines (positions, width / 2) of position * base^(-2 j / width) / factors[j].
+
+    Without factors the division is left out.
+    """
     frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if factors:
+        frequencies /= factors
     angles = np.outer(np.arange(positions), frequencies)
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
 
 class RoPE(Layer):
-    """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX."""
+    """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
+
+    `factors` (D / 2 of them, or none) divide the frequencies: Llama 3 reaches longer contexts by them.
+    """
 
     backward_reads_params = False
 
-    def __init__(self, base: float, *, interleaved: bool) -> None:
-        self.base, self.interleaved = base, interleaved
+    def __init__(self, base: float, *, interleaved: bool, factors: tuple[float, ...] = ()) -> None:
+        self.base, self.interleaved, self.factors = base, interleaved, factors
 
     def _turn(self, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv
         stop = start + q.shape[1]
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
-        cos, sin = rope_table(rounded, q.shape[-1], self.base, q.dtype.name)
+        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, q.dtype.name)
         table = cos[start:stop], sign * sin[start:stop]
         return ops.rope(q, *table, self.interleaved), ops.rope(k, *table, self.interleaved), v
 

@@ -6,7 +6,7 @@ number of ranks. Methods marked "collective" must be called on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import ShardInfo, shard_infos
 
-Source = Callable[[ShardedUnit], tuple[Array, bool]]
 Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
 
 
@@ -120,39 +119,6 @@ class ShardedState:
         """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
         return {name: self.all_gather_param(name) for name in self.params}
 
-    def collect(
-        self, source: Source, names: Sequence[str] | None = None, root: int = 0
-    ) -> Iterator[tuple[str, Array | None]]:
-        """(name, whole array on `root` and None elsewhere), in the model's order. Collective.
-
-        `source(unit)` is a rank's array and whether that is the whole, on every rank, or this rank's slice.
-        One unit at a time is gathered, and to the root only; an array is valid until the next is asked for.
-        """
-        names = list(self.params) if names is None else names
-        left = {id(unit): set(unit.unit.params) & set(names) for unit in self.units}
-        views: dict[int, Mapping[str, Array] | None] = {}
-        for name in names:
-            unit = self._home[name]
-            key = id(unit)
-            if key not in views:
-                array, whole = source(unit)
-                views[key] = self._gather_to(unit, array, whole, root)
-            here = views[key]
-            yield name, None if here is None else here[name]
-            left[key].discard(name)
-            if not left[key]:
-                views[key] = None
-
-    def _gather_to(
-        self, unit: ShardedUnit, array: Array, whole_everywhere: bool, root: int
-    ) -> Mapping[str, Array] | None:
-        at_root = self.comm.rank == root
-        if whole_everywhere:
-            return unit.unit.views(array) if at_root else None
-        full = np.empty(unit.unit.length, array.dtype) if at_root else None
-        self.comm.gather(array, full, unit.partition, root, f"collect {unit.name}")
-        return None if full is None else unit.unit.views(full)
-
     # ----------------------------------------------------------------------------------------- measure
 
     @property
@@ -192,12 +158,6 @@ class ShardedState:
             if unit.unit.trainable and unit.gradient.size:
                 sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
         return float(np.sqrt(self.comm.sum_vector(sums).sum()))
-
-
-def parameters_of(unit: ShardedUnit) -> tuple[Array, bool]:
-    """A source for `collect`: the parameters."""
-    unit.wait_gather()
-    return held(unit)[0], not unit.strategy.shards_parameters
 
 
 def held(unit: ShardedUnit) -> tuple[Array, slice]:

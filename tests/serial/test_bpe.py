@@ -1,0 +1,292 @@
+"""Byte-level BPE from GGUF keys: pieces change nothing, bytes come back, and what does not fit is refused.
+
+That the ids are right is shown beside llama.cpp, in test_bpe_llamacpp.py.
+"""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import bpe_files
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    bpe,
+    load_corpus,
+    tokenizer_from_json,
+    tokenizer_from_metadata,
+)
+from zero_mpi.data import corpus as corpus_module
+from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.errors import UsageError
+
+pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+
+TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(40)]
+BYTES = byte_characters()
+# "h", "he", "hell", "hello"; a control, a user's and an unused token
+TOKENS = [*BYTES, "he", "ll", "hell", "hello", "<|im_end|>", "<mark>", "[PAD262]"]
+MERGES = ["h e", "l l", "he ll", "hell o"]
+TYPES = [1] * 260 + [3, 4, 5]
+KEYS = bpe_files.keys_of(
+    TOKENS, MERGES, types=TYPES, eos_token_id=np.uint32(260), bos_token_id=np.uint32(260)
+)
+SMALL = BPETokenizer(KEYS)
+
+
+@pytest.fixture(scope="module", params=bpe_files.KINDS)
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return tokenizer_from_json(bpe_files.write_json(folder, bpe_files.trained_json(request.param)))
+
+
+# ids and bytes
+
+
+def test_words_are_merged_and_special_tokens_are_text_unless_asked_for():
+    text = "hello <|im_end|><mark>"
+    plain = SMALL.encode(text).tolist()
+    assert plain == [259, *b" <|im_end|>", 261]
+    assert SMALL.encode(text, special=True).tolist() == [259, 32, 260, 261]
+    assert SMALL.decode(plain) == text.encode()
+    assert SMALL.decode([259, 260, 262, 261]) == b"hello<mark>", "control and unused tokens are no text"
+
+
+def test_text_and_its_bytes_have_the_same_ids():
+    for text in TEXTS:
+        assert SMALL.encode(text).tolist() == SMALL.encode(text.encode()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"a\xffb", "a\ufffdb"),
+        (b"\xe4\xbdhello", "\ufffd\ufffdhello"),  # the beginning of a character: a sign for each byte
+        (b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"),
+        (b"\xf0\x9f\x98", "\ufffd\ufffd\ufffd"),
+        ("a\udcffb", "a\ufffdb"),  # a byte that Python smuggled into a string
+        ("\udcc3\udca9", "é"),
+    ],
+)
+def test_a_byte_that_is_not_utf8_becomes_the_replacement_character(data, text):
+    assert SMALL.decode(SMALL.encode(data)).decode() == text
+
+
+def test_ids_are_as_wide_as_the_vocabulary_needs():
+    assert SMALL.encode("hello").dtype == np.uint16
+    for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+        tokens = [*BYTES, "he", *(f"[PAD{i}]" for i in range(257, size))]
+        wide = BPETokenizer(bpe_files.keys_of(tokens, ["h e"]))
+        assert (wide.vocab_size, wide.encode("he").dtype) == (size, dtype)
+        assert wide.encode("he!").tolist() == [256, 33]
+        assert wide.encode("").dtype == dtype
+
+
+def test_every_text_comes_back(trained):
+    for text in TEXTS:
+        assert trained.decode(trained.encode(text)).decode() == text
+        assert trained.decode(trained.encode(text, special=True)) == without(trained, text).encode()
+
+
+def without(tokenizer, text):
+    """A text without control tokens."""
+    for token, kind in zip(tokenizer.tokens, tokenizer.types, strict=True):
+        text = text.replace(token, "") if kind == bpe.CONTROL else text
+    return text
+
+
+def test_ids_of_any_shape_are_decoded_and_strange_ones_refused():
+    assert SMALL.decode(np.array([[259], [33]], np.uint32)) == b"hello!"
+    assert SMALL.decode([]) == b""
+    for strange in (-1, 263):
+        with pytest.raises(ValueError, match=f"id {strange} is outside the vocabulary of 263"):
+            SMALL.decode([0, strange])
+
+
+# pieces
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    text=st.lists(st.sampled_from(TEXTS) | st.text(max_size=4), max_size=12).map("".join),
+    size=st.integers(1, 9),
+)
+def test_pieces_have_the_ids_of_the_whole(trained, text, size):
+    whole = trained.encode(text).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "_PIECE", size)
+        assert trained.encode(text).tolist() == whole
+
+
+def test_long_texts_are_cut():
+    pieces = list(bpe._pieces("word and " * 40_000))
+    assert len(pieces) == 6
+    assert "".join(pieces) == "word and " * 40_000
+
+
+@pytest.mark.parametrize("batch", [1, 50, 1 << 22])
+def test_batches_have_the_ids_of_single_texts(trained, batch, monkeypatch):
+    monkeypatch.setattr(bpe, "_BATCH", batch)
+    together = trained.encode_batch(TEXTS)
+    assert [ids.tolist() for ids in together] == [trained.encode(text).tolist() for text in TEXTS]
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    alone = trained.encode_batch(TEXTS)
+    assert [ids.tolist() for ids in alone] == [ids.tolist() for ids in together]
+    assert trained.encode_batch([]) == []
+
+
+# special tokens
+
+
+def test_a_prompt_begins_with_bos_where_the_file_asks_for_it():
+    assert SMALL.encode_prompt("hello<|im_end|>").tolist() == [259, 260]
+    asks = BPETokenizer(KEYS | {"tokenizer.ggml.add_bos_token": True})
+    assert asks.encode_prompt("hello").tolist() == [260, 259]
+    assert asks.encode("hello").tolist() == [259], "a document is no prompt"
+    llama = KEYS | {"tokenizer.ggml.pre": "llama-bpe"}
+    assert BPETokenizer(llama).encode_prompt("hello").tolist() == [260, 259], "what llama.cpp does for it"
+    never = BPETokenizer(llama | {"tokenizer.ggml.add_bos_token": False})
+    assert never.encode_prompt("hello").tolist() == [259]
+
+
+def test_an_empty_prompt_becomes_the_edge_of_a_document():
+    named = {"tokenizer.ggml.eos_token_id": np.uint32(256), "tokenizer.ggml.bos_token_id": np.uint32(257)}
+    assert BPETokenizer(KEYS | named).encode_prompt("").tolist() == [256]
+    assert BPETokenizer(KEYS | named | {"tokenizer.ggml.eos_token_id": None}).encode_prompt("").tolist() == [
+        257
+    ]
+    neither = dict.fromkeys(named)
+    assert BPETokenizer(KEYS | neither).encode_prompt("").tolist() == []
+
+
+def test_the_ends_of_a_text_are_the_named_ones_and_those_known_by_name():
+    named = {"tokenizer.ggml.eos_token_id": np.uint32(256), "tokenizer.ggml.eot_token_id": np.uint32(257)}
+    assert BPETokenizer(KEYS | named).ends == {256, 257, 260}
+    assert ByteTokenizer().ends == {ByteTokenizer.eos}
+
+
+def test_a_token_that_ends_texts_is_a_control_token_whatever_its_type():
+    tokenizer = BPETokenizer(KEYS | {"tokenizer.ggml.token_type": np.array([1] * 260 + [4, 4, 5], np.int32)})
+    assert tokenizer.encode("<|im_end|>").tolist() == list(b"<|im_end|>")
+    assert tokenizer.decode([260]) == b""
+
+
+def test_the_keys_are_kept_unchanged():
+    keys = KEYS | {"tokenizer.chat_template": "{{ x }}", "general.name": "other"}
+    kept = BPETokenizer(keys).metadata()
+    assert list(kept) == [key for key in keys if key != "general.name"]
+    assert all(kept[key] is keys[key] for key in kept)
+
+
+def test_it_can_be_sent_to_another_process():
+    again = pickle.loads(pickle.dumps(SMALL))
+    assert again.encode("hello <mark>").tolist() == [259, 32, 261]
+
+
+# choosing and refusing
+
+
+def test_the_keys_choose_the_tokenizer():
+    assert isinstance(tokenizer_from_metadata(ByteTokenizer().metadata()), ByteTokenizer)
+    assert isinstance(tokenizer_from_metadata(KEYS), BPETokenizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("llama", r"the tokenizer 'llama' \(SentencePiece\)"),
+        ("bert", "the tokenizer 'bert'"),
+        ("none", "no tokenizer"),
+        (None, "no tokenizer"),
+    ],
+)
+def test_another_kind_is_refused_with_the_way_out(model, found):
+    with pytest.raises(UsageError, match=f"the model file has {found}, .*--data as token files"):
+        tokenizer_from_metadata(KEYS | {"tokenizer.ggml.model": model})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre": "tekken"}, "has tokenizer.ggml.pre 'tekken', expected one of gpt-2, .* token files"),
+        ({"pre": None}, "has no tokenizer.ggml.pre, expected one of"),
+        ({"pre": 3}, "has tokenizer.ggml.pre 3, expected one of"),
+        ({"tokens": None}, "no tokenizer.ggml.tokens"),
+        ({"tokens": [*TOKENS[:-1], "he"]}, "tokens: expected each token once, found 'he' again"),
+        ({"token_type": np.array([1, 2], np.int32)}, "token_type: expected 263 types, found 2"),
+        ({"merges": []}, "no tokenizer.ggml.merges: expected at least one"),
+        ({"merges": None}, "no tokenizer.ggml.merges"),
+        ({"merges": ["he"]}, "merges: expected two parts of a token .* found 'he'"),
+        ({"merges": ["h x"]}, "merges: expected two parts of a token .* found 'h x'"),
+        ({"merges": [" he"]}, "merges: .* found ' he'"),
+        ({"eos_token_id": np.uint32(263)}, "eos_token_id: expected an id below 263, found .*263"),
+        ({"bos_token_id": "a"}, "bos_token_id: expected an id below 263, found 'a'"),
+        ({"add_bos_token": True, "bos_token_id": None}, "asks for a bos token and names none"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(UsageError, match=message):
+        BPETokenizer(KEYS | {f"tokenizer.ggml.{name}": value for name, value in change.items()})
+
+
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UsageError, match=r"pip install 'zero-mpi\[tokenizers\]'"):
+        BPETokenizer(KEYS)
+    assert ByteTokenizer().encode("a").tolist() == [97], "bytes need no library"
+
+
+def test_an_empty_token_has_llama_cpps_name():
+    tokenizer = BPETokenizer(KEYS | {"tokenizer.ggml.tokens": [*TOKENS[:-1], ""]})
+    assert tokenizer.tokens[262] == "[EMPTY_262]"
+
+
+# the corpus
+
+
+def corpus_of(folder, tokenizer, **more):
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 300}
+    return load_corpus([str(folder)], tokenizer=tokenizer, **(options | more))
+
+
+@pytest.fixture
+def documents(tmp_path):
+    for name, text in {"a": "hello <|im_end|>", "b": "<mark>hell", "c": "", "d": "hello"}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("group", [1, 20, 1 << 23])
+def test_documents_are_encoded_whole_with_eos_behind_each(documents, group, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_ENCODED", group)
+    corpus = corpus_of(documents, SMALL)
+    expected = [259, *b" <|im_end|>", 260, 261, 258, 260, 259, 260]
+    assert (corpus.train.tolist(), corpus.train.dtype) == (expected, np.uint16)
+    assert (corpus.documents, corpus.notes) == (3, ())
+
+
+def test_the_hash_is_that_of_the_bytes_whatever_the_tokenizer(documents):
+    assert corpus_of(documents, SMALL).sha256 == corpus_of(documents, ByteTokenizer()).sha256
+
+
+def test_without_eos_a_bos_stands_between_documents_and_without_both_a_note_says_so(documents):
+    keys = KEYS | {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": np.uint32(33)}
+    assert corpus_of(documents, BPETokenizer(keys)).train.tolist()[-2:] == [259, 33]
+    corpus = corpus_of(documents, BPETokenizer(keys | {"tokenizer.ggml.bos_token_id": None}))
+    assert corpus.train.tolist() == [259, *b" <|im_end|>", 261, 258, 259]
+    assert corpus.notes == ("the tokenizer has neither eos nor bos: nothing stands between documents",)
+
+
+def test_a_package_is_read_the_same_each_time(trained):
+    options = {"val_fraction": 0.1, "seed": 1, "vocab_size": trained.vocab_size}
+    folder = Path(json.__file__).parents[1] / "asyncio"
+    first, second = (corpus_of(folder, trained, **options) for _ in range(2))
+    assert first.train.tobytes() == second.train.tobytes()
+    assert first.val.tobytes() == second.val.tobytes()
+    assert first.train.size > 100_000

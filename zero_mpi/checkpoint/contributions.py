@@ -1,0 +1,82 @@
+"""What each rank gives to a checkpoint: its slices of the parameters and of both moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zero_mpi.arrays import Array, empty
+from zero_mpi.checkpoint.digest import PIECE, piece_digests
+from zero_mpi.comm import Partition
+from zero_mpi.optim import ShardedAdamW
+from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.state import held
+from zero_mpi.sharding.unit import BYTES, Unit
+
+FIRST, SECOND = "optimizer.adam.first_moments.", "optimizer.adam.second_moments."
+Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the elements
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A rank's slice of one unit's values; in the file each tensor's name is `prefix` and its parameter's."""
+
+    prefix: str
+    unit: Unit
+    partition: Partition
+    values: Array
+
+    def runs(self, start: int, values: Array) -> Iterator[Run]:
+        """Elements of the unit's buffer from `start` on as runs of its tensors, gaps left out."""
+        for segment in self.unit.segments(slice(start, start + values.size)):
+            yield self.prefix + segment.name, segment.offset, values[segment.where]
+
+    @property
+    def by_pieces(self) -> bool:
+        """Whether slices end where the pieces of digests do."""
+        return self.unit.quantum * BYTES % PIECE == 0
+
+    def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
+        """(tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""
+        return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
+
+
+def parameters_of(optimizer: ShardedAdamW) -> list[Contribution]:
+    """The parameters' slices, views. What is being gathered is waited for."""
+    for unit in optimizer.module.units:
+        unit.wait_gather()
+    return [contribution("", unit, *held(unit)) for unit in optimizer.module.units]
+
+
+def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:
+    """The moments' slices, views: all first ones, then all second ones."""
+    units = [(unit, optimizer.moments[unit.name]) for unit in optimizer.units]
+    first = [contribution(FIRST, unit, moments.first, unit.updated[2]) for unit, moments in units]
+    return first + [contribution(SECOND, unit, moments.second, unit.updated[2]) for unit, moments in units]
+
+
+def contribution(prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
+    """This rank's slice of `values`, which are `part` of the unit: that slice, or the whole."""
+    first = unit.part.start - part.start
+    own = values[first : first + unit.part.stop - unit.part.start]
+    return Contribution(prefix, unit.unit, unit.partition, own)
+
+
+class Snapshot:
+    """Copies of contributions, so that training may go on; the room is kept for the next ones."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[str, str], Array] = {}
+
+    def take(self, contributions: Iterable[Contribution]) -> list[Contribution]:
+        """The same contributions with copied values."""
+        return [replace(given, values=self._copy(given)) for given in contributions]
+
+    def _copy(self, given: Contribution) -> Array:
+        key = given.prefix, given.unit.name
+        if key not in self._rooms:
+            self._rooms[key] = empty(given.values.size, given.values.dtype)
+        np.copyto(self._rooms[key], given.values)
+        return self._rooms[key]

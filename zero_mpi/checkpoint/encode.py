@@ -1,0 +1,71 @@
+"""Tensors in another type, piece by piece: which one each gets, and its bytes.
+
+The choice is that of llama.cpp's own program with `--pure`: matrices change, but vectors, norms and what is
+looked up by position stay float32, and a matrix whose rows do not fill blocks becomes F16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, quantize
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.stored import FileError, TensorSpec, show
+from zero_mpi.checkpoint.weights import WeightSource
+
+F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
+FILE_TYPES = {  # what can be written, and its number in the key general.file_type
+    "f32": 0,
+    "f16": 1,
+    "bf16": 32,
+    "q8_0": 7,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 8,
+    "q5_1": 9,
+}
+KEPT = ("position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short")
+PIECE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
+COPIED = 1 << 20  # bytes copied at a time
+
+
+def kind_of(spec: TensorSpec, wanted: GGMLQuantizationType) -> GGMLQuantizationType:
+    """The type that a tensor is written in, where `wanted` is the model's."""
+    stem, _, last = spec.name.rpartition(".")
+    part = stem.rpartition(".")[2]
+    matrix = last == "weight" and sum(dim > 1 for dim in spec.shape[:-1]) > 0 and spec.shape[-1] > 0
+    if not matrix or part.endswith("norm") or part in KEPT:
+        return F32
+    block, _ = GGML_QUANT_SIZES[wanted]
+    return wanted if spec.shape[-1] % block == 0 else F16
+
+
+def encoded(source: WeightSource, spec: TensorSpec, kind: GGMLQuantizationType) -> Iterator[memoryview]:
+    """The bytes of a tensor in a type, in pieces; those of the file where it has that type already."""
+    if isinstance(source, GGUFFile) and spec.type == kind:
+        yield from source.raw_pieces(spec.name, COPIED)
+        return
+    pieces = (source.read(spec.name, at, min(spec.size, at + PIECE)) for at in range(0, spec.size, PIECE))
+    yield from encoded_pieces(f"{source.path}: tensor {show(spec.name)}", pieces, kind)
+
+
+def encoded_pieces(
+    what: str, pieces: Iterable[npt.NDArray[np.float32]], kind: GGMLQuantizationType
+) -> Iterator[memoryview]:
+    """Flat pieces, of whole blocks, in a type. FileError for what is not finite or too large for it."""
+    for piece in pieces:
+        if not np.isfinite(piece).all():
+            raise FileError(f"{what}: expected finite numbers, found some that are not")
+        for at in range(0, piece.size, PIECE):
+            try:
+                with np.errstate(over="raise"):  # not infinity in the place of a large number
+                    yield quantize(piece[None, at : at + PIECE], kind).data
+            except FloatingPointError:
+                largest = f"{np.abs(piece).max():g}"
+                raise FileError(
+                    f"{what}: {largest} is more than {kind.name} can hold: take bf16 or f32"
+                ) from None

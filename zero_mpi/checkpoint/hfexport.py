@@ -1,0 +1,170 @@
+"""The way back: a model by GGUF's names as the content of a Hugging Face folder.
+
+`config_json` says in Hugging Face's words what the keys say, `outgoing` names the tensors and gives each as a
+stream of pieces in the order of elements that belongs there. What those words cannot say is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.checkpoint.hfconfig import GPT2_SIZES, LLAMA3, SIZES, llama3_factors
+from zero_mpi.checkpoint.hfnames import FAMILIES, Order, from_gguf, order_of
+from zero_mpi.checkpoint.hforder import Floats, halves_of, transposes_of
+from zero_mpi.checkpoint.huggingface import EMBEDDING, HEAD, ROPE_FREQS
+from zero_mpi.checkpoint.stored import CHUNK, FileError, TensorSpec
+from zero_mpi.checkpoint.weights import WeightSource
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FORMER_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))
+TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor on its way into a folder: name and shape there, and where it comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: WeightSource
+    spec: TensorSpec
+    order: Order
+    head: int
+
+    def pieces(self) -> Iterator[Floats]:
+        """Its elements in the folder's order, flat, in pieces."""
+        read = partial(self.source.read, self.spec.name)
+        rows = self.spec.shape[0]
+        if self.order == Order.HALVES:
+            return halves_of(read, self.head, self.spec.size // rows, rows // self.head)
+        if self.order == Order.TRANSPOSED:
+            return transposes_of(read, rows, self.spec.shape[1])
+        return (read(at, min(self.spec.size, at + CHUNK)) for at in range(0, self.spec.size, CHUNK))
+
+
+class Keys:
+    """The keys of a source's architecture."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.arch = str(source.metadata.get("general.architecture"))
+        if self.arch not in FAMILIES:
+            raise FileError(f"{source.path}: architecture {self.arch!r} has no Hugging Face form here")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """ARCH.NAME as a plain number; `default` where it is absent."""
+        value = self.source.metadata.get(f"{self.arch}.{name}")
+        return default if value is None else plain(value)
+
+    def head_width(self) -> int:
+        """Rows of q a head."""
+        usual = int(self.get("embedding_length")) // int(self.get("attention.head_count"))
+        return int(self.get("attention.key_length", usual))
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it: a float32 by its shortest text, so that it comes back the same."""
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def outgoing(source: WeightSource) -> list[Outgoing]:
+    """The tensors of a folder for the model of `source`. FileError for one that has no place there."""
+    keys = Keys(source)
+    width = 0 if keys.arch == "gpt2" else keys.head_width()
+    found = []
+    for name, spec in source.tensors.items():
+        if name != ROPE_FREQS:  # said by the configuration
+            order = order_of(keys.arch, name)
+            shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
+            found.append(Outgoing(from_gguf(keys.arch, name), shape, source, spec, order, width))
+    return found
+
+
+def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
+    """The content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
+    keys = Keys(source)
+    sizes = {there: keys.get(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
+    own = gpt2_settings(keys) if keys.arch == "gpt2" else rotary_settings(keys)
+    special = {
+        there: source.metadata.get(f"tokenizer.ggml.{here}_token_id") for there, here in TOKENS.items()
+    }
+    return {
+        "architectures": [CLASSES[keys.arch]],
+        "model_type": keys.arch,
+        **sizes,
+        "vocab_size": source.tensors[EMBEDDING].shape[0],
+        **own,
+        "tie_word_embeddings": HEAD not in source.tensors,
+        **{name: plain(value) for name, value in special.items()},
+        "torch_dtype": dtype,
+    }
+
+
+def gpt2_settings(keys: Keys) -> dict[str, Any]:
+    """What only gpt2 has."""
+    return {
+        "n_inner": keys.get("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.get("attention.layer_norm_epsilon"),
+    }
+
+
+def rotary_settings(keys: Keys) -> dict[str, Any]:
+    """What llama, qwen2 and qwen3 have."""
+    width, base = keys.head_width(), keys.get("rope.freq_base", 10000.0)
+    if keys.get("attention.value_length", width) != width:
+        raise FileError(f"{keys.source.path}: heads of q and v differ in width, which config.json cannot say")
+    return {
+        "num_key_value_heads": keys.get("attention.head_count_kv", keys.get("attention.head_count")),
+        "head_dim": width,
+        "hidden_act": "silu",
+        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": base,
+        "rope_scaling": rope_scaling(keys.source, base, width),
+        **(llama_biases(keys.source) if keys.arch == "llama" else {"use_sliding_window": False}),
+    }
+
+
+def llama_biases(source: WeightSource) -> dict[str, bool]:
+    """The two settings for biases; each speaks of several projections at once."""
+    found = {
+        name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
+    }
+    settings = {
+        "attention_bias": {"attn_q", "attn_k", "attn_v", "attn_output"},
+        "mlp_bias": {"ffn_gate", "ffn_up", "ffn_down"},
+    }
+    for stems in settings.values():
+        if found & stems not in (set(), stems):
+            some = ", ".join(sorted(found & stems))
+            raise FileError(f"{source.path}: biases of {some} alone: config.json can only say all or none")
+    return {name: bool(found & stems) for name, stems in settings.items()}
+
+
+def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
+    """The setting whose divisors `rope_freqs.weight` holds, None without one.
+
+    Factor and former context are looked for; all Llama 3 agree in the rest. FileError for other divisors.
+    """
+    if ROPE_FREQS not in source.tensors:
+        return None
+    found = source.read(ROPE_FREQS)
+    for context in FORMER_CONTEXTS:
+        guess = LLAMA3_USUAL | {"factor": float(found.max()), "original_max_position_embeddings": context}
+        made = llama3_factors(base, width, **guess)
+        if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
+            return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}
+    raise FileError(f"{source.path}: {ROPE_FREQS} is not of Llama 3's kind, which config.json could say")

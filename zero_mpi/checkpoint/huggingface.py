@@ -1,0 +1,208 @@
+"""A Hugging Face folder (config.json and safetensors) as a source of weights, by GGUF's names.
+
+Nothing is converted beforehand: `read` brings any range of elements into GGUF's order while it reads just
+what the range needs, so each rank can take its own slices of a model that no rank could hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+
+from zero_mpi.checkpoint.hfconfig import (
+    Settings,
+    architecture,
+    biases_of,
+    head_width,
+    is_tied,
+    keys_of,
+    rope_factors,
+)
+from zero_mpi.checkpoint.hfnames import Order, order_of, place_of, to_gguf
+from zero_mpi.checkpoint.hforder import interleaved, transposed
+from zero_mpi.checkpoint.index import Metadata
+from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, parse_json
+from zero_mpi.checkpoint.stored import (
+    CHUNK,
+    FileError,
+    StoredFile,
+    TensorSpec,
+    checked_range,
+    open_file,
+    output,
+    show,
+)
+
+CONFIG = "config.json"
+MAX_CONFIG = 1 << 24  # bytes
+ROPE_FREQS = "rope_freqs.weight"
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+
+
+@dataclass(frozen=True)
+class HuggingFaceTensor(TensorSpec):
+    """A tensor by GGUF's name and shape, `type` as stored; its name in the folder and its order there.
+
+    `head`: rows of a head, where rows are in another order.
+    """
+
+    source: str
+    order: Order = Order.SAME
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """The index of a folder; the data is read on demand. Holds no open file. `path` is the folder.
+
+    `metadata` has the keys of the architecture but none of the tokenizer, whose files lie in the folder.
+    `constants` are tensors that follow from the configuration: `rope_freqs.weight` of a Llama-3.
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, TensorSpec]
+    config: Mapping[str, Any]
+    weights: SafetensorsModel
+    constants: dict[str, npt.NDArray[np.float32]]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> HuggingFaceFolder:
+        """Read and check configuration and headers, never the data. UsageError where anything is off."""
+        folder = Path(os.path.realpath(path))
+        config = read_config(folder / CONFIG)
+        settings = Settings(config)
+        try:
+            arch = architecture(settings)
+            metadata, factors = keys_of(arch, settings), rope_factors(arch, settings)
+            biases, tied = biases_of(arch, settings), is_tied(arch, settings)
+            width = 0 if arch == "gpt2" else head_width(arch, settings)
+        except FileError as error:
+            raise FileError(f"{folder / CONFIG}: {error}") from None
+        weights = open_weights(folder)
+        try:
+            tensors = _tensors(arch, weights, width, metadata)
+            _check_head(tensors, weights, tied)
+            if arch != "gpt2":
+                _check_biases(tensors, biases)
+        except FileError as error:
+            raise FileError(f"{folder}: {error}") from None
+        constants = {} if factors is None else {ROPE_FREQS: factors}
+        named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
+        return cls(folder, metadata, tensors | named, config, weights, constants)
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Elements [start, stop) of the flattened tensor in GGUF's order, float32; into `out` if given.
+
+        UsageError for an unknown name or a file that changed; ValueError for a range outside the tensor or an
+        `out` that does not fit.
+        """
+        spec = self.tensors.get(name)
+        if spec is None:
+            raise FileError(f"{self.path}: expected a tensor {show(name)}, the folder has none of that name")
+        start, stop = checked_range(spec, start, stop)
+        out = output(stop - start, out)
+        if not isinstance(spec, HuggingFaceTensor):
+            out[:] = self.constants[name][start:stop]
+        elif spec.order == Order.SAME:
+            self.weights.read(spec.source, start, stop, out)
+        elif spec.order == Order.HALVES:
+            width = spec.size // spec.shape[0]
+            interleaved(partial(self.weights.read, spec.source), spec.head, width, start, out)
+        else:
+            height, width = spec.shape
+            transposed(partial(self.weights.block, spec.source), height, width, start, out)
+        return out
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The whole tensor in its shape, float32. Errors as in `read`."""
+        values = self.read(name)
+        return values.reshape(self.tensors[name].shape)
+
+
+F32 = GGMLQuantizationType.F32
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_CONFIG:
+            raise FileError(f"{path}: expected at most {MAX_CONFIG} bytes, found {size}")
+        return parse_json(path, bytes(StoredFile(path, size).take(file, 0, size)))
+
+
+def open_weights(folder: Path) -> SafetensorsModel:
+    """The safetensors of a folder; FileError says what to do where there are none."""
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        pickled = any(folder.glob("*.bin"))
+        found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
+        raise FileError(f"{folder}: expected {SINGLE} or {INDEX} beside {CONFIG}, found {found}")
+    return SafetensorsModel.open_folder(folder)
+
+
+def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
+    """The folder's tensors by GGUF's names, in the order of computation."""
+    found: dict[str, TensorSpec] = {}
+    for source in weights.tensors:
+        name = to_gguf(arch, source)
+        if name is None:
+            continue
+        if name in found:
+            raise FileError(f"tensor {show(source)}: expected once, found under another spelling too")
+        found[name] = _tensor(arch, name, weights.spec(source), width, metadata)
+    return dict(sorted(found.items(), key=lambda item: place_of(arch, item[0])))
+
+
+def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
+    """One tensor, its shape fit for the order it is read in."""
+    order, shape = order_of(arch, name), stored.shape
+    if not shape or 0 in shape:
+        raise FileError(f"tensor {show(stored.name)}: expected elements in it, found shape {shape}")
+    if order == Order.TRANSPOSED:
+        if len(shape) != 2:
+            raise FileError(f"tensor {show(stored.name)}: expected a matrix, found shape {shape}")
+        shape = shape[::-1]
+    if order == Order.HALVES:
+        key = "head_count" if ".attn_q." in name else "head_count_kv"
+        rows = width * int(metadata[f"{arch}.attention.{key}"])
+        if shape[0] != rows:
+            raise FileError(f"tensor {show(stored.name)}: expected {rows} rows by {CONFIG}, found {shape[0]}")
+    return HuggingFaceTensor(name, shape, stored.type, stored.name, order, width)
+
+
+def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
+    """A tied head is the embedding and nothing of its own; a copy of it is dropped, another is refused."""
+    if not tied and HEAD not in tensors:
+        raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
+    if tied and HEAD in tensors and EMBEDDING in tensors:
+        pair = [tensors.pop(HEAD), tensors[EMBEDDING]]
+        names = [spec.source for spec in pair if isinstance(spec, HuggingFaceTensor)]
+        pieces = zip(*(weights.raw_pieces(name, 4 * CHUNK) for name in names), strict=False)
+        if (
+            pair[0].shape != pair[1].shape
+            or pair[0].type != pair[1].type
+            or any(bytes(a) != bytes(b) for a, b in pieces)
+        ):
+            raise FileError("lm_head.weight is not the embedding, though tie_word_embeddings is true")
+
+
+def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
+    """The biases are those that the configuration speaks of: others would be left out of the computation."""
+    for name in tensors:
+        stem, _, kind = name.rpartition(".")
+        part = stem.rpartition(".")[2]
+        if kind == "bias" and part not in biases:
+            raise FileError(f"{CONFIG} speaks of no bias of {part}, and the folder has one ({show(name)})")
+        if kind == "weight" and part in biases and f"{stem}.bias" not in tensors:
+            raise FileError(f"{CONFIG} speaks of a bias of {part}, and the folder has none ({show(name)})")

@@ -1,0 +1,247 @@
+"""The index of a GGUF file: header, keys and tensor table, read strictly.
+
+A GGUF file is untrusted input. The index is read forward once; every count and length is compared with the
+bytes left before anything is allocated or looped over, and sizes are Python integers, which do not wrap.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint.stored import FileError, TensorSpec, show
+
+Metadata = dict[str, Any]
+"""Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
+key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`."""
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do
+ALIGNMENT_KEY = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+MAX_KEY_BYTES = 65535  # the format's limit
+MAX_NAME_BYTES = 63  # llama.cpp's limit
+MAX_DIMS = 4
+MAX_INDEX_BYTES = 128 << 20  # six times the largest known; bounds time and memory on a hostile file
+SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: name of one byte, type, a value of one byte
+SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one dim, type, offset
+
+_WIDTHS = {
+    "UINT8": "<u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "FLOAT32": "<f4",
+    "BOOL": "bool",
+    "INT8": "<i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "FLOAT64": "<f8",
+}
+NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.items()}
+
+
+class GGUFError(FileError):
+    """A GGUF file or what should become one is not as it must be: file, place, expected, found."""
+
+
+@dataclass(frozen=True)
+class TensorInfo(TensorSpec):
+    """One line of the tensor table: where the data begins, in bytes, and in which part of a split file."""
+
+    offset: int
+    part: int = 0
+
+
+class Index:
+    """Reads forward through the index; `at` is the place every error names."""
+
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self.file, self.path, self.size = file, path, size
+        self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
+
+    def fault(self, what: str, at: int | None = None) -> GGUFError:
+        return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {what}")
+
+    def need(self, count: int, what: str) -> None:
+        left = self.end - self.at
+        if count > left:
+            rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
+            raise self.fault(f"{what}: expected {count} bytes, found only {left} left{rest}")
+
+    def take(self, count: int, what: str) -> bytes:
+        self.need(count, what)
+        data = self.file.read(count)
+        self.expect_bytes(count, len(data))
+        self.at += count
+        return data
+
+    def expect_bytes(self, expected: int, found: int) -> None:
+        if found != expected:
+            raise self.fault("the file became shorter while it was read")
+
+    def unsigned(self, width: int, what: str) -> int:
+        return int.from_bytes(self.take(width, what), "little")
+
+    def string(self, what: str, least: int = 0, most: int = MAX_INDEX_BYTES) -> str:
+        length = self.unsigned(8, f"length of {what}")
+        if not least <= length <= most:
+            raise self.fault(f"{what}: expected {least} to {most} bytes, found {length}", self.at - 8)
+        return self.decoded(self.take(length, what), what)
+
+    def decoded(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            at = self.at - len(raw) + error.start
+            raise self.fault(f"{what}: expected UTF-8, found byte {raw[error.start]:#04x}", at) from None
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """A vocabulary: a loop of its own, since 300 000 calls of `string` would take a second."""
+        self.need(8 * count, f"{count} strings of {what}")
+        out: list[str] = []
+        for _ in range(count):
+            length = int.from_bytes(self.file.read(8), "little")
+            if length > self.end - self.at - 8:
+                raise self.fault(f"string {len(out)} of {what}: its length of {length} passes the end")
+            raw = self.file.read(length)
+            self.at += 8 + length
+            out.append(self.decoded(raw, what))
+        self.expect_bytes(self.at, self.file.tell())
+        return out
+
+    def numbers(self, kind: int, count: int, what: str) -> npt.NDArray[Any]:
+        dtype = NUMBERS.get(kind)
+        if dtype is None:
+            raise self.fault(f"{what}: expected a value type from 0 to 12, found {kind}", self.at)
+        raw = self.take(count * dtype.itemsize, what)
+        if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
+            raise self.fault(f"{what}: expected bools of 0 or 1, found another byte", self.at - len(raw))
+        return np.frombuffer(raw, dtype)
+
+    def array(self, what: str) -> npt.NDArray[Any] | list[str]:
+        kind = self.unsigned(4, f"item type of {what}")
+        if kind == GGUFValueType.ARRAY:
+            raise self.fault(f"{what}: expected an array of numbers, bools or strings, found nested arrays")
+        count = self.unsigned(8, f"number of items of {what}")
+        return self.strings(count, what) if kind == GGUFValueType.STRING else self.numbers(kind, count, what)
+
+    def value(self, what: str) -> Any:
+        kind = self.unsigned(4, f"type of {what}")
+        if kind == GGUFValueType.STRING:
+            return self.string(what)
+        if kind == GGUFValueType.ARRAY:
+            return self.array(what)
+        number = self.numbers(kind, 1, what)[0]
+        return bool(number) if kind == GGUFValueType.BOOL else number
+
+    def shape(self, what: str) -> tuple[int, ...]:
+        dims = self.unsigned(4, f"number of dims of {what}")
+        if not 1 <= dims <= MAX_DIMS:
+            raise self.fault(f"{what}: expected 1 to {MAX_DIMS} dims, found {dims}", self.at - 4)
+        shape = tuple(self.unsigned(8, f"dims of {what}") for _ in range(dims))[::-1]
+        if 0 in shape:
+            raise self.fault(f"{what}: expected dims of at least 1, found shape {shape}", self.at - 8 * dims)
+        return shape
+
+    def tensor(self, expected: int) -> TensorInfo:
+        """One line of the table; its offset, still relative to the data, must be `expected`."""
+        name = self.string("name of a tensor", 1, MAX_NAME_BYTES)
+        what = f"tensor {show(name)}"
+        shape = self.shape(what)
+        kind = self.unsigned(4, f"type of {what}")
+        if kind not in GGML_QUANT_SIZES:
+            raise self.fault(f"{what}: expected a known tensor type, found {kind}", self.at - 4)
+        block, _ = GGML_QUANT_SIZES[kind]
+        if shape[-1] % block:
+            raise self.fault(f"{what}: expected rows of a multiple of {block} elements, found {shape[-1]}")
+        offset = self.unsigned(8, f"offset of {what}")
+        if offset != expected:
+            raise self.fault(f"{what}: expected offset {expected}, found {offset}", self.at - 8)
+        return TensorInfo(name, shape, GGMLQuantizationType(kind), offset)
+
+
+def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
+    """(keys, tensors) of a file, tensors in its order. GGUFError names the byte where anything is off."""
+    n_tensors, n_keys = _read_header(index)
+    metadata = _read_metadata(index, n_keys)
+    alignment = _alignment(index, metadata)
+    return metadata, _placed(index, _read_table(index, n_tensors, alignment), alignment)
+
+
+def _read_header(index: Index) -> tuple[int, int]:
+    """(number of tensors, number of keys), after magic and version."""
+    magic = index.take(4, "magic")
+    if magic != MAGIC:
+        raise index.fault(f"expected a GGUF file that starts with {MAGIC!r}, found {magic!r}", 0)
+    version = index.unsigned(4, "version")
+    if version and version % 65536 == 0:
+        raise index.fault("expected a little-endian file, found a big-endian one: convert it first", 4)
+    if version not in VERSIONS:
+        raise index.fault(f"expected GGUF version 2 or 3, found {version}", 4)
+    n_tensors, n_keys = index.unsigned(8, "number of tensors"), index.unsigned(8, "number of keys")
+    index.need(n_tensors * SMALLEST_TENSOR + n_keys * SMALLEST_KEY, f"{n_keys} keys and {n_tensors} tensors")
+    return n_tensors, n_keys
+
+
+def _read_metadata(index: Index, count: int) -> Metadata:
+    metadata: Metadata = {}
+    for _ in range(count):
+        key = index.string("name of a key", 1, MAX_KEY_BYTES)
+        if key in metadata:
+            raise index.fault(f"key {show(key)}: expected once, found twice")
+        metadata[key] = index.value(f"key {show(key)}")
+    return metadata
+
+
+def _read_table(index: Index, count: int, alignment: int) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    offset = 0
+    for _ in range(count):
+        info = index.tensor(offset)
+        if info.name in tensors:
+            raise index.fault(f"tensor {show(info.name)}: expected once, found twice")
+        tensors[info.name] = info
+        offset += padded(info.nbytes, alignment)
+    return tensors
+
+
+def _alignment(index: Index, metadata: Metadata) -> int:
+    value = metadata.get(ALIGNMENT_KEY, np.uint32(DEFAULT_ALIGNMENT))
+    if not isinstance(value, np.uint32) or not alignment_is_sane(int(value)):
+        found = str(value) if isinstance(value, np.uint32) else type(value).__name__
+        raise index.fault(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
+    return int(value)
+
+
+def _placed(index: Index, tensors: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+    """The table with places in the file; the file must end where the last tensor (or its padding) does."""
+    start, end = padded(index.at, alignment), index.at
+    for name, info in tensors.items():
+        tensors[name] = placed = replace(info, offset=start + info.offset)
+        end = placed.offset + info.nbytes
+        if end > index.size:
+            found = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
+            raise index.fault(f"tensor {show(name)}: {found}", placed.offset)
+    surplus = index.size - padded(end, alignment)
+    if surplus > 0:
+        raise index.fault(f"expected the end of the file, found {surplus} more bytes", index.size - surplus)
+    return tensors
+
+
+def padded(count: int, alignment: int) -> int:
+    """`count` bytes rounded up to a multiple of `alignment`."""
+    return -(-count // alignment) * alignment
+
+
+def alignment_is_sane(value: int) -> bool:
+    """A power of two that the format allows (a multiple of 8) and that wastes no disk (up to 1 MiB)."""
+    return 8 <= value <= 1 << 20 and value & (value - 1) == 0

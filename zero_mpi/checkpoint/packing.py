@@ -1,0 +1,187 @@
+"""The head of a GGUF file as bytes: header, keys and tensor table, and where each tensor's data goes.
+
+The counterpart of `index.py`, free of any file, so that one rank may stream a file and many may write one
+together. Packed here and not by the gguf package's writer, because that drops empty strings and arrays and
+turns wide items into 32-bit ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint.index import (
+    ALIGNMENT_KEY,
+    DEFAULT_ALIGNMENT,
+    MAGIC,
+    MAX_DIMS,
+    MAX_KEY_BYTES,
+    MAX_NAME_BYTES,
+    NUMBERS,
+    GGUFError,
+    alignment_is_sane,
+    padded,
+)
+from zero_mpi.checkpoint.stored import TensorSpec, show
+
+ARCHITECTURE_KEY = "general.architecture"
+VERSION = 3
+_TYPE_OF = {dtype: kind for kind, dtype in NUMBERS.items()}
+
+Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
+"""Name, shape in NumPy order, and type (F32 if left out) of a tensor to come."""
+
+
+def pack_file(
+    architecture: str, metadata: Mapping[str, Any], tensors: Sequence[Announced]
+) -> tuple[bytes, dict[str, int], int]:
+    """(header, offsets, total) of a GGUF file with these keys and tensors.
+
+    `header` is everything before the data, padding included; `offsets` maps each tensor to the byte in the
+    file where its data begins; `total` is the file's length. What lies between tensors is zeros. Values are
+    as the reader returns them; a plain int becomes UINT32, a plain float FLOAT32, an empty list an empty
+    array of strings. `general.architecture` is always the first key.
+
+    Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp would refuse.
+    """
+    keys = _with_architecture(architecture, metadata)
+    alignment = alignment_of(keys)
+    offsets, end, lines = {}, 0, []
+    for spec in checked_table(tensors).values():
+        lines.append(_pack_tensor(spec, end))
+        offsets[spec.name] = end
+        end += padded(spec.nbytes, alignment)
+    parts = [MAGIC, _unsigned(VERSION, 4), _unsigned(len(lines), 8), _unsigned(len(keys), 8)]
+    parts += [pack_key(key, value) for key, value in keys.items()]
+    head = b"".join(parts + lines)
+    start = padded(len(head), alignment)
+    placed = {name: start + offset for name, offset in offsets.items()}
+    return head.ljust(start, b"\0"), placed, start + end
+
+
+def _with_architecture(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    given = metadata.get(ARCHITECTURE_KEY, architecture)
+    if not architecture or not isinstance(given, str) or given != architecture:
+        found = f"{show(str(given))} beside architecture {show(architecture)}"
+        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one name, not empty, found {found}")
+    return {ARCHITECTURE_KEY: architecture, **metadata}
+
+
+def alignment_of(metadata: Mapping[str, Any]) -> int:
+    """The alignment that the keys ask for; GGUFError for one that no loader takes."""
+    value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+    if not isinstance(value, int | np.uint32) or not alignment_is_sane(int(value)):
+        found = f"{type(value).__name__} {show(str(value))}"
+        raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
+    return int(value)
+
+
+def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
+    """The announced tensors by name; GGUFError for what a loader would refuse."""
+    table: dict[str, TensorSpec] = {}
+    for name, shape, *kind in tensors:
+        if name in table:
+            raise GGUFError(f"tensor {show(name)}: expected once, found twice")
+        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
+            raise GGUFError(f"tensor {show(name)}: expected 1 to {MAX_DIMS} dims of 1 or more, got {shape}")
+        spec = TensorSpec(name, tuple(map(int, shape)), *(kind or [GGMLQuantizationType.F32]))
+        block, _ = GGML_QUANT_SIZES[spec.type]
+        if spec.shape[-1] % block:
+            found = f"expected rows of a multiple of {block} elements for {spec.type.name}, got {shape}"
+            raise GGUFError(f"tensor {show(name)}: {found}")
+        table[name] = spec
+    return table
+
+
+def _pack_tensor(spec: TensorSpec, offset: int) -> bytes:
+    """One line of the tensor table: the dims from the contiguous one outwards."""
+    dims = [_unsigned(len(spec.shape), 4), *(_unsigned(dim, 8) for dim in reversed(spec.shape))]
+    place = [_unsigned(spec.type, 4), _unsigned(offset, 8)]
+    return b"".join([_pack_name(spec.name, MAX_NAME_BYTES, "tensor"), *dims, *place])
+
+
+def pack_key(key: str, value: Any) -> bytes:
+    """Name, type and value of one key as they stand in the file. GGUFError names key and remedy."""
+    name = _pack_name(key, MAX_KEY_BYTES, "key")
+    try:
+        kind, payload = _pack_value(value)
+    except GGUFError as error:
+        raise GGUFError(f"key {show(key)}: {error}") from None
+    return name + _unsigned(kind, 4) + payload
+
+
+def _pack_value(value: Any) -> tuple[int, bytes]:
+    """(type of the value, its bytes). The order matters: a bool is an int, a np.float64 is a float."""
+    if isinstance(value, str):
+        return GGUFValueType.STRING, _pack_string(value)
+    if isinstance(value, bool):
+        return GGUFValueType.BOOL, bytes([value])
+    if isinstance(value, list):
+        return GGUFValueType.ARRAY, _pack_strings(value)
+    if isinstance(value, np.ndarray):
+        return GGUFValueType.ARRAY, _pack_numbers(value)
+    number = np.asarray(value if isinstance(value, np.generic) else _widened(value))
+    return _type_of(number), _little_endian(number)
+
+
+def _widened(value: Any) -> np.generic:
+    """A plain number as the NumPy scalar it is stored as."""
+    if isinstance(value, int):
+        if not 0 <= value < 1 << 32:
+            raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: give np.int64 or the like")
+        return np.uint32(value)
+    if isinstance(value, float):
+        if np.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
+            raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: give np.float64")
+        return np.float32(value)
+    raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
+
+
+def _pack_numbers(array: npt.NDArray[Any]) -> bytes:
+    if array.ndim != 1:
+        raise GGUFError(f"expected a 1-D array, found shape {array.shape}: flatten it")
+    return _unsigned(_type_of(array), 4) + _unsigned(array.size, 8) + _little_endian(array)
+
+
+def _pack_strings(values: list[str]) -> bytes:
+    wrong = next((i for i, value in enumerate(values) if not isinstance(value, str)), None)
+    if wrong is not None:
+        found = f"{type(values[wrong]).__name__} at place {wrong}"
+        raise GGUFError(f"expected a list of str, found {found}: numbers go into a 1-D NumPy array")
+    head = _unsigned(GGUFValueType.STRING, 4) + _unsigned(len(values), 8)
+    return head + b"".join(map(_pack_string, values))
+
+
+def _pack_name(name: str, most: int, what: str) -> bytes:
+    packed = _pack_string(name)
+    if not 1 <= len(packed) - 8 <= most:
+        raise GGUFError(f"{what} {show(name)}: expected a name of 1 to {most} bytes, found {len(packed) - 8}")
+    return packed
+
+
+def _pack_string(value: str) -> bytes:
+    try:
+        raw = value.encode()
+    except UnicodeEncodeError:
+        raise GGUFError(f"expected text that UTF-8 can hold, found {show(value)}") from None
+    return _unsigned(len(raw), 8) + raw
+
+
+def _type_of(array: npt.NDArray[Any]) -> int:
+    kind: int | None = _TYPE_OF.get(array.dtype.newbyteorder("<"))
+    if kind is None:
+        raise GGUFError(f"expected 8 to 64-bit integers, float32, float64 or bool, found dtype {array.dtype}")
+    return kind
+
+
+def _little_endian(array: npt.NDArray[Any]) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def _unsigned(value: int, width: int) -> bytes:
+    return value.to_bytes(width, "little")

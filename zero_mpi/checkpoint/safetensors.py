@@ -1,0 +1,256 @@
+"""The safetensors format: 8 bytes with the length of a JSON header, the header, then the tensors.
+
+Like a GGUF file it is untrusted input: the header's length is bounded, every dtype, shape and offset is
+compared with the bytes there, and tensors must fill the data without gap or overlap, as the format demands.
+A model may be one file, or several with an index that says which tensor is where.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+
+from zero_mpi.checkpoint.stored import (
+    FileError,
+    StoredFile,
+    TensorSpec,
+    checked_range,
+    open_file,
+    output,
+    show,
+)
+from zero_mpi.checkpoint.stream import TensorStream
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER = 32 << 20  # bytes; thousands of times a usual one; bounds time and memory on a hostile file
+MAX_DIMS = 64  # NumPy's own limit
+METADATA = "__metadata__"
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+WEIGHTS = {name: GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its dtype by the format's name, shape, and place in the file (bytes)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class SafetensorsModel:
+    """The index of one file or of several; data is read on demand. Holds no open file."""
+
+    parts: tuple[StoredFile, ...]
+    tensors: dict[str, Entry]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> SafetensorsModel:
+        """Read and check the header of one file, never the data. UsageError where anything is off."""
+        with open_file(path, "a safetensors file") as file:
+            stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
+            length = _header_length(stored, bytes(stored.take(file, 0, min(8, stored.nbytes))))
+            raw = bytes(stored.take(file, 8, length))
+        if raw[:1] != b"{":
+            raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
+        header = parse_json(stored.path, raw)
+        _check_metadata(stored.path, header.pop(METADATA, {}))
+        start = 8 + length
+        entries = {name: _entry(stored.path, name, about, start) for name, about in header.items()}
+        _check_layout(stored, entries, start)
+        return cls((stored,), entries)
+
+    @classmethod
+    def open_folder(cls, folder: str | os.PathLike[str]) -> SafetensorsModel:
+        """model.safetensors in a folder, or else the parts that model.safetensors.index.json names."""
+        folder = Path(folder)
+        if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+            return cls.open(folder / SINGLE)
+        where = _weight_map(folder / INDEX)
+        names = sorted(set(where.values()))
+        models = [cls.open(folder / name) for name in names]
+        entries: dict[str, Entry] = {}
+        for number, (name, model) in enumerate(zip(names, models, strict=True)):
+            expected = {tensor for tensor, file in where.items() if file == name}
+            _check_part(folder, name, expected, set(model.tensors))
+            entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
+        return cls(tuple(model.parts[0] for model in models), entries)
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Elements [start, stop) of the flattened tensor as float32, (stop - start,); into `out` if given.
+
+        For F32, F16 and BF16. F64 is refused with all other types: float32 would not be the same numbers.
+        """
+        spec = self.spec(name)
+        start, stop = checked_range(spec, start, stop)
+        out = output(stop - start, out)
+        entry = self.tensors[name]
+        self.parts[entry.part].values(entry.offset, spec, start, out)
+        return out
+
+    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> npt.NDArray[np.float32]:
+        """Rows [top, bottom) and columns [left, right) of a matrix, float32."""
+        entry, spec = self.tensors[name], self.spec(name)
+        width = spec.shape[1]
+        if right - left == width:
+            return self.read(name, top * width, bottom * width).reshape(bottom - top, width)
+        out = np.empty((bottom - top, right - left), np.float32)
+        part = self.parts[entry.part]
+        with part.opened() as file:
+            for row, line in enumerate(out, top):
+                part.values_from(file, entry.offset, spec, row * width + left, line)
+        return out
+
+    def spec(self, name: str) -> TensorSpec:
+        """A tensor's shape and type of weights; FileError for a dtype that is not one."""
+        entry = self.tensors[name]
+        if entry.dtype not in WEIGHTS:
+            found = f"expected F32, F16 or BF16, found {entry.dtype}"
+            raise FileError(f"{self.parts[entry.part].path}: tensor {show(name)}: {found}: convert it first")
+        return TensorSpec(name, entry.shape, WEIGHTS[entry.dtype])
+
+    def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
+        """The stored bytes of a tensor in pieces of `size` bytes, the last one shorter."""
+        entry = self.tensors[name]
+        return self.parts[entry.part].pieces(entry.offset, entry.nbytes, size)
+
+
+def _header_length(file: StoredFile, raw: bytes) -> int:
+    length, most = int.from_bytes(raw, "little"), min(MAX_HEADER, file.nbytes - 8)
+    if len(raw) < 8 or not 2 <= length <= most:
+        found = f"{length}" if len(raw) == 8 else f"a file of {len(raw)} bytes"
+        expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
+        raise FileError(f"{file.path}: {expected}, found {found}")
+    return length
+
+
+def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    """The JSON object of these bytes. FileError for anything else, for a name given twice or not UTF-8."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise FileError(f"{path}: expected {show(name)} once, found it twice")
+            found[name] = value
+        return found
+
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=unique)
+    except FileError:
+        raise
+    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, or a number of 5000 digits
+        raise FileError(f"{path}: expected JSON, found what is not: {show(str(error))}") from None
+    if not isinstance(value, dict):
+        raise FileError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
+    """One tensor of the header, its length equal to what dtype and shape make."""
+
+    def fault(what: str) -> FileError:
+        return FileError(f"{path}: tensor {show(name)}: {what}")
+
+    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+        raise fault("expected dtype, shape and data_offsets")
+    if not _is_text(name):
+        raise fault("expected a name that UTF-8 can hold")
+    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise fault(f"expected a known dtype, found {show(str(dtype))}")
+    if not _are_counts(shape):
+        raise fault(f"expected a shape of whole numbers, found {show(str(shape))}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise fault(f"expected two data_offsets, found {show(str(offsets))}")
+    bits = prod(shape) * BITS[dtype]
+    if bits % 8 or offsets[1] - offsets[0] != bits // 8:
+        found = f"found {offsets[1] - offsets[0]}"
+        raise fault(f"expected {bits / 8:g} bytes for {dtype} {show(str(shape))}, {found}")
+    return Entry(name, dtype, tuple(shape), start + offsets[0], bits // 8)
+
+
+def _is_text(name: str) -> bool:
+    """JSON can spell half a surrogate pair, which is no character."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _are_counts(values: Any) -> bool:
+    if not isinstance(values, list) or len(values) > MAX_DIMS:
+        return False
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check_metadata(path: Path, about: Any) -> None:
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        raise FileError(f"{path}: {METADATA}: expected names and texts, found {show(str(about))}")
+
+
+def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
+    """The tensors fill the data: each begins where the one before ends, and the last ends with the file."""
+    end = start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != end:
+            what = f"expected its data at byte {end}, found {entry.offset}"
+            raise FileError(f"{file.path}: tensor {show(entry.name)}: {what}: a gap or an overlap")
+        end += entry.nbytes
+    if end != file.nbytes:
+        raise FileError(f"{file.path}: expected a file of {end} bytes, found {file.nbytes}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor -> file name of an index; the names are files beside it and nowhere else."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER:
+            raise FileError(f"{path}: expected an index of at most {MAX_HEADER} bytes, found {size}")
+        where = parse_json(path, bytes(StoredFile(path, size).take(file, 0, size))).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise FileError(f"{path}: expected a weight_map from tensors to files")
+    for name in where.values():
+        if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
+            raise FileError(f"{path}: weight_map: expected NAME.safetensors, found {show(str(name))}")
+    return where
+
+
+def _check_part(folder: Path, name: str, expected: set[str], found: set[str]) -> None:
+    for what, names in (("without", expected - found), ("besides", found - expected)):
+        if names:
+            raise FileError(f"{folder / name}: {what} {show(min(names))}, unlike what {INDEX} says")
+
+
+class SafetensorsStream(TensorStream):
+    """Writes one safetensors file, tensor by tensor, from encoded bytes. `tensors`: (name, dtype, shape)."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> None:
+        header: dict[str, Any] = {METADATA: {"format": "pt"}}  # what transformers asks for
+        lengths, end = {}, 0
+        for name, dtype, shape in tensors:
+            lengths[name] = prod(shape) * BITS[dtype] // 8
+            place = [end, end := end + lengths[name]]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        super().__init__(path, len(text).to_bytes(8, "little") + text, lengths)

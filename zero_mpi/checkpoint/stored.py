@@ -1,0 +1,181 @@
+"""Files that hold tensors: opened with care, read in ranges, decoded to float32.
+
+What the formats share. A file is untrusted and may change: only a regular file is opened, its length is
+compared with what it was, and a short read is an error that names it. Nothing is mapped into memory: a file
+that shrinks under a mapping kills the process with a signal. float32 goes from the file straight into the
+result; other types pass through a piece of bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, dequantize
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.errors import UsageError
+
+CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
+NATIVE = {
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class FileError(UsageError):
+    """A file with tensors, or what should become one, is not as it must be: file, expected, found."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape in NumPy order, and type of the elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        block, width = GGML_QUANT_SIZES[self.type]
+        return int(self.size // block * width)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was when its index was read; it holds nothing open. `path` has its links resolved."""
+
+    path: Path
+    nbytes: int
+
+    @contextmanager
+    def opened(self) -> Iterator[FileIO]:
+        """The file without a buffer. FileError if it is not there or no longer of its length."""
+        with open_file(self.path) as file:
+            self.expect(self.nbytes, os.fstat(file.fileno()).st_size)
+            yield file
+
+    def expect(self, expected: int, found: int) -> None:
+        """FileError unless as many bytes were found as the index promised."""
+        if found != expected:
+            raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
+
+    def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
+        """Fill `out` (bytes) from `offset` on; the system may give it in parts."""
+        at = 0
+        try:
+            file.seek(offset)
+            while at < len(out) and (got := file.readinto(out[at:])):
+                at += got
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        self.expect(len(out), at)
+
+    def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
+        """`count` bytes from `offset` on."""
+        raw = np.empty(count, np.uint8)
+        self.fill(file, offset, raw.data)
+        return raw
+
+    def pieces(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
+        """`count` bytes from `offset` on, in pieces of `size`, the last one shorter."""
+        with self.opened() as file:
+            for at in range(0, count, size):
+                yield self.take(file, offset + at, min(size, count - at)).data
+
+    def values(self, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]) -> None:
+        """Fill `out` (1-D) with elements of the tensor at byte `offset`, from element `start` on."""
+        with self.opened() as file:
+            self.values_from(file, offset, spec, start, out)
+
+    def values_from(
+        self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
+    ) -> None:
+        """`values` from a file that is open already."""
+        if spec.type == GGMLQuantizationType.F32:
+            if out.size:
+                self.fill(file, offset + 4 * start, out.data.cast("B"))
+            return
+        for at in range(0, out.size, CHUNK):
+            self._decoded(file, offset, spec, start + at, out[at : at + CHUNK])
+
+    def _decoded(
+        self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
+    ) -> None:
+        """Blocks cut by the range are read whole; nothing else is touched."""
+        block, width = GGML_QUANT_SIZES[spec.type]
+        first, last = start // block, -(-(start + out.size) // block)
+        raw = self.take(file, offset + first * width, (last - first) * width)
+        try:
+            values = decode(raw, spec.type)
+        except NotImplementedError:
+            known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
+            raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
+        out[:] = values[start - first * block :][: out.size]
+
+
+def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
+    """Whole blocks (bytes,) to (elements,) of a floating type that casts to float32 without loss.
+
+    NotImplementedError for a type without weights. A corrupt scale may be infinite: the values say so, a
+    warning would not say more.
+    """
+    if kind in NATIVE:
+        return raw.view(NATIVE[kind])
+    with np.errstate(all="ignore"):
+        values: npt.NDArray[np.float32] = dequantize(raw, kind)
+    return values
+
+
+def checked_range(spec: TensorSpec, start: int, stop: int | None) -> tuple[int, int]:
+    """(start, stop) of a range of elements; ValueError outside the tensor. None is its end."""
+    stop = spec.size if stop is None else stop
+    if not 0 <= start <= stop <= spec.size:
+        raise ValueError(f"tensor {spec.name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
+    return start, stop
+
+
+def output(size: int, out: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+    """A new array of `size` float32, or `out` made flat; ValueError if it cannot take them."""
+    if out is None:
+        return np.empty(size, np.float32)
+    if out.dtype != np.float32 or out.size != size or not (out.flags.c_contiguous and out.flags.writeable):
+        found = f"{out.dtype} {out.shape}, strides {out.strides}, writeable {out.flags.writeable}"
+        raise ValueError(f"out: expected a writeable contiguous float32 array of {size}, got {found}")
+    return out.reshape(-1)
+
+
+def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
+    """Open a regular file, without a buffer, and nothing else: opening a pipe would wait for ever."""
+    try:
+        real = os.path.realpath(path)
+        mode = os.stat(real).st_mode
+        if stat.S_ISREG(mode):
+            return open(real, "rb", buffering=0)
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    found = "a folder: name the file in it" if stat.S_ISDIR(mode) else "a device or pipe"
+    raise FileError(f"{path}: expected {expected}, found {found}")
+
+
+def show(name: str) -> str:
+    """A name from a file, fit for one line of an error: escaped, and cut when long."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")

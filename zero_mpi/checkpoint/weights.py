@@ -1,0 +1,57 @@
+"""One door to weights of any format: a GGUF file, a checkpoint, a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
+from zero_mpi.checkpoint.index import Metadata
+from zero_mpi.checkpoint.manager import LATEST, MODEL
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.stored import FileError, TensorSpec
+
+
+class WeightSource(Protocol):
+    """An index of weights by GGUF's names, keys and orders, whose data is read on demand."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """GGUF keys."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Name -> shape and type."""
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Elements [start, stop) of the flattened tensor, (stop - start,) float32; into `out` if given."""
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The whole tensor in its shape, float32."""
+
+
+def open_weights(path: str | os.PathLike[str]) -> WeightSource:
+    """The index of a GGUF file (of a split one: its first part), of a checkpoint folder (model.gguf) or of a
+    Hugging Face folder (config.json and safetensors). UsageError for anything else, and for a broken one."""
+    if not os.path.isdir(path):
+        if os.fspath(path).endswith(".safetensors"):
+            raise FileError(f"{path}: expected a folder with {CONFIG}, found one file of it: name its folder")
+        return GGUFFile.open(path)
+    folder = Path(path)
+    if (folder / MODEL).exists():
+        return GGUFFile.open(folder / MODEL)
+    if (folder / CONFIG).exists():
+        return HuggingFaceFolder.open(folder)
+    run = f"; it is a run directory: name {folder / LATEST}" if (folder / LATEST).exists() else ""
+    raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")

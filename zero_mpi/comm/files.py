@@ -1,0 +1,74 @@
+"""A file that is written at places: by one process, or by all ranks each its own ranges.
+
+Errors are OSErrors with the file's name, whichever library wrote.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from zero_mpi.arrays import Array
+
+
+class OutputFile(ABC):
+    """A new file; what no range covers is zeros once `resize` has given it its length."""
+
+    path: Path
+
+    @abstractmethod
+    def resize(self, nbytes: int) -> None:
+        """Give the file its length. Collective where all ranks write."""
+
+    @abstractmethod
+    def write_at(self, offset: int, data: Array | bytes) -> None:
+        """Write `data` (C-contiguous) at a byte offset; any thread, any order, any rank that has the file."""
+
+    @abstractmethod
+    def close(self, durable: bool = True) -> None:
+        """Bring the file to disk, if `durable`, and close it. Collective where all ranks write."""
+
+
+class PlainFile(OutputFile):
+    """Written by this process alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def resize(self, nbytes: int) -> None:
+        with naming(self.path):
+            os.ftruncate(self._handle, nbytes)
+
+    def write_at(self, offset: int, data: Array | bytes) -> None:
+        left = memoryview(data).cast("B")
+        with naming(self.path):
+            while left:
+                written = os.pwrite(self._handle, left, offset)
+                left, offset = left[written:], offset + written
+
+    def close(self, durable: bool = True) -> None:
+        if self._handle < 0:
+            return
+        handle, self._handle = self._handle, -1
+        try:
+            if durable:
+                with naming(self.path):
+                    os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class naming:
+    """Gives an OSError of the body the name of the file: the system's calls on handles leave it out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(self.path)

@@ -1,0 +1,267 @@
+"""A Hugging Face tokenizer.json as GGUF keys, and the way back.
+
+Reading follows llama.cpp's converter: tokens in the order of their ids, `[PADn]` of type "unused" where there
+is none, added tokens as control tokens (if special, or of that look) or the user's, bos, eos and the chat
+template from the files beside it. A GGUF has no place for a normalizer: NFC (Qwen) is left out, as llama.cpp
+leaves it out, so text must be NFC already for equal ids; every other one is refused, as is any part that
+would change ids and has no key.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.data.bpe import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, BPETokenizer, build, library
+from zero_mpi.data.pretokenizers import name_of
+from zero_mpi.errors import UsageError
+
+_KEY = "tokenizer.ggml."
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here
+_WAY_OUT = "give --data as token files (1-D .npy)"
+_WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+
+
+def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
+    """The tokenizer of a tokenizer.json; of what lies beside it, tokenizer_config.json, chat_template.jinja,
+    config.json and generation_config.json are read for the special tokens and the chat template.
+
+    `vocab_size`: the model's, if it is larger: the rest is filled. UsageError for what is no byte-level BPE.
+    """
+    path = Path(path)
+    content = _read(path)
+    model = _byte_level(path, content)
+    added = [token for token in _list(content.get("added_tokens")) if isinstance(token, dict)]
+    tokens, types = _vocabulary(path, model, added, vocab_size)
+    ignore_merges = bool(model.get("ignore_merges"))
+    metadata: dict[str, object] = {
+        _KEY + "model": "gpt2",
+        _KEY + "pre": name_of(content.get("pre_tokenizer"), ignore_merges, str(path)),
+        _KEY + "tokens": tokens,
+        _KEY + "token_type": np.array(types, np.int32),
+        _KEY + "merges": [_merge(path, merge) for merge in _list(model.get("merges"))],
+    }
+    try:
+        return BPETokenizer(metadata | _special(path, content, added))
+    except UsageError as error:
+        raise UsageError(f"{path}: as a model file: {error}") from error
+
+
+def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """The content of a tokenizer.json for GGUF keys of a byte-level BPE; the bytes' own tokenizer is one too.
+
+    UsageError as `BPETokenizer` raises it. Unused `[PADn]` are left out: whoever reads it fills gaps.
+    """
+    bpe = BPETokenizer(metadata)
+    filler = {f"[PAD{place}]" for place, kind in enumerate(bpe.types) if kind == UNUSED}
+    vocabulary = {token: place for token, place in bpe.ids.items() if token not in filler}
+    tokenizer = build(vocabulary, bpe.merges, bpe.pre.regexes, bpe.pre.ignore_merges)
+    lib = library()
+    for token, kind in zip(bpe.tokens, bpe.types, strict=True):
+        if kind in (UNKNOWN, CONTROL):
+            tokenizer.add_special_tokens([lib.AddedToken(token, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([lib.AddedToken(token, special=False, normalized=False)])
+    if bpe.add_bos and bpe.bos is not None:
+        bos = bpe.tokens[bpe.bos]
+        tokenizer.post_processor = lib.processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bpe.bos)]
+        )
+    return dict(json.loads(tokenizer.to_str()))
+
+
+def tokenizer_config(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """The content of a tokenizer_config.json: the special tokens by their text, and the chat template."""
+    bpe = BPETokenizer(metadata)
+    ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
+    special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
+    template = metadata.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bpe.add_bos,
+        **special,
+        **({"chat_template": template} if isinstance(template, str) else {}),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object. UsageError for anything else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path}: expected a tokenizer.json of Hugging Face, found no JSON: {error}"
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {str(content)[:60]!r}")
+    return content
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The model. UsageError for a kind that GGUF keys of a byte-level BPE cannot describe."""
+    model = content.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind is None and isinstance(model, dict) and "merges" in model:
+        kind = "BPE"  # files of early versions do not say
+    if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise UsageError(
+            f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {kind!r}: {_WAY_OUT}"
+        )
+    found: dict[str, Any] = {name: model[name] for name in _WITHOUT_KEY if model.get(name)}
+    if _normalizers(content.get("normalizer")) - {"NFC"}:
+        found["normalizer"] = content["normalizer"]
+    if found:
+        name, value = next(iter(found.items()))
+        raise UsageError(
+            f"{path}: expected a plain byte-level BPE, found {name} {str(value)[:100]}: {_WAY_OUT}"
+        )
+    return model
+
+
+def _normalizers(definition: Any) -> set[str]:
+    if definition is None:
+        return set()
+    steps = definition.get("normalizers") if isinstance(definition, dict) else None
+    if steps is None:
+        return {str(definition.get("type") if isinstance(definition, dict) else definition)}
+    return {name for step in _list(steps) for name in _normalizers(step)}
+
+
+def _vocabulary(
+    path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
+) -> tuple[list[str], list[int]]:
+    """Tokens and their types in the order of ids, gaps filled."""
+    known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
+    extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
+    _check_numbers(path, {token: place for place, token in known.items()}, extra)
+    control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
+    size = max([*known, *extra, -1]) + 1
+    if size > 2 * len(known) + 1024:  # a vocabulary has few gaps, and they must not cost memory
+        raise UsageError(
+            f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
+        )
+    if vocab_size is not None and vocab_size < size:
+        raise UsageError(f"{path}: the tokenizer has {size} tokens, the model's vocabulary {vocab_size}")
+    tokens, types = list[str](), list[int]()
+    for place in range(vocab_size or size):
+        filled = place in known or place in extra
+        tokens.append(extra.get(place, known.get(place, f"[PAD{place}]")))
+        kind = CONTROL if place in control else USER_DEFINED if place in extra else NORMAL
+        types.append(kind if filled else UNUSED)
+    return tokens, types
+
+
+def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
+    """Tokens by their ids. UsageError for other values, or an id that comes twice."""
+    found: dict[int, str] = {}
+    for place, token in pairs:
+        if type(place) is not int or place < 0 or place in found or not _is_text(token):
+            raise UsageError(
+                f"{path}: expected one token for each id from 0, found {token!r} with id {place!r}"
+            )
+        found[place] = token
+    return found
+
+
+def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str]) -> None:
+    """UsageError if an added token has another id than the library gives it, whatever the file says: its own
+    in the vocabulary, or the next one.
+    """
+    following = len(ids)
+    for place, token in extra.items():
+        given = ids.get(token, following)
+        if place != given:
+            raise UsageError(
+                f"{path}: expected the added token {token!r} with the id {given}, which is what the package "
+                f"tokenizers gives it, found {place}: write the file with that package"
+            )
+        following += token not in ids
+
+
+def _is_text(token: Any) -> bool:
+    """Whether a token can stand in a file: JSON can hold halves of characters."""
+    return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
+
+
+def _looks_special(token: str) -> bool:
+    """Whether an added token is a control token by its look, as llama.cpp's converter decides."""
+    framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
+    return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
+
+
+def _merge(path: Path, merge: object) -> str:
+    """A merge as text; newer files hold pairs."""
+    if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
+        return " ".join(merge)
+    if not isinstance(merge, str):
+        raise UsageError(f"{path}: expected merges as 'a b' or ['a', 'b'], found {str(merge)[:60]}")
+    return merge
+
+
+def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
+    """Keys of special tokens: from tokenizer_config.json, then the model's configurations."""
+    beside = {name: _beside(path, name) for name in ("tokenizer_config", "config", "generation_config")}
+    config, ids = beside["tokenizer_config"], {token["content"]: token["id"] for token in reversed(added)}
+    first = _template_bos(content.get("post_processor"))
+    texts = {name: _content(config.get(f"{name}_token")) for name in _NAMES}
+    if not config:
+        texts["bos"] = first
+    keys: dict[str, object] = {}
+    for there, here in _NAMES.items():
+        given = [_first(beside[file].get(f"{there}_token_id")) for file in ("config", "generation_config")]
+        found = [
+            place for place in (ids.get(texts[there]), *given) if type(place) is int and 0 <= place < 1 << 32
+        ]
+        if found:
+            keys[f"{_KEY}{here}_token_id"] = np.uint32(found[0])
+    wanted = {"bos": first is not None and first == texts["bos"], "eos": False}
+    for name, by_template in wanted.items():
+        said = config.get(f"add_{name}_token")
+        asked = said if isinstance(said, bool) else by_template
+        keys[f"{_KEY}add_{name}_token"] = asked and f"{_KEY}{name}_token_id" in keys
+    keys[_KEY + "add_space_prefix"] = False
+    return keys | _chat_template(path, config)
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the same folder; empty if there is none."""
+    file = path.with_name(f"{name}.json")
+    return _read(file) if file.is_file() else {}
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
+    file = path.with_name("chat_template.jinja")
+    template = config.get("chat_template")
+    if template is None and file.is_file():
+        template = file.read_text("utf-8", "replace")
+    return {"tokenizer.chat_template": template} if isinstance(template, str) else {}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which is given as text or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _template_bos(definition: Any) -> str | None:
+    """The special token that a post-processor puts before a text."""
+    steps = definition.get("processors", [definition]) if isinstance(definition, dict) else []
+    for step in _list(steps):
+        single = _list(step.get("single")) if isinstance(step, dict) else []
+        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
+        if isinstance(head, dict):
+            return _content(head.get("id"))
+    return None

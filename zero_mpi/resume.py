@@ -1,0 +1,101 @@
+"""Which checkpoint a run goes on from, and whether it may.
+
+`--resume auto` takes the newest checkpoint whose files are sound, and says which it passed over and why. A
+checkpoint of another run (model, corpus, what is marked `fixed` among the flags) is never passed over but
+refused: going on from an older one, or from the start, is not what its owner wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
+from zero_mpi.config import Config, spelled
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+
+
+def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Path | None:
+    """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
+
+    `notes` is told what was passed over.
+    """
+    folders: list[Path] = world.share(world.on_root(lambda: look(config, out)))
+    faults: list[str] = []
+    for folder in folders:
+        fault = find_fault(world, folder)
+        if fault is None:
+            notes += [f"passed over a checkpoint that cannot be used: {text}" for text in faults]
+            return folder
+        faults.append(fault)
+    if faults:
+        more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
+        raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
+    return None
+
+
+def look(config: Config, out: Path) -> list[Path]:
+    """The folders that may be gone on from, the best first; leftovers of interrupted saves are removed."""
+    manager.clean(out)
+    if config.resume == "never":
+        return []
+    if config.resume == "auto":
+        return [folder.resolve() for folder in manager.candidates(out)]
+    folder = Path(config.resume)
+    if not folder.is_dir():
+        raise UsageError(
+            f"--resume {config.resume}: there is no checkpoint folder {folder}; "
+            "expected auto, never or a folder"
+        )
+    return [folder.resolve()]
+
+
+def find_fault(world: World, folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None. Rank 0 reads the indices, all ranks the tensors."""
+    try:
+        world.on_root(lambda: open_existing(folder))
+        world.together(lambda: check_digests(*open_checkpoint(folder), world.rank, world.size))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def open_existing(folder: Path) -> None:
+    """Raise UsageError unless there is a pair of sound files in the folder."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder.parent / manager.LATEST} names {folder.name}, which is not there")
+    open_checkpoint(folder)
+
+
+def check_resume(folder: Path, description: Description, notes: list[str]) -> None:
+    """Raise UsageError if the checkpoint is of another run, naming the first difference.
+
+    What may differ but moves bits or changes the rest of the run goes into `notes`.
+    """
+    _, state = open_checkpoint(folder)
+    difference = next(differences(read_json(state, "training.settings"), description.settings), None)
+    if difference:
+        key, was, now = difference
+        label = {"corpus": "the text of --data (its sha256)"}.get(key, key if "." in key else spelled(key))
+        raise UsageError(
+            f"{folder} is a checkpoint of another run: {label} was {was}, now {now}; "
+            "use the same value, another --out, or --resume never"
+        )
+    for key, was, now in differences(read_json(state, "training.machine"), description.machine):
+        notes.append(f"the checkpoint was made with {key} {was}, now {now}: the last bits may change")
+    changed = [
+        f"{spelled(key)} was {was}, now {now}"
+        for key, was, now in differences(read_json(state, "training.plan"), description.plan)
+    ]
+    if changed:
+        notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, now) of every key whose values differ, in the order of `now`."""
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)

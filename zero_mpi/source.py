@@ -1,0 +1,108 @@
+"""What a run starts from: a model (`--init`) or sizes from flags, and the tokenizer of its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.config import Config
+from zero_mpi.data import (
+    ByteTokenizer,
+    Tokenizer,
+    holds_token_files,
+    tokenizer_from_json,
+    tokenizer_from_metadata,
+)
+from zero_mpi.errors import UsageError
+from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
+
+BYTE, FROM_INIT = "byte", "from-init"
+TOKENIZER_JSON = "tokenizer.json"
+
+
+def open_init(config: Config) -> WeightSource | None:
+    """The source that `--init` names, its index read and checked; raises UsageError."""
+    return None if config.init is None else open_weights(config.init)
+
+
+def read_model(init: WeightSource) -> ModelConfig:
+    """The model's sizes from what it starts from; raises UsageError unless its tensors are exactly those."""
+    shapes = {name: info.shape for name, info in init.tensors.items()}
+    model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
+    model.check_tensors(shapes, str(init.path))
+    return model
+
+
+def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model's sizes from the flags."""
+    vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    return ARCHITECTURES[config.arch].from_flags(dataclasses.asdict(config) | {"vocab_size": vocab_size})
+
+
+def choose_tokenizer(
+    config: Config, init: WeightSource | None, model: ModelConfig | None
+) -> Tokenizer | None:
+    """The tokenizer of text data, None for token files; raises UsageError if it does not fit the model."""
+    if holds_token_files(config.data):
+        if init is None and config.vocab_size is None:
+            raise UsageError("token files need --vocab-size V with --arch, or --init MODEL.gguf")
+        return None
+    if config.vocab_size is not None:
+        raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
+    tokenizer = open_tokenizer(config, init, model)
+    if model is not None and tokenizer.vocab_size != model.vocab_size:
+        raise UsageError(
+            f"--tokenizer {config.tokenizer or FROM_INIT} has {tokenizer.vocab_size} tokens, the model of "
+            f"--init {model.vocab_size}: use --tokenizer from-init, or token files"
+        )
+    return tokenizer
+
+
+def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
+    """The tokenizer that the flags mean: the model's own where there is a model."""
+    wanted = config.tokenizer or (BYTE if init is None else FROM_INIT)
+    if wanted == BYTE:
+        return ByteTokenizer()
+    if wanted != FROM_INIT:
+        return tokenizer_from_file(Path(wanted))
+    if init is None:
+        raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
+    beside = init.path / TOKENIZER_JSON
+    if beside.is_file() and not has_tokenizer(init):
+        return tokenizer_from_json(beside, None if model is None else model.vocab_size)
+    return tokenizer_from_metadata(init.metadata)
+
+
+def tokenizer_from_file(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file (its keys) or of a tokenizer.json; raises UsageError."""
+    if not path.exists():
+        raise UsageError(
+            f"--tokenizer {path}: there is no such file; expected byte, from-init, a GGUF or a tokenizer.json"
+        )
+    if path.suffix == ".json":
+        return tokenizer_from_json(path)
+    return tokenizer_from_metadata(GGUFFile.open(path).metadata)
+
+
+def has_tokenizer(init: WeightSource) -> bool:
+    """Whether the source's own keys describe a tokenizer."""
+    return init.metadata.get("tokenizer.ggml.model") is not None
+
+
+def fingerprint(tokenizer: Tokenizer | None) -> str:
+    """What a resume compares: which ids a text becomes."""
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+        return "none" if tokenizer is None else BYTE
+    keys = {key: plain(value) for key, value in tokenizer.metadata().items() if "template" not in key}
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def plain(value: object) -> object:
+    """A key's value for JSON."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
