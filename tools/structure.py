@@ -90,9 +90,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
     "watchdog": BASE,
     "records": BASE,
-    "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.reader"),
+    "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.weights"),
 }
-COMMANDS = ("train", "generate", "export", "inspect", "cli", "__main__")
+COMMANDS = ("train", "generate", "export", "inspect", "inspection", "compare", "cli", "__main__")
 RUN = ("config", "launch", "resume", "session", "source")
 LAYERS |= dict.fromkeys(RUN, ANYTHING)
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)

@@ -11,10 +11,11 @@ from itertools import takewhile
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import environment
+from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.config import Parser
-from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World, run
+from zero_mpi.source import tokenizer_of
 from zero_mpi.textmodel import TextModel
 
 
@@ -25,7 +26,7 @@ def make_parser() -> Parser:
         description="Generate text from a GGUF model, in one process.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("model", help="GGUF file, or a checkpoint folder")
+    parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
@@ -45,8 +46,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if not environment.threads_were_set:
         threadpool_limits(environment.cores())
     path = options.model
-    model = TextModel(f"{path}/model.gguf" if os.path.isdir(path) else path)
-    tokenizer = tokenizer_from_metadata(model.file.metadata)
+    model = TextModel(open_weights(path))
+    tokenizer = tokenizer_of(model.file, model.config)
     prompt = tokenizer.encode_prompt(options.prompt).tolist()
     ids = model.generate(
         prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed

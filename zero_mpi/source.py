@@ -71,12 +71,17 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
         return ByteTokenizer()
     if wanted != FROM_INIT:
         return tokenizer_from_file(Path(wanted))
-    if init is None:
+    if init is None or model is None:
         raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
-    beside = init.path / TOKENIZER_JSON
-    if beside.is_file() and not has_tokenizer(init):
-        return tokenizer_from_json(beside, None if model is None else model.vocab_size)
-    return tokenizer_from_metadata(init.metadata)
+    return tokenizer_of(init, model)
+
+
+def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
+    """The tokenizer that came with a model: in its keys, or in a tokenizer.json beside it."""
+    beside = source.path / TOKENIZER_JSON
+    if beside.is_file() and not has_tokenizer(source):
+        return tokenizer_from_json(beside, model.vocab_size)
+    return tokenizer_from_metadata(source.metadata)
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:

@@ -6,57 +6,26 @@ is full the newest half of it is read again, and generation goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from zero_mpi.arrays import Array
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn import Cache
 
 
-class Shaped(Protocol):
-    """A tensor of a source, as far as it is known before it is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In NumPy's order."""
-
-
-class Source(Protocol):
-    """Where a model can be read from: GGUF keys, and tensors by their GGUF names; `GGUFFile` is one."""
-
-    @property
-    def path(self) -> Path:
-        """What errors name."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """GGUF keys and their values."""
-
-    @property
-    def tensors(self) -> Mapping[str, Shaped]:
-        """All tensors by name."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Elements [start, stop) of the flattened tensor, float32."""
-
-    def tensor(self, name: str) -> Array:
-        """The whole tensor in its shape, float32."""
-
-
 class TextModel:
-    """The model of a GGUF file or of another source, its weights as float32.
+    """The model of whatever `open_weights` takes, its weights as float32.
 
     Raises UsageError for what it cannot run.
     """
 
-    def __init__(self, source: str | Path | Source) -> None:
-        self.file: Source = GGUFFile.open(source) if isinstance(source, str | Path) else source
+    def __init__(self, source: str | Path | WeightSource) -> None:
+        self.file = open_weights(source) if isinstance(source, str | Path) else source
         place = str(source) if isinstance(source, str | Path) else str(source.path)
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
         self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 
-from zero_mpi.checkpoint.digest import digest
 from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream, pack_file
 
@@ -221,19 +219,10 @@ def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path: Path, alignme
 def test_tensors_come_back_whatever_their_strides(tmp_path: Path) -> None:
     base = np.arange(48, dtype=np.float32).reshape(6, 8)
     arrays = {"turned": base.T, "every.other": base[:, ::2], "backwards": base[0, ::-1]}
-    stream = write(tmp_path / "m.gguf", {}, arrays)
+    write(tmp_path / "m.gguf", {}, arrays)
     file = GGUFFile.open(tmp_path / "m.gguf")
     for name, array in arrays.items():
         np.testing.assert_array_equal(file.tensor(name), array)
-        assert stream.checksums[name] == hashlib.sha256(array.tobytes()).hexdigest()
-    assert list(stream.checksums) == list(arrays)
-
-
-def test_checksums_are_of_the_bytes_in_the_file(tmp_path: Path) -> None:
-    stream = write(tmp_path / "m.gguf", {})
-    data = (tmp_path / "m.gguf").read_bytes()
-    for name, info in GGUFFile.open(tmp_path / "m.gguf").tensors.items():
-        assert stream.checksums[name] == hashlib.sha256(data[info.offset :][: info.nbytes]).hexdigest()
 
 
 def test_a_file_without_tensors(tmp_path: Path) -> None:
@@ -323,23 +312,6 @@ def test_encoded_bytes_come_in_pieces_of_any_size(tmp_path: Path, size: int) -> 
     file = GGUFFile.open(tmp_path / "m.gguf")
     assert {name: b"".join(file.raw_pieces(name, 64)) for name in file.tensors} == mixed()
     assert [info.type for info in file.tensors.values()] == [Kind.F32, Kind.Q8_0, Kind.F16, Kind.Q4_1]
-    assert stream.digests == {name: digest(raw) for name, raw in mixed().items()}
-
-
-@pytest.mark.parametrize("step", [1000, 4095, 4096, 4097, 10000])
-def test_digests_do_not_depend_on_the_pieces(tmp_path: Path, step: int) -> None:
-    raw = np.random.default_rng(0).bytes(4 * 5000)
-    with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("x", (5000,))]) as stream:
-        stream.write_raw("x", [memoryview(raw)[at : at + step] for at in range(0, len(raw), step)])
-    assert stream.digests == {"x": digest(raw)}
-    assert stream.checksums == {"x": hashlib.sha256(raw).hexdigest()}
-
-
-def test_digests_can_be_left_out(tmp_path: Path) -> None:
-    with GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED, digests=False) as stream:
-        for name, raw in mixed().items():
-            stream.write_raw(name, [raw])
-    assert stream.digests == stream.checksums == {}
 
 
 @pytest.mark.parametrize(

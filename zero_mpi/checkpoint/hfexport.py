@@ -98,9 +98,7 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     keys = Keys(source)
     sizes = {there: keys.get(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     own = gpt2_settings(keys) if keys.arch == "gpt2" else rotary_settings(keys)
-    special = {
-        there: source.metadata.get(f"tokenizer.ggml.{here}_token_id") for there, here in TOKENS.items()
-    }
+    special = {there: token_id(source, here) for there, here in TOKENS.items()}
     return {
         "architectures": [CLASSES[keys.arch]],
         "model_type": keys.arch,
@@ -108,9 +106,15 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
         "vocab_size": source.tensors[EMBEDDING].shape[0],
         **own,
         "tie_word_embeddings": HEAD not in source.tensors,
-        **{name: plain(value) for name, value in special.items()},
+        **special,
         "torch_dtype": dtype,
     }
+
+
+def token_id(source: WeightSource, name: str) -> int | None:
+    """The number of a special token; None where the keys have none."""
+    value = source.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return int(value) if isinstance(value, np.integer) else None
 
 
 def gpt2_settings(keys: Keys) -> dict[str, Any]:

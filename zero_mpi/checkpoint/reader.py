@@ -171,9 +171,9 @@ def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
     surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
     if surplus is not None:
         raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
-    architecture, own = "general.architecture", first.metadata.get("general.architecture")
-    if part.metadata.get(architecture, own) != own:
-        raise part.fault(f"expected architecture {own!r}, as in the first part, found another")
+    own, theirs = (one.metadata.get("general.architecture") for one in (first, part))
+    if theirs is not None and str(theirs) != str(own):
+        raise part.fault(f"expected architecture {show(str(own))}, as in the first part, found another")
 
 
 def _check_total(parts: list[_Part], found: int) -> None:

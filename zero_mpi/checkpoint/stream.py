@@ -8,7 +8,7 @@ announced. Closing brings the file to disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +34,8 @@ class TensorStream:
         self._file = open(self.path, "wb")  # noqa: SIM115 (closed by close or __exit__)
         self._put(header)
 
-    def write_raw(
-        self, name: str, pieces: Iterable[Buffer], seen: Callable[[memoryview], None] | None = None
-    ) -> None:
-        """Append the next tensor from its encoded bytes, in pieces of any size; `seen` is given each of them.
+    def write_raw(self, name: str, pieces: Iterable[Buffer]) -> None:
+        """Append the next tensor from its encoded bytes, in pieces of any size.
 
         ValueError unless it is the next one and the pieces make up its length; the stream is of no use then.
         """
@@ -49,8 +47,6 @@ class TensorStream:
             if found > expected:
                 break
             self._put(piece)
-            if seen is not None:
-                seen(piece)
         if found != expected:
             self._abandon()
             more = "more" if found > expected else f"{found}"

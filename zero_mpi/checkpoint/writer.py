@@ -6,29 +6,24 @@ used: it takes no name while streaming, and its `ndarray.tofile` loses the errno
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.digest import PIECE, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.index import GGUFError
 from zero_mpi.checkpoint.packing import Announced, alignment_of, checked_table, pack_file, pack_key
 from zero_mpi.checkpoint.stored import show
-from zero_mpi.checkpoint.stream import Buffer, TensorStream
+from zero_mpi.checkpoint.stream import TensorStream
 
 
 class GGUFStream(TensorStream):
     """Writes one GGUF file, tensor by tensor.
 
     `metadata` and `tensors` are as `pack_file` takes them; tensors are announced in the order of writing.
-
-    `digests` maps each tensor written so far to the digest (`checkpoint.digest`) of its bytes in the file,
-    `checksums` to their sha256 (hex); both stay empty with `digests=False`, which saves the time.
 
     Raises GGUFError, before the file is touched, for a key, value, name or shape that GGUF or llama.cpp
     would refuse; OSError with the file's name, here and in every method.
@@ -40,12 +35,7 @@ class GGUFStream(TensorStream):
         architecture: str,
         metadata: Mapping[str, Any],
         tensors: Sequence[Announced],
-        *,
-        digests: bool = True,
     ) -> None:
-        self.checksums: dict[str, str] = {}
-        self.digests: dict[str, str] = {}
-        self._hashing = digests
         try:
             header, _, _ = pack_file(architecture, metadata, tensors)
             self._specs = checked_table(tensors)
@@ -67,46 +57,6 @@ class GGUFStream(TensorStream):
             found = f"{array.dtype} {array.shape}"
             raise ValueError(f"{self.path}: tensor {show(name)}: expected float32 {spec.shape}, got {found}")
         self.write_raw(name, [np.ascontiguousarray(array).data])
-
-    def write_raw(
-        self, name: str, pieces: Iterable[Buffer], seen: Callable[[memoryview], None] | None = None
-    ) -> None:
-        """Append the next tensor from its encoded bytes, in pieces. Errors as in `TensorStream`."""
-        if not self._hashing:
-            super().write_raw(name, pieces, seen)
-            return
-        hashes = _Hashes()
-        super().write_raw(name, pieces, hashes.update)
-        self.checksums[name], self.digests[name] = hashes.results()
-
-
-class _Hashes:
-    """Both hashes of a tensor that comes in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._plain, self._pieces, self._rest = hashlib.sha256(), bytearray(), b""
-
-    def update(self, data: memoryview) -> None:
-        self._plain.update(data)
-        for part in self._whole(data.cast("B")):
-            self._pieces += piece_digests(part)
-
-    def _whole(self, data: memoryview) -> Iterator[memoryview | bytes]:
-        """What makes up whole pieces; the rest is kept for the next time."""
-        if self._rest:
-            missing = PIECE - len(self._rest)
-            self._rest += bytes(data[:missing])
-            data = data[missing:]
-            if len(self._rest) < PIECE:
-                return
-            yield self._rest
-        whole = len(data) // PIECE * PIECE
-        yield data[:whole]
-        self._rest = bytes(data[whole:])
-
-    def results(self) -> tuple[str, str]:
-        """(sha256, digest), both hex."""
-        return self._plain.hexdigest(), digest_of_pieces([bytes(self._pieces), piece_digests(self._rest)])
 
 
 __all__ = ["Announced", "GGUFStream", "pack_file", "pack_key"]

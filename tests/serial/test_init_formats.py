@@ -1,0 +1,171 @@
+"""`--init` with every kind of model: on three ranks the same run as from float32 on one."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from jobs import run_command
+from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
+from test_export import export
+from test_resume import refused
+
+from zero_mpi.checkpoint.reader import GGUFFile
+
+pytestmark = needs_mpiexec
+SIZES = ["--layers", "2", "--dim", "64", "--heads", "4", "--ffn", "96", "--context", "16"]
+RUN = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--sample", "0", "--warmup", "2"]
+ARCHES = ["llama", "gpt2", "qwen2", "qwen3"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> list[str]:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def models(text, tmp_path_factory) -> dict[str, Path]:
+    """A fresh model of every architecture, as a GGUF of float32."""
+    place, made = tmp_path_factory.mktemp("models"), {}
+    for arch in ARCHES:
+        flags = [*SIZES, "--arch", arch, "--batch-size", "1", "--steps", "0", "--sample", "0"]
+        train(1, place / arch, *flags, "--data", *text)
+        made[arch] = place / arch / "latest" / "model.gguf"
+    return made
+
+
+def start(ranks: int, out: Path, init: Path, text: list[str], *more: str) -> Path:
+    """Two steps from `init`."""
+    train(ranks, out, "--init", str(init), "--data", *text, *RUN, "--steps", "2", *more)
+    return out
+
+
+def as_folder(model: Path, folder: Path) -> Path:
+    export(model, folder)
+    return folder
+
+
+def as_parts(model: Path, folder: Path) -> Path:
+    """Split by the gguf package into files of five tensors each; the first of them."""
+    folder.mkdir()
+    source = GGUFFile.open(model)
+    writer = gguf.GGUFWriter(
+        folder / "model.gguf", str(source.metadata["general.architecture"]), split_max_tensors=5
+    )
+    copy_keys(gguf.GGUFReader(model), writer)
+    for name in source.tensors:
+        writer.add_tensor(name, source.tensor(name))
+    write(writer)
+    return min(folder.iterdir())
+
+
+def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    """All keys but those of our checkpoints."""
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "training.")):
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    """Bring what was added to the file."""
+    for action in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, action)()
+
+
+@pytest.mark.parametrize(("arch", "form"), [*((arch, as_folder) for arch in ARCHES), ("qwen3", as_parts)])
+def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_path):
+    """Whatever order the elements lie in: no bit is lost, and what is written is a plain GGUF again."""
+    expected = start(1, tmp_path / "expected", models[arch], text)
+    found = start(3, tmp_path / "found", form(models[arch], tmp_path / "form"), text)
+    assert fields(found) == fields(expected)
+    ours, theirs = (tensors(out / "latest" / "model.gguf") for out in (found, expected))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not np.array_equal(ours[name], theirs[name])] == []
+
+
+STILL = ["--lr", "0", "--min-lr", "0"]
+
+
+def assert_written_are_the_values_of(source: Path, out: Path) -> None:
+    """A run with a rate of zero writes what its ranks have read."""
+    read, written = GGUFFile.open(source), GGUFFile.open(out / "latest" / "model.gguf")
+    assert len(fields(out)) == 2
+    assert [
+        name for name in read.tensors if not np.array_equal(read.tensor(name), written.tensor(name))
+    ] == []
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_stored_types_start_from_their_values(kind, models, text, tmp_path):
+    export(models["llama"], tmp_path / "small.gguf", "--type", kind)
+    out = start(3, tmp_path / "out", tmp_path / "small.gguf", text, *STILL)
+    assert_written_are_the_values_of(tmp_path / "small.gguf", out)
+
+
+K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.fixture(scope="module")
+def wide(text, tmp_path_factory) -> Path:
+    """A model with rows of 256 elements, one block of the K-quants."""
+    out = tmp_path_factory.mktemp("wide") / "out"
+    flags = ["--layers", "1", "--dim", "256", "--heads", "4", "--ffn", "256", "--context", "16"]
+    train(1, out, *flags, "--batch-size", "1", "--steps", "0", "--sample", "0", "--data", *text)
+    return out / "latest" / "model.gguf"
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_k_quants_start_from_their_values(kind, wide, text, tmp_path):
+    """Random blocks: three ranks cut through them, and each reads what it needs."""
+    path = requantize(wide, tmp_path / "k.gguf", kind)
+    assert_written_are_the_values_of(path, start(3, tmp_path / "out", path, text, *STILL))
+
+
+def requantize(model: Path, place: Path, kind: str) -> Path:
+    """The model with matrices of random blocks: the gguf package reads these types and cannot write them."""
+    draw, wanted = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    block, width = gguf.GGML_QUANT_SIZES[wanted]
+    reader, writer = gguf.GGUFReader(model), gguf.GGUFWriter(place, "llama")
+    copy_keys(reader, writer)
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        if data.ndim == 1 or data.shape[0] % 2:
+            writer.add_tensor(tensor.name, data)
+            continue
+        raw = draw.integers(0, 256, (data.shape[0], data.shape[1] // block, width), np.uint8)
+        for first in scales(kind):
+            raw[..., first : first + 2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
+        writer.add_tensor(tensor.name, raw.reshape(data.shape[0], -1), raw_dtype=wanted)
+    write(writer)
+    return place
+
+
+def scales(kind: str) -> list[int]:
+    """Where a block has its 16-bit scales: random ones would be infinite or not a number."""
+    return {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[kind]
+
+
+def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
+    """The third rank meets it; all end with one line."""
+    path = Path(shutil.copy(models["llama"], tmp_path / "broken.gguf"))
+    info = GGUFFile.open(path).tensors["blk.1.ffn_down.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset + info.nbytes - 4)
+        file.write(np.float32(np.inf).tobytes())
+    line = refused(3, tmp_path / "out", "--init", str(path), "--data", *text, *RUN)
+    assert "blk.1.ffn_down.weight holds values that are not finite" in line
+
+
+def test_generate_takes_a_folder(models, tmp_path):
+    """The same text as from the file."""
+    folder, printed = as_folder(models["llama"], tmp_path / "folder"), []
+    for source in (models["llama"], folder):
+        command = [sys.executable, "-m", "zero_mpi.generate", str(source), "--tokens", "20", "--seed", "3"]
+        status, out, errors = run_command(command, timeout=50, cwd=tmp_path)
+        assert (status, errors) == (0, "")
+        printed.append(out)
+    assert printed[0] == printed[1]
+    assert len(printed[0]) > 10

@@ -1,0 +1,316 @@
+"""The safetensors reader and writer agree with the `safetensors` library; no damage gets past the reader."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.checkpoint.safetensors import INDEX, SafetensorsModel, SafetensorsStream
+from zero_mpi.checkpoint.stored import FileError
+
+safetensors = pytest.importorskip(
+    "safetensors", reason="no library to compare with: pip install safetensors", exc_type=ImportError
+)
+library = pytest.importorskip("safetensors.numpy")
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def arrays(dtype: str = "F32") -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (3, 5), "b": (7,), "c": (2, 3, 4), "scalar": (), "none": (0, 4)}
+    return {name: rng.standard_normal(shape).astype(DTYPES[dtype]) for name, shape in shapes.items()}
+
+
+def packed(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+# Agreement
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_library_writes_is_read_with_its_values(tmp_path: Path, dtype: str) -> None:
+    library.save_file(arrays(dtype), tmp_path / "m.safetensors", metadata={"format": "np"})
+    model = SafetensorsModel.open(tmp_path / "m.safetensors")
+    assert set(model.tensors) == set(arrays())
+    for name, array in arrays(dtype).items():
+        assert model.tensors[name].shape == array.shape
+        assert model.tensors[name].dtype == dtype
+        np.testing.assert_array_equal(model.read(name), array.astype(np.float32).ravel())
+        assert b"".join(model.raw_pieces(name, 5)) == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_we_write_the_library_reads_with_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    given = arrays(dtype)
+    announced = [(name, dtype, array.shape) for name, array in given.items()]
+    with SafetensorsStream(tmp_path / "m.safetensors", announced) as stream:
+        for name, array in given.items():
+            raw = array.tobytes()
+            stream.write_raw(name, (raw[at : at + 7] for at in range(0, len(raw), 7)))
+    found = library.load_file(tmp_path / "m.safetensors")
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in given.items()
+    }
+    assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
+        name: (array.dtype, array.shape) for name, array in given.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranges_and_blocks_are_those_of_the_whole(tmp_path: Path, dtype: str) -> None:
+    array = np.random.default_rng(1).standard_normal((13, 17)).astype(DTYPES[dtype])
+    library.save_file({"before": array[:1], "x": array}, tmp_path / "m.safetensors")
+    model, whole = SafetensorsModel.open(tmp_path / "m.safetensors"), array.astype(np.float32)
+    for start, stop in [(0, 0), (0, 1), (3, 20), (16, 18), (220, 221), (221, 221)]:
+        np.testing.assert_array_equal(model.read("x", start, stop), whole.ravel()[start:stop])
+    for top, bottom, left, right in [(0, 13, 0, 17), (2, 5, 0, 17), (2, 5, 3, 4), (12, 13, 16, 17)]:
+        found = model.block("x", top, bottom, left, right)
+        np.testing.assert_array_equal(found, whole[top:bottom, left:right])
+    with pytest.raises(ValueError, match=r"range \[0, 222\) is not inside"):
+        model.read("x", 0, 222)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.bool_, np.uint8])
+def test_a_type_that_holds_no_weights_is_listed_but_not_read(tmp_path: Path, dtype: Any) -> None:
+    library.save_file({"x": np.ones(4, dtype)}, tmp_path / "m.safetensors")
+    model = SafetensorsModel.open(tmp_path / "m.safetensors")
+    assert model.tensors["x"].shape == (4,)
+    with pytest.raises(FileError, match="tensor 'x': expected F32, F16 or BF16, found"):
+        model.read("x")
+
+
+def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
+    path, size = tmp_path / "m.safetensors", 4 << 30
+    path.write_bytes(packed({"x": entry(shape=[1 << 30], offsets=[0, size])}))
+    os.truncate(path, path.stat().st_size + size)
+    tracemalloc.start()
+    assert not SafetensorsModel.open(path).read("x", 1 << 29, (1 << 29) + 100).any()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_file_that_changed_under_the_index(tmp_path: Path) -> None:
+    library.save_file(arrays(), tmp_path / "m.safetensors")
+    model = SafetensorsModel.open(tmp_path / "m.safetensors")
+    os.truncate(tmp_path / "m.safetensors", model.parts[0].nbytes - 1)
+    with pytest.raises(FileError, match="changed while in use"):
+        model.read("a")
+
+
+# Damage
+
+A = {"a": entry()}
+DAMAGE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "expected a safetensors file .* found a file of 0 bytes"),
+    "seven bytes": (b"\0" * 7, "found a file of 7 bytes"),
+    "no header": (b"\0" * 8, "expected a safetensors file .* found 0"),
+    "header past the end": (packed(A, bytes(8), 1000), "with a header of 2 to [0-9]+ bytes, found 1000"),
+    "huge header": (packed(A, bytes(8), 2**64 - 1), "found 18446744073709551615"),
+    "no JSON": (packed(b"{nothing}"), "expected JSON"),
+    "JSON cut": (packed(b'{"a": {"dtype"'), "expected JSON"),
+    "not UTF-8": (packed(b'{"\xff": 1}'), "expected JSON, found what is not: .*utf-8"),
+    "a list": (packed(b"[]"), r"starts with \{, found b'\['"),
+    "space first": (packed(b" {}"), r"starts with \{, found b' '"),
+    "deep": (packed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "expected JSON"),
+    "a number of 5000 digits": (packed(b'{"a":' + b"9" * 5000 + b"}"), "expected JSON"),
+    "twice": (packed(b'{"a": 1, "a": 2}'), "expected 'a' once, found it twice"),
+    "half a character": (packed({"\ud800": entry()}, bytes(8)), "expected a name that UTF-8 can hold"),
+    "no object": (packed({"a": 1}), "tensor 'a': expected dtype, shape and data_offsets"),
+    "a field more": (packed({"a": entry() | {"x": 1}}, bytes(8)), "expected dtype, shape and data_offsets"),
+    "a field less": (packed({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "expected dtype, shape"),
+    "unknown dtype": (packed({"a": entry("F31")}, bytes(8)), "expected a known dtype, found 'F31'"),
+    "dtype of a list": (packed({"a": entry(["F32"])}, bytes(8)), "expected a known dtype"),
+    "shape of a float": (packed({"a": entry(shape=[2.0])}, bytes(8)), "expected a shape of whole numbers"),
+    "shape of a bool": (packed({"a": entry(shape=[2, True])}, bytes(8)), "expected a shape of whole numbers"),
+    "shape below 0": (packed({"a": entry(shape=[-2, -1])}, bytes(8)), "expected a shape of whole numbers"),
+    "shape of 2^64": (packed({"a": entry(shape=[2**64 + 2])}, bytes(8)), "expected a shape of whole numbers"),
+    "shape that would wrap": (packed({"a": entry(shape=[2**62, 4, 2])}, bytes(8)), "expected 1.*found 8"),
+    "shape of 65 dims": (packed({"a": entry(shape=[1] * 65)}, bytes(8)), "expected a shape"),
+    "one offset": (packed({"a": entry(offsets=[8])}, bytes(8)), "expected two data_offsets"),
+    "offsets reversed": (
+        packed({"a": entry(offsets=[8, 0])}, bytes(8)),
+        "expected 8 bytes for F32.*found -8",
+    ),
+    "too short": (packed({"a": entry(offsets=[0, 4])}, bytes(4)), "expected 8 bytes for F32 .*found 4"),
+    "half a byte": (packed({"a": entry("F4", [3], [0, 1])}, bytes(1)), "expected 1.5 bytes for F4"),
+    "data cut": (packed(A, bytes(7)), "expected a file of [0-9]+ bytes, found"),
+    "data too long": (packed(A, bytes(9)), "expected a file of [0-9]+ bytes, found"),
+    "a gap": (packed({"a": entry(offsets=[4, 12])}, bytes(12)), "a gap or an overlap"),
+    "an overlap": (packed(A | {"b": entry(offsets=[4, 12])}, bytes(12)), "tensor 'b': .*a gap or an overlap"),
+    "the same place": (packed(A | {"b": entry()}, bytes(8)), "a gap or an overlap"),
+    "metadata of numbers": (packed(A | {"__metadata__": {"a": 1}}, bytes(8)), "__metadata__: expected names"),
+    "metadata of text": (packed(A | {"__metadata__": "pt"}, bytes(8)), "__metadata__: expected names"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(tmp_path: Path, name: str) -> None:
+    content, message = DAMAGE[name]
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=message) as caught:
+        SafetensorsModel.open(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    str(caught.value).encode()
+    if name not in ("a field more", "shape of 65 dims", "space first"):  # there we are the stricter ones
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(content)
+
+
+def test_a_header_of_a_terabyte_buys_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(packed(A, bytes(8), 1 << 39))
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    with pytest.raises(FileError, match="with a header of 2 to 33554432 bytes"):
+        SafetensorsModel.open(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+SOUND = packed(
+    {
+        "__metadata__": {"format": "pt"},
+        "a": entry(),
+        "b.weight": entry("BF16", [2, 3], [8, 20]),
+        "none": entry("F16", [0], [20, 20]),
+        "c": entry("U8", [4], [20, 24]),
+    },
+    bytes(range(24)),
+)
+edits = st.one_of(
+    st.tuples(st.just("set"), st.integers(0, len(SOUND) - 1), st.binary(min_size=1, max_size=3)),
+    st.tuples(st.just("set"), st.integers(8, 260), st.sampled_from([b"0", b"9", b"-", b"]", b'"', b"1e1"])),
+    st.tuples(st.just("insert"), st.integers(0, len(SOUND)), st.binary(min_size=1, max_size=9)),
+    st.tuples(st.just("delete"), st.integers(0, len(SOUND)), st.integers(1, 30)),
+)
+
+
+def edited(content: bytes, edit: tuple[str, int, Any]) -> bytes:
+    what, at, value = edit
+    if what == "delete":
+        return content[:at] + content[at + value :]
+    return content[:at] + value + content[at + (len(value) if what == "set" else 0) :]
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(changes=st.lists(edits, min_size=1, max_size=2), fit=st.booleans())
+def test_any_bytes_are_refused_or_read_as_the_library_reads_them(
+    tmp_path: Path, changes: list[Any], fit: bool
+) -> None:
+    """`fit`: the header's length follows the change, so that the JSON is reached."""
+    content = SOUND
+    for change in changes:
+        content = edited(content, change)
+    if fit:
+        content = (
+            (len(content) - 8 - 24).to_bytes(8, "little") + content[8:] if len(content) > 32 else content
+        )
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    try:
+        model = SafetensorsModel.open(path)
+    except FileError:
+        return
+    found = dict(library.deserialize(content))
+    assert set(found) == set(model.tensors)
+    for name, about in found.items():
+        assert list(model.tensors[name].shape) == about["shape"]
+        assert model.tensors[name].dtype == about["dtype"]
+        assert b"".join(model.raw_pieces(name, 64)) == bytes(about["data"])
+
+
+def test_the_sound_file_loads(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(SOUND)
+    assert set(SafetensorsModel.open(tmp_path / "m.safetensors").tensors) == {"a", "b.weight", "none", "c"}
+
+
+# Folders
+
+
+def in_parts(folder: Path, where: dict[str, str] | None = None) -> None:
+    for file, names in {"x-1.safetensors": ["a", "b"], "x-2.safetensors": ["c", "scalar"]}.items():
+        library.save_file({name: arrays()[name] for name in names}, folder / file)
+    usual = {
+        "a": "x-1.safetensors",
+        "b": "x-1.safetensors",
+        "c": "x-2.safetensors",
+        "scalar": "x-2.safetensors",
+    }
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": usual if where is None else where}))
+
+
+def test_a_folder_of_parts_is_one_model(tmp_path: Path) -> None:
+    in_parts(tmp_path)
+    model = SafetensorsModel.open_folder(tmp_path)
+    for name in ("a", "b", "c", "scalar"):
+        np.testing.assert_array_equal(model.read(name), arrays()[name].ravel())
+    library.save_file({"only": arrays()["a"]}, tmp_path / "model.safetensors")
+    assert set(SafetensorsModel.open_folder(tmp_path).tensors) == {"only"}
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({}, "expected a weight_map"),
+        ({"a": "../x-1.safetensors"}, r"weight_map: expected NAME\.safetensors, found '\.\./x"),
+        ({"a": "/etc/passwd"}, "weight_map: expected NAME"),
+        ({"a": 1}, "weight_map: expected NAME"),
+        ({"a": "x-1.bin"}, "weight_map: expected NAME"),
+        ({"a": "x-3.safetensors"}, r"x-3\.safetensors: no such file"),
+        ({"a": "x-1.safetensors"}, r"x-1\.safetensors: besides 'b', unlike"),
+        ({"a": "x-1.safetensors", "b": "x-1.safetensors", "c": "x-1.safetensors"}, "without 'c', unlike"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, where: dict[str, Any], message: str) -> None:
+    in_parts(tmp_path, where)
+    with pytest.raises(FileError, match=message):
+        SafetensorsModel.open_folder(tmp_path)
+
+
+# Writing
+
+
+def test_the_order_and_length_of_what_was_announced(tmp_path: Path) -> None:
+    stream = SafetensorsStream(tmp_path / "m.safetensors", [("a", "F32", (2,)), ("b", "F16", (2,))])
+    with pytest.raises(ValueError, match="expected 'a', got 'b'"):
+        stream.write_raw("b", [bytes(4)])
+    stream.write_raw("a", [bytes(8)])
+    with pytest.raises(ValueError, match="missing are 1 of 2 tensors, from 'b' on"):
+        stream.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_the_error_it_is() -> None:
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        SafetensorsStream("/dev/full", [("a", "F32", (2,))]) as stream,
+    ):
+        stream.write_raw("a", [bytes(8)])
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/dev/full")

@@ -1,0 +1,182 @@
+"""A model in several files is one model: opened by its first part, checked over all, kept apart from them.
+
+The gguf package writes the parts; llama.cpp opens them by the same rule.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.errors import UsageError
+
+SHAPES = {f"t{i}": (i + 1, 32) for i in range(5)}
+Edit = dict[str, Any]
+
+
+def values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def part(folder: Path, number: int, count: int = 3) -> Path:
+    return folder / f"m-{number:05d}-of-{count:05d}.gguf"
+
+
+def by_gguf(folder: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
+    """Three parts of two tensors each (the last of one), as the gguf package splits."""
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=2)
+    writer.add_context_length(7)
+    for name, array in values().items():
+        writer.add_tensor(name, array if kind is None else gguf.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return part(folder, 1)
+
+
+def by_us(
+    folder: Path, edits: dict[int, Edit] | None = None, names: dict[int, list[str]] | None = None
+) -> Path:
+    """The same by our own writer; `edits` changes keys of a part (None removes one), `names` its tensors."""
+    given = names or {1: ["t0", "t1"], 2: ["t2", "t3"], 3: ["t4"]}
+    for number, tensors in given.items():
+        keys: Edit = {
+            "llama.context_length": np.uint32(7) if number == 1 else None,
+            "split.no": np.uint16(number - 1),
+            "split.count": np.uint16(3),
+            "split.tensors.count": np.int32(5),
+        }
+        keys |= (edits or {}).get(number, {})
+        architecture = keys.pop("general.architecture", "llama")
+        kept = {key: value for key, value in keys.items() if value is not None}
+        with GGUFStream(
+            part(folder, number), architecture, kept, [(t, SHAPES[t]) for t in tensors]
+        ) as stream:
+            for name in tensors:
+                stream.write(name, values()[name])
+    return part(folder, 1)
+
+
+@pytest.mark.parametrize("kind", [None, gguf.GGMLQuantizationType.Q8_0])
+def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) -> None:
+    file = GGUFFile.open(by_gguf(tmp_path, kind))
+    assert list(file.tensors) == list(SHAPES)
+    assert [info.part for info in file.tensors.values()] == [0, 0, 1, 1, 2]
+    for name, array in values().items():
+        expected = array if kind is None else gguf.dequantize(gguf.quantize(array, kind), kind)
+        np.testing.assert_array_equal(file.tensor(name), expected)
+        np.testing.assert_array_equal(file.read(name, 5, 29), expected.ravel()[5:29])
+    raw = values()["t4"] if kind is None else gguf.quantize(values()["t4"], kind)
+    assert b"".join(file.raw_pieces("t4", 100)) == raw.tobytes()
+    assert file.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.gguf"))
+
+
+def test_the_keys_of_the_split_are_kept_apart(tmp_path: Path) -> None:
+    file = GGUFFile.open(by_gguf(tmp_path))
+    assert set(file.metadata) == {"general.architecture", "llama.context_length"}
+    assert file.split == {"split.no": 0, "split.count": 3, "split.tensors.count": 5}
+    assert file.path == part(tmp_path, 1)
+
+
+def test_an_index_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    file = GGUFFile.open(by_us(tmp_path))
+    assert pickle.loads(pickle.dumps(file)).tensor("t3").tobytes() == values()["t3"].tobytes()
+
+
+def test_links_lead_to_the_parts(tmp_path: Path) -> None:
+    """By their names where the parts are links elsewhere, by the target's name where only the first is."""
+    by_us(tmp_path)
+    (tmp_path / "store").mkdir()
+    for number in (1, 2, 3):
+        part(tmp_path, number).rename(tmp_path / "store" / f"blob{number}")
+        part(tmp_path, number).symlink_to(f"store/blob{number}")
+    assert len(GGUFFile.open(part(tmp_path, 1)).tensors) == 5
+    (tmp_path / "whole").mkdir()
+    by_us(tmp_path / "whole")
+    (tmp_path / "latest").symlink_to(part(tmp_path / "whole", 1))
+    assert len(GGUFFile.open(tmp_path / "latest").tensors) == 5
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_another_part_than_the_first_names_the_first(tmp_path: Path, number: int) -> None:
+    by_gguf(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        GGUFFile.open(part(tmp_path, number))
+    assert f"this is part {number} of 3 of a model: name the first part, {part(tmp_path, 1)}" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_missing_part_is_named(tmp_path: Path, number: int) -> None:
+    by_gguf(tmp_path)
+    part(tmp_path, number).unlink()
+    with pytest.raises(UsageError, match=rf"{part(tmp_path, number)}: no such file"):
+        GGUFFile.open(part(tmp_path, 1))
+
+
+def test_a_part_under_another_name(tmp_path: Path) -> None:
+    by_us(tmp_path).rename(tmp_path / "model.gguf")
+    with pytest.raises(UsageError, match=r"expected a name that ends in -00001-of-00003\.gguf"):
+        GGUFFile.open(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({2: {"split.no": np.uint16(2)}}, "00002.*key split.no: expected 1, as part 2 of 3, found 2"),
+        ({2: {"split.count": np.uint16(4)}}, "00002.*key split.count: expected 3, as part 2 of 3, found 4"),
+        ({3: {"split.no": None}}, "00003.*key split.no: expected UINT16 of 0 or more, found nothing"),
+        ({3: {"split.count": "3"}}, "00003.*key split.count: expected UINT16 .*found 'str 3'"),
+        ({1: {"split.count": np.uint32(3)}}, "key split.count: expected UINT16 .*found 'uint32 3'"),
+        ({1: {"split.tensors.count": np.int32(6)}}, "expected 5, as many as the parts hold, found 6"),
+        ({1: {"split.tensors.count": None}}, "split.tensors.count: expected INT32 .*found nothing"),
+        ({3: {"split.tensors.count": np.int32(-5)}}, "00003.*expected INT32 of 0 or more, found 'int32 -5'"),
+        ({2: {"split.tensors.count": np.int32(4)}}, "00002.*expected 5, as many as the parts hold, found 4"),
+        ({2: {"llama.context_length": 9}}, "00002.*key 'llama.context_length': expected only split"),
+        ({2: {"general.architecture": "gpt2"}}, "00002.*expected architecture 'llama'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, edits: dict[int, Edit], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        GGUFFile.open(by_us(tmp_path, edits))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
+    first = by_us(tmp_path, names={1: ["t0", "t1"], 2: ["t1"], 3: ["t3", "t4"]})
+    with pytest.raises(UsageError, match=r"00002.*tensor 't1': expected once, found in part 1 too"):
+        GGUFFile.open(first)
+
+
+def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
+    first = by_us(tmp_path)
+    part(tmp_path, 3).write_bytes(part(tmp_path, 3).read_bytes()[:-1])
+    with pytest.raises(UsageError, match=r"00003.*expected data up to byte"):
+        GGUFFile.open(first)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"split.no": np.uint16(0), "split.count": np.uint16(0), "split.tensors.count": np.int32(5)},
+        {"split.no": np.uint16(0), "split.count": np.uint16(1), "split.tensors.count": np.int32(1)},
+    ],
+    ids=["merged", "one part"],
+)
+def test_a_whole_model_may_carry_the_keys(tmp_path: Path, keys: Edit) -> None:
+    """llama.cpp's program for merging leaves a count of 0."""
+    with GGUFStream(tmp_path / "any name.gguf", "llama", keys, [("t0", SHAPES["t0"])]) as stream:
+        stream.write("t0", values()["t0"])
+    file = GGUFFile.open(tmp_path / "any name.gguf")
+    assert set(file.metadata) == {"general.architecture"}
+    assert list(file.tensors) == ["t0"]
