@@ -50,8 +50,11 @@ class TextModel:
         end = self.cache.position + x.shape[1]
         if end > self.config.context_length:
             raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
-        for stage in self.stages:
-            x = stage.layer.infer(self.weights, x, self.cache)
+        with np.errstate(all="ignore"):  # what overflows is told below
+            for stage in self.stages:
+                x = stage.layer.infer(self.weights, x, self.cache)
+        if not np.isfinite(x).all():
+            raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         self.cache.position = end
         return x[0]
 

@@ -251,5 +251,11 @@ def digests_from_file(output: Output, names: Sequence[str]) -> Digests:
         output.comm.barrier()
     if not names or output.comm.rank != 0 or output.problem is not None:
         return dict.fromkeys(names, BLANK)
-    shapes = dict(output.content.tensors)
-    return {name: output.read_digest(name, BYTES * int(np.prod(shapes[name]))) for name in names}
+    shapes, digests = dict(output.content.tensors), dict.fromkeys(names, BLANK)
+
+    def read_all() -> None:
+        for name in names:
+            digests[name] = output.read_digest(name, BYTES * int(np.prod(shapes[name])))
+
+    output.attempt(read_all)
+    return digests

@@ -122,7 +122,7 @@ class Saver:
         except JobError as error:
             if root:
                 shutil.rmtree(folder, ignore_errors=True)
-            text = f"the checkpoint of step {progress.step} was not saved: {error}; {self._rest()}"
+            text = f"saving the checkpoint of step {progress.step} failed: {error}; {self._rest()}"
             raise JobError(text) from error
         seconds = time.monotonic() - begun
         self.longest = max(self.longest, seconds)
@@ -158,7 +158,7 @@ class Saver:
     def _rest(self) -> str:
         """What is there all the same, for the message."""
         link = self.out / manager.LATEST
-        return f"{link} is still {link.readlink()}" if link.is_symlink() else "there is no earlier one"
+        return f"{link} is {link.readlink()}" if link.is_symlink() else "there is no earlier one"
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from zero_mpi.checkpoint.digest import (
     from_lines,
     piece_digests,
 )
+from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.stored import show
 from zero_mpi.errors import UsageError
 from zero_mpi.optim import Moments, ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
@@ -84,11 +86,8 @@ def sign(
     progress: Progress, description: Description, model: Mapping[str, str], moments: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keys of both files, from the digests of their tensors."""
-    state = digest_of_state({**model, **moments})
-    text = json.dumps([asdict(progress), dict(description.settings), state], sort_keys=True)
     shared = {
-        ID: hashlib.sha256(text.encode()).hexdigest()[:32],
-        STATE_DIGEST: state,
+        STATE_DIGEST: digest_of_state({**model, **moments}),
         "training.iteration_count": np.uint64(progress.step),
         "training.token_count": np.uint64(progress.tokens),
     }
@@ -99,8 +98,10 @@ def sign(
         for name in ("settings", "machine", "plan")
     }
     head = {"optimizer.type": "adamw", "optimizer.file_version": np.uint32(FORMAT_VERSION)}
-    rest = {TENSOR_DIGESTS: as_lines(moments), MODEL_DIGESTS: as_lines(model)}
-    return own, {**head, **counts, **shared, **texts, **rest}
+    digests = {TENSOR_DIGESTS: as_lines(moments), MODEL_DIGESTS: as_lines(model)}
+    rest = {**head, **counts, **shared, **texts, **digests}
+    name = signature(own, rest)
+    return {**own, ID: name}, {**rest, ID: name}
 
 
 def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
@@ -123,17 +124,43 @@ def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
     model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
     version = state.metadata.get("optimizer.file_version")
-    if version != FORMAT_VERSION:
+    if not isinstance(version, np.uint32) or version != FORMAT_VERSION:
         raise UsageError(
-            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
+            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {show(str(version))}"
         )
     ids = [file.metadata.get(ID) for file in (model, state)]
-    if ids[0] is None or ids[0] != ids[1]:
+    if not all(isinstance(value, str) for value in ids) or ids[0] != ids[1]:
         raise UsageError(
             f"{folder}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
-            f"(ids {ids[0]} and {ids[1]})"
+            f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
         )
+    check_signature(model, state)
     return model, state
+
+
+def signature(model: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """The id of a checkpoint: a hash of all other keys of both files, digests of tensors included."""
+    total = hashlib.sha256()
+    for keys in (model, state):
+        for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
+            total.update(pack_key(key, keys[key]))
+    return total.hexdigest()[:32]
+
+
+def check_signature(model: GGUFFile, state: GGUFFile) -> None:
+    """Raise UsageError unless both files say what was written: sizes, tokenizer, progress, settings, ..."""
+    if signature(model.metadata, state.metadata) != state.metadata[ID]:
+        raise UsageError(
+            f"{state.path.parent}: {manager.MODEL} or {manager.OPTIMIZER} has a key that is not the one "
+            "that was written"
+        )
+    if from_lines(model.metadata.get(TENSOR_DIGESTS)) != from_lines(state.metadata.get(MODEL_DIGESTS)):
+        raise UsageError(f"{model.path}: the key {TENSOR_DIGESTS} is not the one that was written")
+
+
+def read_progress(state: GGUFFile) -> Progress:
+    """Where the run stood; raises UsageError if a count is missing."""
+    return Progress(**{name: read_count(state, key) for key, name in COUNTS.items()})
 
 
 def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:
@@ -152,7 +179,7 @@ def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 
     for file, name, digest in expected[rank::ranks]:
         if name not in file.tensors or file_digest(file, name) != digest:
             raise UsageError(
-                f"{file.path}: tensor {name} is not the one that was written (its checksum differs)"
+                f"{file.path}: tensor {show(name)} is not the one that was written (its checksum differs)"
             )
 
 
@@ -165,6 +192,7 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     """The object that a key holds as JSON ("training.settings"); raises UsageError if it is not there."""
     try:
         value = json.loads(state.metadata[key])
+        json.dumps(value)  # nested too deeply for that is broken as well
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
@@ -212,7 +240,7 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
     optimizer.module.load_slices(finite(model.read, model.path))
     for unit in optimizer.units:
         load_moments(unit, optimizer.moments[unit.name], state)
-    progress = Progress(**{name: read_count(state, key) for key, name in COUNTS.items()})
+    progress = read_progress(state)
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     return progress
 

@@ -98,7 +98,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     """'none', or the first few names and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return (", ".join(ordered[:most]) or "none") + more
+    return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
 NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; True is 1
@@ -107,7 +107,8 @@ NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absen
 def shown(value: Any) -> str:
     """A value from a file, fit for one line of an error."""
     text = f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return text if text.isprintable() else repr(text)
 
 
 class Keys:

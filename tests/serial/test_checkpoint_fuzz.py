@@ -1,0 +1,422 @@
+"""Any bytes in the place of a checkpoint load as what was written, or are refused: there is no third outcome.
+
+The pair of files of a tiny model is damaged at random and on purpose. What loads must give the very tensors
+and the very progress that were saved; all else must be a UsageError, in little time and in memory that the
+size of the files explains. A model file alone, as for generation, computes finite numbers or is refused.
+"""
+
+import re
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi.checkpoint.packing import pack_file
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.saver import save_checkpoint
+from zero_mpi.checkpoint.state import (
+    COUNTS,
+    Description,
+    Progress,
+    check_digests,
+    load_checkpoint,
+    open_checkpoint,
+)
+from zero_mpi.errors import UsageError
+from zero_mpi.models import Llama
+from zero_mpi.textmodel import TextModel
+
+MODEL, STATE = FILES = ("model.gguf", "optimizer.gguf")
+SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}
+CONFIG = Llama.from_flags(SIZES | {"tied": False})
+PROGRESS = Progress(step=2, tokens=700, skipped=1, updates=3, samples=12)
+SETTINGS = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32}
+MACHINE, PLAN = {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9}
+DESCRIPTION = Description("llama", CONFIG.metadata(), SETTINGS, MACHINE, PLAN)
+MOST_SECONDS = 2.0  # of this process, where an undamaged pair takes 4 ms; tracing makes that 30
+ROOM = 1 << 20  # bytes beside a few times the files: a reader's buffers, numpy's and json's own
+
+Pair = dict[str, bytes]
+
+
+def make(steps: int, seed: int = 0) -> ShardedAdamW:
+    """The tiny model after some steps."""
+    optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=seed), lr=1e-2)
+    accumulator = GradAccum(optimizer.module, 2)
+    for step in range(steps):
+        tiny.run_step(optimizer.module, accumulator, CONFIG, step, 2)
+        optimizer.step(max_norm=1.0)
+    return optimizer
+
+
+def state_of(optimizer: ShardedAdamW) -> str:
+    """A digest of everything that a checkpoint must bring back."""
+    state = dict(optimizer.module.state_dict())
+    for name, moments in optimizer.moments.items():
+        state |= {f"first {name}": moments.first, f"second {name}": moments.second}
+    return tiny.digest(state)
+
+
+def is_bad(line: str) -> bool:
+    """False, for what was refused: by one line that is fit to be shown."""
+    assert line.isprintable()
+    assert len(line) < 1000
+    return False
+
+
+class Bench:
+    """A folder for damaged pairs, and a model that they are loaded into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, trained = folder, make(2)
+        saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
+        other = save_checkpoint(folder / "other", make(1, seed=1), Progress(1), DESCRIPTION)
+        self.pair, self.other = (
+            {name: (place / name).read_bytes() for name in FILES} for place in (saved, other)
+        )
+        self.index = {name: min(t.offset for t in self.file(saved, name).tensors.values()) for name in FILES}
+        self.expected, self.target = state_of(trained), make(0, seed=5)
+
+    @staticmethod
+    def file(folder: Path, name: str) -> GGUFFile:
+        return GGUFFile.open(folder / name)
+
+    def write(self, pair: Pair) -> None:
+        for name, content in pair.items():
+            (self.folder / name).write_bytes(content)
+
+    def load(self, pair: Pair) -> bool:
+        """One of the two allowed outcomes; True where the pair loaded."""
+        self.write(pair)
+        try:
+            check_digests(*open_checkpoint(self.folder))
+            progress = load_checkpoint(self.folder, self.target)
+        except UsageError as error:
+            return is_bad(str(error))
+        assert progress == PROGRESS
+        assert state_of(self.target) == self.expected
+        return True
+
+    def run(self, pair: Pair) -> bool:
+        """`load`, in little time and memory."""
+        begun = time.process_time()
+        tracemalloc.start()
+        try:
+            loaded = self.load(pair)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 8 * sum(map(len, pair.values())) + ROOM
+        assert time.process_time() - begun < MOST_SECONDS
+        return loaded
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def test_the_undamaged_pair_loads(bench):
+    assert bench.run(bench.pair)
+    assert not bench.run(bench.other | {MODEL: bench.pair[MODEL]})
+
+
+# at random
+
+WILD = [0, 1, 2, 7, 31, 32, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
+
+
+def flip(content: bytes, at: int, bits: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ bits]) + content[at + 1 :]
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> Callable[[bytes, int], bytes]:
+    """A change of a file, given its content and where its index ends; most fall into the index."""
+    kind = draw(st.sampled_from(["flip", "cut", "grow", "insert", "delete", "splice", "number", "swap"]))
+    place, other = draw(st.floats(0, 1)), draw(st.floats(0, 1))
+    anywhere = draw(st.booleans())
+    value, size = draw(st.sampled_from(WILD)), draw(st.integers(1, 100))
+    bits, more = draw(st.integers(1, 255)), draw(st.binary(min_size=1, max_size=40))
+
+    def edit(content: bytes, index: int) -> bytes:
+        span = len(content) if anywhere else min(index, len(content))
+        at, source = int(place * (span - 1)), int(other * (span - 1))
+        if kind == "flip":
+            return flip(content, at, bits)
+        if kind == "cut":
+            return content[:at]
+        if kind == "grow":
+            return content + more
+        if kind == "insert":
+            return content[:at] + more + content[at:]
+        if kind == "delete":
+            return content[:at] + content[at + size :]
+        if kind == "splice":  # a piece of the file over another
+            piece = content[source : source + size]
+            return content[:at] + piece + content[at + len(piece) :]
+        if kind == "number":
+            new = struct.pack("<Q", value)[: 4 if size % 2 else 8]
+            return content[:at] + new + content[at + len(new) :]
+        first, second = sorted((at, source))  # two pieces change places
+        size_ = min(size, second - first)
+        a, b = content[first : first + size_], content[second : second + size_]
+        return content[:first] + b + content[first + size_ : second] + a + content[second + size_ :]
+
+    return edit
+
+
+EVERY_TIME = settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+Changes = list[tuple[str, Callable[[bytes, int], bytes]]]
+CHANGES = st.lists(st.tuples(st.sampled_from(FILES), edits()), min_size=1, max_size=3)
+
+
+def changed(bench: Bench, changes: Changes) -> Pair:
+    """The pair after some edits; an empty file takes no more."""
+    pair = dict(bench.pair)
+    for name, edit in changes:
+        if pair[name]:
+            pair[name] = edit(pair[name], bench.index[name])
+    return pair
+
+
+@pytest.mark.timeout_seconds(180)
+@EVERY_TIME
+@given(changes=CHANGES)
+def test_any_change_is_refused_or_changes_nothing(bench, changes):
+    event("loaded" if bench.run(changed(bench, changes)) else "refused")
+
+
+@pytest.mark.timeout_seconds(180)
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench):
+    """Every third byte of the index, another bit each; and bytes all over the tensors."""
+    content, index = bench.pair[name], bench.index[name]
+    places = [*range(0, index, 3), *range(index, len(content), 37)]
+    loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
+    assert len(loaded) < 0.5 * len(places), "what was meant to be looked at is ignored"
+    padding = set(places) - tensor_bytes(bench, name)
+    assert set(loaded) <= padding, "a bit of a tensor's data"
+
+
+def tensor_bytes(bench: Bench, name: str) -> set[int]:
+    """The places of a file that hold a tensor's data."""
+    tensors = bench.file(bench.folder / "whole" / "latest", name).tensors.values()
+    return {at for info in tensors for at in range(info.offset, info.offset + info.nbytes)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_truncation_and_growth_is_refused(name, bench):
+    content = bench.pair[name]
+    for size in [*range(0, bench.index[name], 41), *range(bench.index[name], len(content), 97)]:
+        assert not bench.load(bench.pair | {name: content[:size]}), size
+    for more in (b"\0", bytes(31), bytes(32), b"GGUF", content):
+        assert not bench.load(bench.pair | {name: content + more}), len(more)
+
+
+# on purpose
+
+
+def key_value(content: bytes, key: str) -> int:
+    """Where the value of a key begins: after its name and its type."""
+    return content.index(key.encode()) + len(key) + 4
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_that_was_changed_is_refused(key, bench):
+    """The step, the data's place, the updates that bias correction needs: no sum of a tensor covers them."""
+    content = bench.pair[STATE]
+    at = key_value(content, key)
+    (value,) = struct.unpack_from("<Q", content, at)
+    assert value == getattr(PROGRESS, COUNTS[key])
+    for new in {0, value + 1, value ^ 1 << 40, 2**64 - 1} - {value}:
+        edited = content[:at] + struct.pack("<Q", new) + content[at + 8 :]
+        assert not bench.run(bench.pair | {STATE: edited}), new
+
+
+JSON_EDITS = [
+    (b'"seed": 0', b'"seed": 1'),
+    (b'"seed": 0', b'"seee": 0'),
+    (b'"seed": 0', b'"seed" : '),
+    (b'"seed": 0}', b'"seed": 0 '),
+    (b'"corpus": "ab', b'"corpus": "ac'),
+    (b'{"corpus"', b'["corpus"'),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), JSON_EDITS)
+def test_settings_that_were_changed_are_refused(old, new, bench):
+    """Else another run's checkpoint could pass for one of this run, or this run's be refused as another's."""
+    content = bench.pair[STATE]
+    assert content.count(old) == 1
+    assert len(old) == len(new)
+    assert not bench.run(bench.pair | {STATE: content.replace(old, new)})
+
+
+def after_name(content: bytes, tensor: str) -> int:
+    """Where the tensor table goes on after a tensor's name."""
+    head = struct.pack("<Q", len(tensor)) + tensor.encode()
+    assert content.count(head) == 1
+    return content.index(head) + len(head)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_numbers_of_the_index_that_were_changed_are_refused(name, bench):
+    """The counts of keys and tensors, lengths, dims, types and offsets."""
+    content = bench.pair[name]
+    dims = after_name(content, next(iter(bench.file(bench.folder / "whole" / "latest", name).tensors)))
+    places = {"tensors": 8, "keys": 16, "key length": 24, "dims": dims, "ne": dims + 4, "type": dims + 20}
+    places["offset"] = dims + 24
+    for what, at in places.items():
+        for value in WILD:
+            width = 4 if what in ("dims", "type") else 8
+            new = struct.pack("<Q", value)[:width]
+            if new != content[at : at + width]:
+                assert not bench.run(bench.pair | {name: content[:at] + new + content[at + width :]}), what
+
+
+def swapped(content: bytes, first: bytes, second: bytes) -> bytes:
+    """Two words of one length change places, everywhere."""
+    assert len(first) == len(second)
+    return (
+        content.replace(first, b"\0" * len(first)).replace(second, first).replace(b"\0" * len(first), second)
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tensors_that_were_swapped_or_renamed_are_refused(name, bench):
+    content, tensors = bench.pair[name], bench.file(bench.folder / "whole" / "latest", name).tensors
+    gate, up = ([info for key, info in tensors.items() if word in key][-1] for word in ("ffn_gate", "ffn_up"))
+    data = bytearray(content)
+    ranges = [slice(info.offset, info.offset + info.nbytes) for info in (gate, up)]
+    data[ranges[0]], data[ranges[1]] = data[ranges[1]], data[ranges[0]]
+    assert not bench.run(bench.pair | {name: bytes(data)})  # their values
+    after = content.rindex(b"training.")
+    names = swapped(content[after:], b"attn_q.weight", b"attn_k.weight")
+    assert not bench.run(bench.pair | {name: content[:after] + names})  # their names in the table
+    for new in (b"blk.0.attn_x.weight", b"blk.1.attn_q.weight"):
+        assert not bench.run(
+            bench.pair | {name: content[:after] + content[after:].replace(b"blk.0.attn_q.weight", new)}
+        )
+        assert not bench.run(bench.pair | {name: content.replace(b"blk.0.attn_q.weight", new)})
+        both = {each: content.replace(b"blk.0.attn_q.weight", new) for each, content in bench.pair.items()}
+        assert not bench.run(both)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_digests_that_were_changed_are_refused(name, bench):
+    """Any of them, at its first and at its last digit."""
+    content = bench.pair[name]
+    found = [match.start() for match in re.finditer(rb"[0-9a-f]{64} [a-z]", content)]
+    tensors = bench.file(bench.folder / "whole" / "latest", MODEL).tensors
+    assert len(found) == len(tensors) * (1 if name == MODEL else 3)
+    for at in found:
+        for place in (at, at + 63):
+            digit = b"0" if content[place : place + 1] != b"0" else b"1"
+            edited = content[:place] + digit + content[place + 1 :]
+            assert not bench.run(bench.pair | {name: edited}), content[at : at + 100]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_halves_of_two_checkpoints_are_refused(name, bench):
+    assert bench.load(bench.pair)
+    assert not bench.run(bench.pair | {name: bench.other[name]})
+    ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
+    (mine,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
+    forged = bench.other[name].replace(its, mine)  # as if it were of this one
+    assert not bench.run(bench.pair | {name: forged})
+
+
+OTHER_VALUES = [
+    np.zeros(0, np.int32),
+    np.array([2, 2], np.uint32),
+    np.array([True, False]),
+    [],
+    ["", "x", "\n\x1b"],
+    "",
+    "x\ny",
+    "[" * 3000,
+    "1" * 5000,
+    np.float32("nan"),
+    np.int8(-1),
+    np.uint32(2),
+    True,
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_keys_of_another_type_are_refused_or_not_looked_at(name, bench):
+    """Whatever a key holds, and for keys that are missing: a program that writes such a file can be made."""
+    content, file = bench.pair[name], bench.file(bench.folder / "whole" / "latest", name)
+    specs = [(info.name, info.shape) for info in file.tensors.values()]
+    for key in file.metadata:
+        if key == "general.architecture":
+            continue
+        others = {each: value for each, value in file.metadata.items() if each != key}
+        for keys in (others, *(others | {key: value} for value in OTHER_VALUES)):
+            header, _, _ = pack_file(file.metadata["general.architecture"], keys, specs)
+            bench.load(bench.pair | {name: header + content[bench.index[name] :]})
+
+
+# a model file alone
+
+
+def computes(path: Path) -> bool:
+    """A model that is not refused gives finite logits, and tokens that it has. Whether it was not refused."""
+    try:
+        with np.errstate(all="ignore"):
+            model = TextModel(path)
+            logits = model.logits([1, 2, 3])
+            ids = list(model.generate([1, 2, 3], 12, seed=1))
+    except UsageError as error:
+        return is_bad(str(error))
+    assert np.isfinite(logits).all()
+    assert all(0 <= i < logits.shape[1] for i in ids)
+    return True
+
+
+@pytest.mark.timeout_seconds(180)
+@EVERY_TIME
+@given(changes=CHANGES.map(lambda changes: [(MODEL, edit) for _, edit in changes]))
+def test_a_changed_model_is_refused_or_computes(bench, changes):
+    path = bench.folder / "alone.gguf"
+    path.write_bytes(changed(bench, changes)[MODEL])
+    event("computes" if computes(path) else "refused")
+
+
+@pytest.mark.timeout_seconds(180)
+def test_a_model_with_any_flipped_bit_is_refused_or_computes(bench):
+    content, index = bench.pair[MODEL], bench.index[MODEL]
+    path = bench.folder / "alone.gguf"
+    outcomes: list[Any] = []
+    for at in [*range(0, index, 3), *range(index + 3, len(content), 28)]:  # in the data: signs and exponents
+        path.write_bytes(flip(content, at, 1 << at // 3 % 8))
+        outcomes.append(computes(path))
+    assert 0.1 < np.mean(outcomes) < 0.9
+
+
+def test_weights_that_overflow_are_refused_or_compute(bench):
+    """The highest bit of an exponent: every value is finite, and what is computed of them need not be."""
+    content, path = bench.pair[MODEL], bench.folder / "alone.gguf"
+    places, refused = [], 0
+    for name, info in bench.file(bench.folder / "whole" / "latest", MODEL).tensors.items():
+        every = 4 if "norm" in name else 40
+        places += range(info.offset + 3, info.offset + info.nbytes, every)
+    for at in places:
+        path.write_bytes(flip(content, at, 64))
+        refused += not computes(path)
+    assert 0 < refused < len(places)

@@ -1,0 +1,311 @@
+"""Nothing is lost: a save is interrupted before each of its file operations, and what was there before loads.
+
+One save of a tiny model is some eighty operations on files. The sweep counts them and stops at the first,
+then the second, and so on: by SIGKILL in a forked child, also with the power gone (what was not brought to
+disk is empty then), or by an error of the system. After each the newest checkpoint is sound, nothing under a
+final name is a half one, and the next save ends as if nothing had been.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.saver import Saver
+from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
+from zero_mpi.errors import JobError
+from zero_mpi.models import Llama
+
+SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}
+CONFIG = Llama.from_flags(SIZES | {"tied": True})
+DESCRIPTION = Description("llama", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
+CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
+
+
+def trained(steps: int, seed: int = 0) -> ShardedAdamW:
+    """The tiny model after some steps."""
+    optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=seed), lr=1e-2)
+    accumulator = GradAccum(optimizer.module, 2)
+    for step in range(steps):
+        tiny.run_step(optimizer.module, accumulator, CONFIG, step, 2)
+        optimizer.step(max_norm=1.0)
+    return optimizer
+
+
+def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = False) -> None:
+    """The checkpoint of a step; returns when it is complete or has failed."""
+    saver = Saver(out, STATES[step, seed], DESCRIPTION, keep=keep, background=background)
+    saver.save(Progress(step, 100 * step, 0, step, 2 * step))
+    saver.wait()
+
+
+STATES = {(step, seed): trained(step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
+
+
+# counting operations
+
+
+class Operations:
+    """Counts the calls that change files, or begin to, and stops at number `stop_at` by `action`."""
+
+    def __init__(self, stop_at: int, action: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self.count, self.stop_at, self.action = 0, stop_at, action
+        self.opened: dict[int, Opened] = {}  # by inode: the numbers of handles are used again
+        self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": manager.exchange}
+        self._lock = threading.Lock()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Stand between the package and the system."""
+        for name in CALLS:
+            patch.setattr(os, name, self.watching(name))
+        patch.setattr(manager, "exchange", self.watching("exchange"))
+
+    def watching(self, name: str) -> Callable[..., Any]:
+        """The call `name`, counted."""
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                stops = self.count == self.stop_at
+            if stops:
+                if name == "pwrite":  # half of it is written
+                    self.real[name](arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
+                self.action(name, arguments)
+            result = self.real[name](*arguments, **more)
+            self.note(name, arguments, result)
+            return result
+
+        return call
+
+    def note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Keep track of which files hold what is not on disk yet."""
+        if name == "open" and arguments[1] & os.O_CREAT:
+            self.opened[inode(result)] = Opened(os.dup(result))
+        elif name in ("pwrite", "ftruncate", "fsync") and inode(arguments[0]) in self.opened:
+            self.opened[inode(arguments[0])].synced = name == "fsync"
+
+    def lose_power(self) -> None:
+        """What was not brought to disk is gone; the names that files were given are not."""
+        for file in self.opened.values():
+            if not file.synced:
+                self.real["ftruncate"](file.handle, 0)
+
+    def close(self) -> None:
+        """Give the handles back."""
+        for file in self.opened.values():
+            os.close(file.handle)
+
+
+@dataclass
+class Opened:
+    """A file that was made, by a handle of our own, and whether all of it is on disk."""
+
+    handle: int
+    synced: bool = False
+
+
+def inode(handle: int) -> int:
+    """Which file a handle is of."""
+    return os.fstat(handle).st_ino
+
+
+# where a save begins
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is there when step 2 is saved, and what is to be there after it."""
+
+    before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in their order
+    after: tuple[int, ...]
+    keep: int = 0
+    exchanges: bool = True
+
+
+CASES = {
+    "the first one": Case((), (2,)),
+    "after another": Case(((1, 0),), (1, 2)),
+    "keep 1": Case(((1, 0),), (2,), keep=1),
+    "the same step again": Case(((1, 0), (2, 1)), (1, 2)),
+    "the same step again without exchange": Case(((1, 0), (2, 1)), (1, 2), exchanges=False),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request, monkeypatch) -> Case:
+    chosen = CASES[request.param]
+    if not chosen.exchanges:
+        monkeypatch.setattr(manager, "exchange", lambda first, second: False)
+    return chosen
+
+
+@pytest.fixture
+def start(case, tmp_path) -> Callable[[], Path]:
+    """Makes the run's folder as it was before the save, each time it is called."""
+    template = tmp_path / "template"
+    template.mkdir()
+    for step, seed in case.before:
+        save(template, step, seed=seed)
+
+    def make() -> Path:
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(template, out, symlinks=True)
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> dict[str, bytes]:
+    """The files of an undisturbed save of step 2."""
+    out = tmp_path_factory.mktemp("complete")
+    save(out, 2)
+    return contents(out / "latest")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name -> bytes of the files of a checkpoint."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# what must hold after an interruption
+
+
+def sound_step(folder: Path) -> int:
+    """The step of a checkpoint whose two files are what was written."""
+    model, state = open_checkpoint(folder)
+    check_digests(model, state)
+    return int(state.metadata["training.iteration_count"])
+
+
+def assert_nothing_lost(out: Path, case: Case) -> None:
+    """The newest one loads and is not older than what was complete; no half one has a final name."""
+    found = manager.candidates(out)
+    assert found or not case.before
+    least = max((step for step, _ in case.before), default=2)
+    for folder in found[:1]:
+        assert sound_step(folder.resolve()) >= least
+        optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=7))
+        assert load_checkpoint(folder, optimizer).step >= least
+    for step, folder in manager.steps(out):
+        assert sound_step(folder) == step
+
+
+def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
+    """The next save of step 2 ends as if nothing had been."""
+    save(out, 2, case.keep)
+    names = [manager.step_folder(out, step).name for step in case.after]
+    assert sorted(path.name for path in out.iterdir()) == ["latest", *names]
+    assert contents(out / "latest") == complete
+
+
+# by SIGKILL
+
+
+def save_and_die(out: Path, case: Case, stop_at: int, *, power: bool) -> bool:
+    """Save step 2 in a child that dies just before operation `stop_at`. Whether it came that far."""
+    with warnings.catch_warnings():  # the suite's own watchdog is a thread, which the child does not need
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            save_in_child(out, case, stop_at, power)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+def save_in_child(out: Path, case: Case, stop_at: int, power: bool) -> None:
+    def die(name: str, arguments: tuple[Any, ...]) -> None:
+        if power:
+            operations.lose_power()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    operations = Operations(stop_at, die)
+    operations.install(pytest.MonkeyPatch())
+    save(out, 2, case.keep)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power lost"])
+def test_a_save_may_be_killed_before_any_operation(power, case, start, complete):
+    for stop_at in itertools.count(1):
+        out = start()
+        killed = save_and_die(out, case, stop_at, power=power)
+        if case.exchanges:  # then it holds at every moment, else once a command has cleaned up
+            assert_nothing_lost(out, case)
+        manager.clean(out)
+        assert_nothing_lost(out, case)
+        assert_goes_on(out, case, complete)
+        if not killed:
+            break
+    assert stop_at > 40, "the sweep has not seen the operations of a save"
+
+
+# by an error of the system
+
+
+@contextlib.contextmanager
+def failing(stop_at: int, number: int) -> Iterator[Operations]:
+    """The system refuses operation `stop_at`, with an error as its own: no name for what has a handle."""
+
+    def refuse(name: str, arguments: tuple[Any, ...]) -> None:
+        named = () if name in ("pwrite", "ftruncate", "fsync") else (str(arguments[0]),)
+        if name in ("rename", "replace", "symlink"):
+            named = (*named, None, str(arguments[1]))
+        raise OSError(number, os.strerror(number), *named)
+
+    operations = Operations(stop_at, refuse)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(operations):
+        operations.install(patch)
+        yield operations
+
+
+def save_refused(out: Path, case: Case, stop_at: int, number: int, background: bool) -> tuple[bool, str]:
+    """Save step 2 while operation `stop_at` is refused: whether it came to that, and the save's error."""
+    with failing(stop_at, number) as operations:
+        try:
+            save(out, 2, case.keep, background=background)
+        except JobError as error:
+            return True, str(error)
+    return operations.count >= stop_at, ""
+
+
+@pytest.mark.parametrize(
+    ("name", "background"),
+    [("ENOSPC", False), ("EDQUOT", False), ("EROFS", False), ("EIO", False), ("EIO", True)],
+)
+def test_a_save_may_be_refused_any_operation(name, background, case, start, complete):
+    number, refused = getattr(errno, name), 0
+    for stop_at in itertools.count(1):
+        out = start()
+        came, text = save_refused(out, case, stop_at, number, background)
+        if text:
+            refused += 1
+            assert os.strerror(number) in text
+            assert str(out) in text or any(f in text for f in (manager.MODEL, manager.OPTIMIZER)), text
+            assert "\n" not in text
+            assert not list(out.glob(".step-*.partial")), f"a partial folder was left: {text}"
+        assert_nothing_lost(out, case)
+        assert_goes_on(out, case, complete)
+        if not came:
+            break
+    assert refused > 40, "the sweep has not seen the operations of a save"

@@ -1,0 +1,178 @@
+"""A disk that is full or no longer writable ends the job with one line, and the checkpoint before it loads.
+
+Small file systems are mounted for it. While ranks save in the background they train on, so the error comes up
+at a later step, on all of them together.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+from test_command_bits import fields, needs_mpiexec, train, write_text
+
+from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+
+pytestmark = needs_mpiexec
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+SMALL += ["--keep", "0", "--save-every", "2"]
+SAVES = {
+    "now": [],
+    "async": ["--async-save"],
+    "parallel": ["--checkpoint-io", "parallel"],
+    "async parallel": ["--async-save", "--checkpoint-io", "parallel"],
+}
+Mount = Callable[..., None]
+
+
+@pytest.fixture
+def mount() -> Iterator[Mount]:
+    """Mounts at a folder, for the time of the test; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(place: Path, *options: str) -> None:
+        place.mkdir(exist_ok=True)
+        try:
+            done = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount here")
+        if done.returncode:
+            pytest.skip(f"no mounting here: {done.stderr.strip()}")
+        mounted.append(place)
+
+    yield mount
+    for place in mounted:  # as often as something was mounted there
+        while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
+            pass
+
+
+@pytest.fixture
+def small_disk(mount, tmp_path) -> Path:
+    """A file system with room for one checkpoint and not for two."""
+    mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=320k", "tmpfs")
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    return [*SMALL, "--data", *write_text(tmp_path)]
+
+
+def assert_one_line(errors: str, cause: str) -> None:
+    """What all ranks know of is said once, with file and cause and without a traceback."""
+    (line,) = errors.splitlines()
+    assert line.startswith("zero_mpi train: error: ")
+    assert cause in line
+    assert re.search(r"(model|optimizer)\.gguf|step-\d{8}", line), "the file"
+
+
+def assert_goes_on(out: Path, flags: list[str], tmp_path: Path) -> None:
+    """The checkpoint of step 2 is sound, and going on from it is the run that was never stopped."""
+    assert (out / "latest").readlink() == Path("step-00000002")
+    check_digests(*open_checkpoint(out / "latest"))
+    assert not list(out.glob(".step-*")), "a partial folder was left"
+    assert [path.name for path in out.glob("step-*")] == ["step-00000002"]
+    train(1, tmp_path / "whole", *flags, "--steps", "4")
+    printed = train(2, tmp_path / "on", *flags, "--steps", "4", "--resume", str(out / "latest"))
+    assert "at step 2" in printed
+    assert fields(tmp_path / "on") == fields(tmp_path / "whole")[2:]
+    for name in ("model.gguf", "optimizer.gguf"):
+        found, expected = (tmp_path / run / "latest" / name for run in ("on", "whole"))
+        assert found.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk, flags, tmp_path):
+    out = small_disk / "out"
+    job = ["-m", "zero_mpi.train", *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
+    status, _, errors = run_job(3, job, timeout=30)
+    assert status == 1, errors
+    assert_one_line(errors, "No space left on device")
+    done = len(fields(out))
+    assert (
+        done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6
+    )  # at 6 at the latest it is waited for
+    assert_goes_on(out, flags, tmp_path)
+
+
+# Runs `zero_mpi.train`; after some steps rank 0 may write no file as large as a checkpoint's.
+SMALL_FILES = """
+import resource
+from zero_mpi import train
+
+step = train.Trainer.step
+
+def step_on(self):
+    if self.world.rank == 0 and self.progress.step == 45:
+        self.saver.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))
+    return step(self)
+
+train.Trainer.step = step_on
+train.main()
+"""
+
+
+def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_path):
+    """All ranks hear of it at one of the next steps: training on for hours would be for nothing."""
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SMALL_FILES)
+    flags = [*flags, "--out", str(out), "--steps", "121", "--async-save", "--save-every", "40"]
+    status, _, errors = run_job(3, [str(script), *flags], timeout=30)
+    assert status == 1, errors
+    assert_one_line(errors, "File too large")
+    assert 80 <= len(fields(out)) < 120
+    assert (out / "latest").readlink() == Path("step-00000040")
+    check_digests(*open_checkpoint(out / "latest"))
+
+
+# Runs `zero_mpi.train`; before step 4 the folder of the run becomes read-only: a mount of it on itself does
+# that to whatever is opened from then on, and leaves the records alone, which are open.
+READ_ONLY = """
+import subprocess
+from zero_mpi import train
+
+step = train.Trainer.step
+
+def step_on(self):
+    if self.progress.step == 3:
+        self.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
+        if self.world.rank == 0:
+            out = str(self.session.out)
+            subprocess.run(["mount", "--bind", out, out], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
+        self.session.comm.barrier()
+    return step(self)
+
+train.Trainer.step = step_on
+train.main()
+"""
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, tmp_path):
+    """Permissions would not do: root may write anywhere."""
+    out = tmp_path / "out"
+    out.mkdir()
+    mount(out, "--bind", str(out))  # skips where mounting is refused, and unmounts in the end
+    script = tmp_path / "script.py"
+    script.write_text(READ_ONLY)
+    status, _, errors = run_job(
+        3, [str(script), *flags, "--out", str(out), "--steps", "9", *SAVES[how]], timeout=30
+    )
+    assert status == 1, errors
+    assert_one_line(errors, "Read-only file system")
+    assert_goes_on(out, flags, tmp_path)
+
+
+def test_a_run_is_not_begun_where_it_cannot_write(mount, flags, tmp_path):
+    """Bad usage, told before any work is done."""
+    mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=320k,ro", "tmpfs")
+    job = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "disk" / "out"), "--steps", "2"]
+    status, printed, errors = run_job(3, job, timeout=30)
+    assert (status, printed) == (2, ""), errors
+    (line,) = errors.splitlines()
+    assert "Read-only file system" in line

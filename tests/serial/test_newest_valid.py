@@ -1,0 +1,308 @@
+"""`--resume auto` goes on from the newest checkpoint that is what was written, and says what it passed over.
+
+A run leaves three checkpoints; the newest is damaged in one way or another. Going on from the one before it,
+the run ends with the bytes of one that was never disturbed. What is sound but of another run is no damage: it
+is refused, and nothing is touched.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+
+from zero_mpi.checkpoint.digest import digest, digest_of_state, from_lines
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.state import ID, MODEL_DIGESTS, STATE_DIGEST, TENSOR_DIGESTS, signature
+
+MODEL, STATE = "model.gguf", "optimizer.gguf"
+NEWEST, OLDER = "step-00000003", "step-00000002"
+TENSORS = {MODEL: "blk.0.ffn_up.weight", STATE: "optimizer.adam.second_moments.blk.0.ffn_up.weight"}
+BASE = ["--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16", "--warmup", "2"]
+BASE += ["--batch-size", "7", "--micro-batch", "2", "--sample", "0", "--schedule", "constant"]
+BASE += ["--save-every", "1", "--keep", "0"]
+SMALL = [*BASE, "--layers", "1", "--dim", "24"]
+pytestmark = needs_mpiexec
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    return ["--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory) -> Path:
+    """Five steps in one go."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    train(1, out, *SMALL, *data, "--steps", "5")
+    return out
+
+
+@pytest.fixture(scope="module")
+def three(data, tmp_path_factory) -> Path:
+    """A run of three steps, all of whose checkpoints are there."""
+    out = tmp_path_factory.mktemp("three") / "out"
+    train(2, out, *SMALL, *data, "--steps", "3")
+    return out
+
+
+@pytest.fixture
+def run(three, tmp_path) -> Path:
+    """A copy of it, to damage and go on from."""
+    return Path(shutil.copytree(three, tmp_path / "out", symlinks=True))
+
+
+def everything(out: Path) -> dict[str, bytes]:
+    """All that a run has written."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def refused(ranks: int, out: Path, *flags: str) -> str:
+    """The one line of a run that must not start; nothing it finds is touched."""
+    before = everything(out)
+    status, printed, errors = run_job(
+        ranks, ["-m", "zero_mpi.train", "--out", str(out), *flags], timeout=30, cwd=out.parent
+    )
+    assert (status, printed) == (2, ""), errors
+    (line,) = errors.splitlines()
+    assert everything(out) == before
+    return line
+
+
+# damages: each takes the folder of a checkpoint, and says what the run must say of it
+
+
+def cut(folder: Path) -> str:
+    path = folder / MODEL
+    path.write_bytes(path.read_bytes()[:-1000])
+    return MODEL
+
+
+def flip(folder: Path, name: str, at: int) -> str:
+    """One bit of one byte."""
+    content = bytearray((folder / name).read_bytes())
+    content[at] ^= 1
+    (folder / name).write_bytes(content)
+    return name
+
+
+def flip_tensor(name: str) -> Callable[[Path], str]:
+    """One bit in the middle of a tensor's data: a value that is a little off."""
+
+    def damage(folder: Path) -> str:
+        info = GGUFFile.open(folder / name).tensors[TENSORS[name]]
+        flip(folder, name, info.offset + info.nbytes // 8 * 4)
+        return TENSORS[name]
+
+    return damage
+
+
+def flip_index(folder: Path) -> str:
+    """The type of the first key."""
+    content = (folder / MODEL).read_bytes()
+    return flip(folder, MODEL, content.index(b"general.architecture") + len("general.architecture") + 1)
+
+
+def mix(name: str) -> Callable[[Path], str]:
+    """One of the two files is of the checkpoint before."""
+
+    def damage(folder: Path) -> str:
+        shutil.copy(folder.parent / OLDER / name, folder / name)
+        return "not of one checkpoint"
+
+    return damage
+
+
+def lose(name: str) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        (folder / name).unlink()
+        return f"{name}: no such file"
+
+    return damage
+
+
+def empty(folder: Path) -> str:
+    for path in folder.iterdir():
+        path.unlink()
+    return f"{MODEL}: no such file"
+
+
+def remove(folder: Path) -> str:
+    shutil.rmtree(folder)
+    return f"names {NEWEST}, which is not there"
+
+
+def swap_tensors(folder: Path) -> str:
+    """Two tensors of one size change places: sizes, offsets and sums are all right."""
+    file = GGUFFile.open(folder / MODEL)
+    first, second = (file.tensors[f"blk.0.ffn_{which}.weight"] for which in ("gate", "up"))
+    content = bytearray((folder / MODEL).read_bytes())
+    ranges = [slice(info.offset, info.offset + info.nbytes) for info in (first, second)]
+    content[ranges[0]], content[ranges[1]] = content[ranges[1]], content[ranges[0]]
+    (folder / MODEL).write_bytes(content)
+    return "is not the one that was written"
+
+
+DAMAGES: dict[str, Callable[[Path], str]] = {
+    "model cut": cut,
+    "a bit of a weight": flip_tensor(MODEL),
+    "a bit of a moment": flip_tensor(STATE),
+    "tensors swapped": swap_tensors,
+    "index": flip_index,
+    "older model": mix(MODEL),
+    "older moments": mix(STATE),
+    "no model": lose(MODEL),
+    "no moments": lose(STATE),
+    "empty folder": empty,
+    "folder gone": remove,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, ranks, run, data, unbroken):
+    expected = DAMAGES[damage](run / NEWEST)
+    printed = train(ranks, run, *SMALL, *data, "--steps", "5")
+    (line,) = [text for text in printed.splitlines() if "passed over" in text]
+    assert expected in line
+    assert NEWEST in line
+    assert f"resuming from {run.resolve() / OLDER} at step 2" in printed
+    assert_same_run(run, unbroken)
+    for step in (3, 4, 5):  # the damaged one was written anew
+        folder = f"step-{step:08d}"
+        assert everything(run / folder) == everything(unbroken / folder)
+
+
+def test_two_damaged_ones_are_passed_over(run, data, unbroken):
+    cut(run / NEWEST)
+    flip_tensor(STATE)(run / OLDER)
+    printed = train(2, run, *SMALL, *data, "--steps", "5")
+    assert [line.split(":")[0] for line in printed.splitlines() if "passed over" in line] == [
+        "passed over a checkpoint that cannot be used"
+    ] * 2
+    assert "at step 1" in printed
+    assert_same_run(run, unbroken)
+
+
+def test_one_that_was_complete_before_the_link_was_replaced_is_gone_on_from(run, data, unbroken):
+    """The job died between the two: nothing of what was saved is done again."""
+    (run / "latest").unlink()
+    (run / "latest").symlink_to(OLDER)
+    printed = train(3, run, *SMALL, *data, "--steps", "5")
+    assert f"resuming from {run.resolve() / NEWEST} at step 3" in printed
+    assert_same_run(run, unbroken)
+
+
+def test_an_empty_folder_that_was_never_linked_is_passed_over(run, data, unbroken):
+    """Somebody made it by hand, or a copy was broken off."""
+    (run / "step-00000009").mkdir()
+    (run / "step-00000009" / STATE).write_bytes(b"")
+    printed = train(2, run, *SMALL, *data, "--steps", "5")
+    assert "step-00000009" in printed
+    assert "at step 3" in printed
+    assert_same_run(run, unbroken)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_if_all_are_damaged_the_run_does_not_start_over(ranks, run, data):
+    cut(run / NEWEST)
+    flip_tensor(MODEL)(run / OLDER)
+    lose(STATE)(run / "step-00000001")
+    line = refused(ranks, run, *SMALL, *data, "--steps", "5")
+    assert NEWEST in line
+    assert "2 older ones" in line
+    assert "--resume never" in line
+
+
+@pytest.mark.parametrize("damage", ["model cut", "a bit of a weight", "a bit of a moment", "older moments"])
+def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
+    expected = DAMAGES[damage](run / NEWEST)
+    line = refused(3, run, *SMALL, *data, "--steps", "5", "--resume", str(run / NEWEST))
+    assert expected in line
+    assert NEWEST in line
+
+
+def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
+    """It is newer and sound, so passing over it would train on something else than its owner thinks."""
+    train(1, tmp_path / "other", *BASE, *data, "--layers", "1", "--dim", "30", "--steps", "4")
+    shutil.copytree(tmp_path / "other" / "step-00000004", run / "step-00000004")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("step-00000004")
+    line = refused(2, run, *SMALL, *data, "--steps", "5")
+    assert "step-00000004 is a checkpoint of another run" in line
+    assert "embedding_length was 30, now 24" in line
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE])
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_values_that_are_not_finite_are_refused_though_all_sums_are_right(value, name, run, data):
+    write_signed(run / NEWEST, name, value)
+    line = refused(3, run, *SMALL, *data, "--steps", "5")
+    assert TENSORS[name] in line
+    assert "holds values that are not finite" in line
+
+
+def write_signed(folder: Path, name: str, value: float) -> None:
+    """Put a value into a tensor and sign both files anew, as a program that trained on would have done."""
+    model, state = GGUFFile.open(folder / MODEL), GGUFFile.open(folder / STATE)
+    sums = [from_lines(state.metadata[key]) for key in (MODEL_DIGESTS, TENSOR_DIGESTS)]
+    own = sums[name == STATE]
+    info = (model if name == MODEL else state).tensors[TENSORS[name]]
+    content = bytearray((folder / name).read_bytes())
+    content[info.offset + 8 : info.offset + 12] = np.float32(value).tobytes()
+    (folder / name).write_bytes(content)
+    mended = {own[info.name]: digest(content[info.offset : info.offset + info.nbytes])}
+    own[info.name] = mended[own[info.name]]
+    mended[state.metadata[STATE_DIGEST]] = digest_of_state({**sums[0], **sums[1]})
+    keys = [{key: mend(value, mended) for key, value in file.metadata.items()} for file in (model, state)]
+    mended[state.metadata[ID]] = signature(*keys)
+    for path in (folder / MODEL, folder / STATE):
+        content = path.read_bytes()
+        for old, new in mended.items():
+            content = content.replace(old.encode(), new.encode())
+        path.write_bytes(content)
+
+
+def mend(value: object, mended: dict[str, str]) -> object:
+    """A key's value with the digests replaced."""
+    if isinstance(value, list):
+        return [mend(line, mended) for line in value]
+    for old, new in mended.items() if isinstance(value, str) else ():
+        value = value.replace(old, new)
+    return value
+
+
+def test_what_may_change_is_said_and_does_change(run, data, unbroken):
+    printed = train(2, run, *SMALL, *data, "--steps", "5", "--lr", "0.02")
+    (line,) = [text for text in printed.splitlines() if "changed since the checkpoint" in text]
+    assert "--lr was 0.004, now 0.02" in line
+    assert "--steps was 3, now 5" in line
+    assert fields(run)[:4] == fields(unbroken)[:4]  # step 4's loss is before its update
+    assert fields(run)[4] != fields(unbroken)[4]
+    assert [float(lr) for _, lr in fields(run, "lr")][3:] == pytest.approx([0.02, 0.02])
+
+
+def test_nothing_is_said_where_nothing_changed(run, data):
+    printed = train(2, run, *SMALL, *data, "--steps", "3")
+    assert "changed" not in printed
+    assert "passed over" not in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--seed", "1"], "--seed was 0, now 1"),
+        (["--batch-size", "8"], "--batch-size was 7, now 8"),
+        (["--freeze", "blk.*"], "--freeze was [], now ['blk.*']"),
+    ],
+    ids=["seed", "batch-size", "freeze"],
+)
+def test_what_must_not_change_is_refused_also_after_damage(more, named, run, data):
+    """The one passed over is not what the line is about."""
+    cut(run / NEWEST)
+    line = refused(2, run, *SMALL, *data, "--steps", "5", *more)
+    assert named in line
+    assert OLDER in line
