@@ -65,7 +65,9 @@ class RecordingComm(Comm):
         return self.inner.gather_object(value, root)
 
     def background(self):
-        return self.inner.background()
+        other = RecordingComm(self.inner.background())
+        other.log = self.log
+        return other
 
     def create_file(self, path):
         return self.inner.create_file(path)
@@ -81,3 +83,6 @@ class RecordingComm(Comm):
 
     def progress(self):
         self.inner.progress()
+
+    def close(self):
+        self.inner.close()

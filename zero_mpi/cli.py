@@ -7,7 +7,12 @@ import sys
 
 from zero_mpi import __version__, environment
 
-COMMANDS = {"train": "train a model, sharded over MPI ranks", "generate": "text from a GGUF model"}
+COMMANDS = {
+    "train": "train a model, sharded over MPI ranks",
+    "generate": "text from a GGUF model",
+    "inspect": "what a model file or checkpoint holds, and whether it is sound",
+    "export": "a model as F16, BF16, Q8_0, ... or safetensors",
+}
 
 
 def main() -> None:

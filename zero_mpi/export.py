@@ -49,7 +49,7 @@ COPIED = (  # from one Hugging Face folder to the next
     "generation_config.json",
 )
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_sha256", "training.state_sha256")
+OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -124,7 +124,7 @@ def run(
 def say(text: str) -> None:
     """One line on stderr, in one write so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def abort(world: World) -> NoReturn:

@@ -130,7 +130,7 @@ def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_fold
     folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
     model, state = open_checkpoint(folder)
     check_digests(model, state, exact.rank, exact.size)
-    lines = [*model.metadata["training.tensor_sha256"], *state.metadata["training.tensor_sha256"]]
+    lines = [*model.metadata["training.tensor_digests"], *state.metadata["training.tensor_digests"]]
     assert [line.partition(" ")[2] for line in lines] == [*model.tensors, *state.tensors]
     assert lines == [
         f"{digest(file.tensor(name))} {name}" for file in (model, state) for name in file.tensors

@@ -60,8 +60,8 @@ TRAINING = {
     "training.iteration_count": np.uint64(7),
     "training.token_count": np.uint64(99),
     "training.checkpoint_id": "x",
-    "training.tensor_sha256": ["y token_embd.weight"],
-    "training.state_sha256": "z",
+    "training.tensor_digests": ["y token_embd.weight"],
+    "training.state_digest": "z",
 }
 
 
@@ -129,7 +129,7 @@ def test_keys_are_carried_over_but_for_what_is_no_longer_true(tmp_path: Path, wa
     source = write_model(tmp_path / "m.gguf", LLAMA, extra)
     export(source, tmp_path / "x.gguf", "--type", wanted)
     before, after = GGUFFile.open(source).metadata, GGUFFile.open(tmp_path / "x.gguf").metadata
-    gone = {"training.checkpoint_id", "training.tensor_sha256", "training.state_sha256"}
+    gone = {"training.checkpoint_id", "training.tensor_digests", "training.state_digest"}
     new = {"general.quantization_version"} if wanted.startswith("q") else set()
     assert set(after) == set(before) - gone | new
     for key in set(after) - new - {"general.file_type"}:

@@ -64,8 +64,7 @@ class Saver:
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
         self.parallel, self.background, self.tick = parallel, background, tick
-        comm = optimizer.module.comm
-        self.comm = comm.background() if background else comm
+        self.comm = optimizer.module.comm.background()  # ranks that wait leave the cores to those that work
         self.longest = 0.0
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -97,6 +96,11 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def close(self) -> None:
+        """Wait, and give up the transport. Collective."""
+        self.wait()
+        self.comm.close()
 
     def finished(self) -> list[Saved]:
         """What was completed since the last call."""
@@ -168,5 +172,7 @@ def save_checkpoint(
 
     Raises JobError on all ranks where writing fails; what was there before stays.
     """
-    Saver(out, optimizer, description, keep=keep).save(progress)
+    saver = Saver(out, optimizer, description, keep=keep)
+    saver.save(progress)
+    saver.close()
     return manager.step_folder(out, progress.step)

@@ -37,8 +37,8 @@ from zero_mpi.sharding.state import fill
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
 FORMAT_VERSION = 2
-ID, STATE_DIGEST = "training.checkpoint_id", "training.state_sha256"
-TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_sha256", "training.model_sha256"
+ID, STATE_DIGEST = "training.checkpoint_id", "training.state_digest"
+TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_digests", "training.model_digests"
 READ = 1 << 22  # bytes digested at a time
 
 

@@ -5,11 +5,15 @@ Errors are OSErrors with the file's name, whichever library wrote.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 from zero_mpi.arrays import Array
+
+AHEAD = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
 
 
 class OutputFile(ABC):
@@ -36,17 +40,35 @@ class PlainFile(OutputFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._since = 0  # bytes written that the disk was not yet told of, and between which places
+        self._first, self._last = sys.maxsize, 0
 
     def resize(self, nbytes: int) -> None:
         with naming(self.path):
             os.ftruncate(self._handle, nbytes)
 
     def write_at(self, offset: int, data: Array | bytes) -> None:
-        left = memoryview(data).cast("B")
+        left, first = memoryview(data).cast("B"), offset
         with naming(self.path):
             while left:
                 written = os.pwrite(self._handle, left, offset)
                 left, offset = left[written:], offset + written
+        self._since += offset - first
+        self._first, self._last = min(self._first, first), max(self._last, offset)
+        if self._since >= AHEAD:
+            self._start_disk()
+
+    def _start_disk(self) -> None:
+        """Let the system begin to bring what was written to disk, without waiting for it.
+
+        It would begin only at the end, when nothing is left to do beside it. To say that the bytes are not
+        needed any more starts that, and drops none that are not on disk.
+        """
+        first, count = self._first, self._last - self._first
+        self._since, self._first, self._last = 0, sys.maxsize, 0
+        if hasattr(os, "posix_fadvise"):  # advice: a file system that refuses it is none the worse
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
 
     def close(self, durable: bool = True) -> None:
         if self._handle < 0:

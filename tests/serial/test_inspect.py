@@ -1,0 +1,516 @@
+"""`zero_mpi.inspect` says what is in a file, finds a flipped bit, and whether two states are the same."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jobs import clean_environment, run_command
+from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
+
+from zero_mpi import inspect
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.safetensors import SafetensorsStream
+from zero_mpi.checkpoint.state import signature
+from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.compare import compare
+from zero_mpi.errors import UsageError
+from zero_mpi.inspection import examine
+from zero_mpi.launch import World
+
+PAIR = ("model.gguf", "optimizer.gguf")
+NAME = "blk.1.ffn_up.weight"  # 97 x 48
+CHANGED = "has a key that is not the one that was written"
+
+
+def run(*arguments) -> tuple[int, str, str]:
+    """Status, stdout and stderr of the command in a process of its own."""
+    command = [sys.executable, "-m", "zero_mpi.inspect", *map(str, arguments)]
+    return run_command(command, timeout=60)
+
+
+def inside(*arguments) -> int:
+    """The status of the command in this process."""
+    return inspect.command(World(0, 1), [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[int, tuple[Path, str]]:
+    """Ranks -> run directory and what training printed: the same run, once on one rank and once on three."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--data", *write_text(folder), *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
+    outs = {ranks: folder / f"out-{ranks}" for ranks in (1, 3)}
+    return {ranks: (out, train(ranks, out, *flags)) for ranks, out in outs.items()}
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path) -> Path:
+    """A copy of a checkpoint folder, to be spoilt."""
+    return Path(shutil.copytree(trained[1][0] / "latest", tmp_path / "checkpoint"))
+
+
+def flip(path: Path, name: str, element: int, mask: int = 1) -> None:
+    """Change a bit of one float32 of a tensor in its file."""
+    data = bytearray(path.read_bytes())
+    data[GGUFFile.open(path).tensors[name].offset + 4 * element] ^= mask
+    path.write_bytes(data)
+
+
+def put(path: Path, name: str, element: int, value: float) -> None:
+    """Set one float32 of a tensor in its file."""
+    data = bytearray(path.read_bytes())
+    at = GGUFFile.open(path).tensors[name].offset + 4 * element
+    data[at : at + 4] = np.float32(value).tobytes()
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, **keys) -> None:
+    """The same file with other values of some keys; dots of a key are written as two underscores."""
+    file = GGUFFile.open(path)
+    metadata = file.metadata | {key.replace("__", "."): value for key, value in keys.items()}
+    tensors = {name: (info, file.tensor(name)) for name, info in file.tensors.items()}
+    arch = metadata["general.architecture"]
+    with GGUFStream(path, arch, metadata, [(name, info.shape) for name, (info, _) in tensors.items()]) as out:
+        for name, (_, values) in tensors.items():
+            out.write(name, values)
+
+
+def foreign(path: Path, seed: int = 0, rows: int = 64) -> Path:
+    """A file of the gguf package, of an architecture that nobody knows, with four types of tensors."""
+    writer = gguf.GGUFWriter(path, "strange")
+    writer.add_block_count(3)
+    writer.add_string("strange.note", "two\nlines \x1b[31m" + "x" * 200)
+    writer.add_string("odd\x1b\nname", "x")
+    writer.add_array("strange.list", list(range(50)))
+    draw = np.random.default_rng(seed)
+    for kind in ("F32", "F16", "Q8_0", "Q4_1"):
+        wanted = gguf.GGMLQuantizationType[kind]
+        values = gguf.quants.quantize(draw.normal(size=(rows, 256)).astype(np.float32), wanted)
+        writer.add_tensor(kind.lower(), values, raw_dtype=wanted)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    return path
+
+
+# one path
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_state_is_the_one_that_training_announced(ranks, trained):
+    """And the same at any number of ranks; the folder may be the run's, the checkpoint's or the link."""
+    out, printed = trained[ranks]
+    announced = re.search(r"saved \S+ in \S+ s, state ([0-9a-f]{16})\b", printed)[1]
+    for path in (out, out / "latest", out / "step-00000003"):
+        status, text, errors = run(path)
+        assert (status, errors) == (0, "")
+        assert re.search(rf"state worked out: {announced}[0-9a-f]{{48}}\n", text), text
+        assert "all 63 tensors are those that were written" in text
+    one = examine(trained[1][0])
+    assert examine(out)["state_digest"] == one["state_digest"] == one["training"]["recorded_state_digest"]
+
+
+@needs_mpiexec
+def test_says_what_the_model_and_the_run_are(trained):
+    status, text, _ = run(trained[1][0])
+    assert status == 0
+    for part in (
+        "llama: blocks 2, width 48, heads 3, key/value heads 3, feed-forward 97, context 16, vocabulary 260",
+        "bytes (pre 'gpt-2'), tokens 260, merges 1, bos 256, eos 257",
+        "F32: 63 tensors",
+        "step 3, tokens 336, skipped 0, updates 3, samples 21",
+        "micro_batch 2",
+    ):
+        assert part in " ".join(text.split()), part
+    assert len(text.splitlines()) <= 30
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@needs_mpiexec
+def test_json_says_the_same(trained):
+    status, text, errors = run(trained[3][0], "--json", "--keys", "--tensors")
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert (status, errors, found["sound"]) == (0, "", True)
+    file = GGUFFile.open(trained[3][0] / "latest" / "model.gguf")
+    rows = {row["name"]: (tuple(row["shape"]), row["bytes"]) for row in found["tensors"]["model"]}
+    assert rows == {name: (info.shape, info.nbytes) for name, info in file.tensors.items()}
+    recorded = [f"{row['digest']} {row['name']}" for row in found["tensors"]["model"]]
+    assert recorded == file.metadata["training.tensor_digests"]
+    assert found["keys"]["model"]["tokenizer.ggml.tokens"] == file.metadata["tokenizer.ggml.tokens"]
+    assert found["keys"]["model"].keys() == file.metadata.keys()
+    assert found["training"]["step"] == 3
+
+
+@needs_mpiexec
+def test_tensors_and_keys_in_text(trained):
+    text = run(trained[1][0] / "latest" / "model.gguf", "--keys", "--tensors")[1]
+    digest = examine(trained[1][0], tensors=True)["tensors"]["model"][0]["digest"]
+    assert re.search(rf"token_embd\.weight +260x48 +F32 +49,920  {digest[:16]}\n", text)
+    assert "'<|endoftext|>'" in text
+    assert "'<|endoftext|>'" not in run(trained[1][0] / "latest" / "model.gguf")[1]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("file", PAIR)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_flipped_bit_is_found_and_named(file, alone, checkpoint):
+    name = NAME if file == "model.gguf" else f"optimizer.adam.second_moments.{NAME}"
+    flip(checkpoint / file, name, 1000)
+    status, text, errors = run(checkpoint / file if alone else checkpoint)
+    assert (status, errors) == (1, "")
+    assert text.count("checksum differs") == 1
+    assert re.search(rf"NOT SOUND .*{file}: tensor '{re.escape(name)}' is not the one that was written", text)
+
+
+@needs_mpiexec
+def test_values_that_are_not_finite_are_counted(checkpoint):
+    for element, value in ((0, math.nan), (5, math.inf), (4655, -math.inf)):
+        put(checkpoint / "model.gguf", NAME, element, value)
+    status, text, _ = run(checkpoint / "model.gguf")
+    assert status == 1
+    assert f"tensor {NAME}: 3 values are not finite" in text
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("half", PAIR)
+def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
+    """Each is sound by itself."""
+    flags = ["--data", *write_text(tmp_path), *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
+    train(1, tmp_path / "other", *flags, "--seed", "1")
+    shutil.copy(tmp_path / "other" / "latest" / half, checkpoint / half)
+    assert inside(checkpoint / half) == 0
+    status, text, _ = run(checkpoint)
+    assert status == 1
+    assert "are not of one checkpoint" in text
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"training__settings": '{"seed": 3}'}, CHANGED),
+        ({"training__settings": "[" * 900 + "]" * 900}, CHANGED),
+        ({"training__settings": '{"a": ' * 900 + "1" + "}" * 900}, CHANGED),
+        ({"training__sample_count": np.uint64(99)}, CHANGED),
+        ({"training__state_digest": "0" * 64}, CHANGED),
+        ({"training__model_digests": []}, CHANGED),
+        ({"training__checkpoint_id": np.arange(3)}, "not of one checkpoint"),
+        ({"optimizer__file_version": np.arange(3)}, "version 2, found [0 1 2]"),
+        ({"training__tensor_digests": np.arange(3, dtype=np.int32)}, "has no checksum"),
+        ({"optimizer__file_version": np.uint32(9)}, "version 2, found"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keys_that_were_changed(change, named, checkpoint):
+    rewrite(checkpoint / "optimizer.gguf")
+    assert inside(checkpoint) == 0
+    rewrite(checkpoint / "optimizer.gguf", **change)
+    status, text, errors = run(checkpoint)
+    assert (status, errors) == (1, "")
+    assert named in text
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("recorded", ["0" * 64, np.arange(3)], ids=["another", "an array"])
+def test_a_state_digest_that_is_not_that_of_the_tensors(recorded, checkpoint):
+    """Even where the keys were signed again."""
+    paths = [checkpoint / name for name in PAIR]
+    for path in paths:
+        rewrite(path, training__state_digest=recorded)
+    name = signature(*(GGUFFile.open(path).metadata for path in paths))
+    for path in paths:
+        rewrite(path, training__checkpoint_id=name)
+    status, text, errors = run(checkpoint)
+    assert (status, errors) == (1, "")
+    assert "key training.state_digest is not that of the tensors" in text
+    assert CHANGED not in text
+
+
+@needs_mpiexec
+def test_odd_numbers_in_the_settings_are_json_all_the_same(checkpoint):
+    rewrite(checkpoint / "optimizer.gguf", training__settings='{"a": NaN, "b": 1e999, "c": "\\ud800"}')
+    status, text, _ = run(checkpoint, "--json")
+    assert status == 1
+    assert json.loads(text, parse_constant=pytest.fail)["training"]["settings"]["b"] == "inf"
+    assert run(checkpoint)[0] == 1
+
+
+def test_a_foreign_file_has_no_checksums(tmp_path):
+    status, text, errors = run(foreign(tmp_path / "foreign.gguf"))
+    assert (status, errors) == (0, "")
+    for part in (
+        "checksums: none",
+        "Q4_1: 1 tensor, 10.0 KiB",
+        "values: all finite",
+        "zero_mpi cannot run it",
+    ):
+        assert part in text
+    assert "\x1b" not in text
+    assert "training " not in text
+    keys = run(tmp_path / "foreign.gguf", "--keys")[1]
+    assert "\x1b" not in keys
+    assert "x" * 200 in keys
+    assert "48, 49]" in keys
+
+
+def test_infinite_scales_of_blocks_are_seen(tmp_path):
+    path = foreign(tmp_path / "foreign.gguf")
+    data, at = bytearray(path.read_bytes()), GGUFFile.open(path).tensors["q8_0"].offset
+    data[at + 34 : at + 36] = np.float16(np.inf).tobytes()
+    path.write_bytes(data)
+    assert examine(path)["not_finite"]["q8_0"] == 32
+    assert inside(path) == 1
+
+
+def test_a_split_model_is_one(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "strange", split_max_tensors=2)
+    for number in range(5):
+        writer.add_tensor(f"t{number}", np.full((4, 8), number, np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    status, text, _ = run(tmp_path / "m-00001-of-00003.gguf")
+    assert status == 0
+    assert "GGUF in 3 parts" in text
+    assert "5 tensors" in text
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 6,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 5,
+    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    "model.embed_tokens.weight": (5, 8), "lm_head.weight": (5, 8), "model.norm.weight": (8,),
+    "model.layers.0.input_layernorm.weight": (8,), "model.layers.0.post_attention_layernorm.weight": (8,),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8), "model.layers.0.self_attn.k_proj.weight": (4, 8),
+    "model.layers.0.self_attn.v_proj.weight": (4, 8), "model.layers.0.self_attn.o_proj.weight": (8, 8),
+    "model.layers.0.mlp.gate_proj.weight": (6, 8), "model.layers.0.mlp.up_proj.weight": (6, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 6),
+}  # fmt: skip
+
+
+def safetensors_folder(folder: Path, odd: float = 0.25) -> Path:
+    """A tiny llama as Hugging Face keeps it, in float16; `odd` is one of its values."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    draw = np.random.default_rng(0)
+    tensors = [(name, "F16", shape) for name, shape in SHAPES.items()]
+    with SafetensorsStream(folder / "model.safetensors", tensors) as out:
+        for name, shape in SHAPES.items():
+            values = draw.normal(size=shape).astype(np.float16)
+            if name.endswith("q_proj.weight"):
+                values[4, 3] = odd
+            out.write_raw(name, [values.tobytes()])
+    return folder
+
+
+def test_a_safetensors_folder(tmp_path):
+    folder = safetensors_folder(tmp_path / "hf")
+    status, text, errors = run(folder)
+    assert (status, errors) == (0, "")
+    assert "safetensors" in text
+    assert "llama: blocks 1, width 8, heads 2, key/value heads 1, feed-forward 6, context 16" in text
+    assert "F16: 12 tensors" in text
+    assert "checksums: none" in text
+    assert inside(safetensors_folder(tmp_path / "broken", math.nan)) == 1
+    assert inside(folder, safetensors_folder(tmp_path / "same")) == 0
+    assert compare(folder, tmp_path / "broken")["difference"]["values"] == [0.25, "nan"]
+
+
+# two paths
+
+
+@needs_mpiexec
+def test_runs_on_other_ranks_are_the_same(trained):
+    status, text, errors = run(trained[1][0], trained[3][0])
+    assert (status, errors) == (0, "")
+    assert "63 in both, 0 of them differ" in text
+    assert "the same, bit for bit" in text
+
+
+@needs_mpiexec
+def test_the_first_difference_is_named(checkpoint, trained):
+    """Two elements of one tensor and one of a later file: first element, both values, largest difference."""
+    path, whole = checkpoint / "model.gguf", GGUFFile.open(checkpoint / "model.gguf").tensor(NAME).copy()
+    put(path, NAME, 10 * 48 + 7, 0.5)
+    put(path, NAME, 96 * 48 + 47, 100.0)
+    flip(checkpoint / "optimizer.gguf", f"optimizer.adam.first_moments.{NAME}", 0)
+    status, text, errors = run(trained[1][0], checkpoint)
+    assert (status, errors) == (1, "")
+    assert "63 in both, 2 of them differ" in text
+    assert f"the first, {NAME}, F32 [97, 48]: 2 elements differ" in text
+    found = compare(trained[1][0], checkpoint)["difference"]
+    assert found["element"] == [10, 7]
+    assert found["values"] == [float(str(whole[10, 7])), 0.5]
+    assert found["largest"] == float(np.float64(100) - whole[96, 47])
+    assert f"first at element [10, 7]: {found['values'][0]!r} and 0.5" in text
+    assert json.loads(run(trained[1][0], checkpoint, "--json")[1])["difference"] == found
+
+
+def test_every_element_is_looked_at(tmp_path):
+    """One bit, at places around the borders of pieces, is found and placed."""
+    shape = (3, 300_000)  # more than three pieces of a MiB
+    for name in ("a", "b"):
+        with GGUFStream(tmp_path / f"{name}.gguf", "strange", {}, [("t", shape), ("u", (4,))]) as out:
+            out.write("t", np.ones(shape, np.float32))
+            out.write("u", np.ones(4, np.float32))
+    assert inside(tmp_path / "a.gguf", tmp_path / "b.gguf") == 0
+    for element in (0, 1023, 262_143, 262_144, 524_288, 899_999):
+        flip(tmp_path / "b.gguf", "t", element)
+        found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")
+        assert found["difference"]["element"] == [element // 300_000, element % 300_000]
+        assert found["difference"]["elements"] == 1
+        assert found["difference"]["largest"] == pytest.approx(2**-23)
+        flip(tmp_path / "b.gguf", "t", element)
+    put(tmp_path / "b.gguf", "t", 5, -6.0)  # the largest difference is not in the last piece that differs
+    put(tmp_path / "b.gguf", "t", 899_999, 2.0)
+    found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["difference"]
+    assert (found["element"], found["values"], found["elements"], found["largest"]) == ([0, 5], [1, -6], 2, 7)
+
+
+def test_a_zero_of_another_sign_is_another_bit(tmp_path):
+    for name in ("a", "b"):
+        with GGUFStream(tmp_path / f"{name}.gguf", "strange", {}, [("t", (4,))]) as out:
+            out.write("t", np.zeros(4, np.float32))
+    put(tmp_path / "b.gguf", "t", 2, -0.0)
+    found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert not found["same"]
+    assert found["difference"]["element"] == [2]
+    assert found["difference"]["largest"] == 0
+
+
+def test_blocks_are_compared_by_their_values(tmp_path):
+    first, second = foreign(tmp_path / "a.gguf"), foreign(tmp_path / "b.gguf")
+    data, at = bytearray(second.read_bytes()), GGUFFile.open(second).tensors["q8_0"].offset
+    data[at + 3 * 34 + 2 + 5] ^= 1  # the sixth value of the fourth block
+    second.write_bytes(data)
+    found = compare(first, second)["difference"]
+    assert (found["name"], found["element"], found["blocks"]) == ("q8_0", [0, 101], 1)
+    assert found["values"][0] != found["values"][1]
+
+
+def test_shapes_names_and_keys_that_differ(tmp_path):
+    def write(name, keys, tensors):
+        with GGUFStream(tmp_path / name, "strange", keys, tensors) as out:
+            for tensor, shape in tensors:
+                out.write(tensor, np.ones(shape, np.float32))
+        return tmp_path / name
+
+    tensors = [("t", (4, 8)), ("u", (4,))]
+    keys = {"same": 1, "wide": np.uint32(1), "list": np.ones(2, np.int32), "gone": "x"}
+    first = write("a.gguf", keys, tensors)
+    for other, key in (([("t", (8, 4)), ("u", (4,))], "differing"), ([("t", (4, 8))], "only_in_first")):
+        found = compare(first, write("b.gguf", keys, other))
+        assert (found["same"], len(found[key])) == (False, 1)
+    changed = {"same": 1, "wide": np.uint64(1), "list": np.ones(2, np.uint32), "new": "y"}
+    found = compare(first, write("b.gguf", changed, tensors))
+    assert {key["key"]: key["values"] for key in found["keys"]} == {
+        "wide": [1, 1], "list": [[1, 1], [1, 1]], "gone": ["x", None], "new": [None, "y"],
+    }  # fmt: skip
+    assert inside(first, tmp_path / "b.gguf") == 1
+
+
+@needs_mpiexec
+def test_a_checkpoint_and_its_model_alone(checkpoint):
+    found = compare(checkpoint, checkpoint / "model.gguf")
+    assert (found["differing"], len(found["only_in_first"]), found["same"]) == ([], 42, False)
+
+
+# bad input and limits
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF", b"hello" * 100, b"GGUF\3\0\0\0" + b"\xff" * 16])
+@pytest.mark.parametrize("second", [False, True])
+def test_what_cannot_be_read_is_one_line(content, second, tmp_path):
+    path, good = tmp_path / "bad.gguf", foreign(tmp_path / "good.gguf")
+    if content is not None:
+        path.write_bytes(content)
+    status, text, errors = run(*([good] if second else []), path)
+    assert (status, text) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.startswith("zero_mpi inspect: error: ")
+    assert str(path) in line
+
+
+@needs_mpiexec
+def test_a_file_cut_short_is_one_line(checkpoint):
+    path = checkpoint / "optimizer.gguf"
+    path.write_bytes(path.read_bytes()[:-100])
+    status, text, errors = run(checkpoint)
+    assert (status, text, len(errors.splitlines())) == (2, "", 1)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nothing"], ["a", "b", "c"], ["/dev/null"], ["/dev"]])
+def test_bad_usage_is_one_line(arguments):
+    status, text, errors = run(*arguments)
+    assert (status, text, len(errors.splitlines())) == (2, "", 1)
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    """As with `| head`: more than a pipe holds, and nobody reads."""
+    with GGUFStream(tmp_path / "m.gguf", "strange", {"list": ["x" * 50] * 20_000}, [("t", (4,))]) as out:
+        out.write("t", np.ones(4, np.float32))
+    command = [sys.executable, "-m", "zero_mpi.inspect", str(tmp_path / "m.gguf"), "--keys"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()
+    )
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(30) == 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_spoilt_file_is_sound_or_not_or_unreadable(changes, tmp_path_factory):
+    """Whatever bytes of index and data are changed: a status, or UsageError, and no other exception."""
+    folder = tmp_path_factory.getbasetemp() / "spoilt"
+    folder.mkdir(exist_ok=True)
+    good, bad = folder / "good.gguf", folder / "bad.gguf"
+    if not good.exists():
+        foreign(good, rows=4)
+    data = bytearray(good.read_bytes())
+    for place, value in changes:
+        data[place % len(data)] = value
+    bad.write_bytes(data)
+    for arguments in ([bad, "--keys", "--tensors"], [bad, "--json"], [good, bad], [good, bad, "--json"]):
+        assert outcome(arguments) in (0, 1, 2)
+
+
+def outcome(arguments) -> int:
+    """The status that the command ends with; any exception but UsageError comes out."""
+    try:
+        return inside(*arguments)
+    except UsageError:
+        return 2
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """48 MiB in one float32 tensor and 17 MiB in one of blocks; a few pieces of a MiB are held."""
+    for name in ("a", "b"):
+        q8 = gguf.GGMLQuantizationType.Q8_0
+        tensors = [("t", (3, 1 << 22)), ("q", (4, 1 << 22), q8)]
+        with GGUFStream(tmp_path / f"{name}.gguf", "strange", {}, tensors) as out:
+            out.write("t", np.ones((3, 1 << 22), np.float32))
+            out.write_raw("q", [bytes(4 * (1 << 22) // 32 * 34)])
+    flip(tmp_path / "b.gguf", "t", 5)
+    examine(foreign(tmp_path / "warm-up.gguf"))
+    tracemalloc.start()
+    try:
+        assert inside(tmp_path / "a.gguf") == 0
+        assert inside(tmp_path / "a.gguf", tmp_path / "b.gguf") == 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20, f"{peak / 2**20:.1f} MiB"

@@ -1,0 +1,268 @@
+"""`python -m zero_mpi.inspect PATH [OTHER]`: what a model or checkpoint is, if it is sound, what differs.
+
+What there is to say is one dictionary (`inspection`, `compare`): `--json` prints it, and the text here is
+made of nothing else. Exit status 0: sound, or the same; 1: not so; 2: it cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint.state import COUNTS
+from zero_mpi.compare import compare
+from zero_mpi.config import Parser
+from zero_mpi.errors import UsageError
+from zero_mpi.inspection import Report, examine
+from zero_mpi.launch import World, run
+
+WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
+FEW = 8  # entries of a list that is not asked for
+DIGEST = 16  # letters of a digest that are shown among other things
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m zero_mpi.inspect",
+        description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
+        "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+    )
+    parser.add_argument(
+        "path", help="GGUF file (the first of a split one), checkpoint or Hugging Face folder"
+    )
+    parser.add_argument("other", nargs="?", help="compare with this one")
+    parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
+    parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print what there is to say. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("inspect runs in one process: leave mpirun out")
+    path = Path(options.path)
+    try:
+        if options.other is not None:
+            found = compare(path, Path(options.other))
+            lines, sound = comparison_lines(found, options.tensors), found["same"]
+        else:
+            found = examine(path, keys=options.keys, tensors=options.tensors)
+            lines, sound = report_lines(found), found["sound"]
+    except OSError as error:  # a folder that may not be looked into
+        raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
+    write([json.dumps(found, indent=2, allow_nan=False)] if options.json else lines)
+    return 0 if sound else 1
+
+
+def write(lines: Iterable[str]) -> None:
+    """Print lines; a reader that has enough, as in `... | head`, is no error."""
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---------------------------------------------------------------------------------------------- a report
+
+
+def report_lines(found: Report) -> Iterator[str]:
+    """The text of one path."""
+    yield from section("path", [plain(found["path"])])
+    yield from section("files", map(file_line, found["files"]))
+    if "model" in found:
+        yield from section("model", model_lines(found["model"]))
+        yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
+    yield from section("types", map(type_line, found["types"]))
+    keys = [(f"{role}: " * (len(found["keys"]) > 1), keys) for role, keys in found["keys"].items()]
+    yield from section(
+        "keys", [f"{role}{plain(key)} = {shown(keys[key])}" for role, keys in keys for key in keys]
+    )
+    if found["training"] is not None:
+        yield from section("training", training_lines(found["training"]))
+    for rows in found.get("tensors", {}).values():
+        yield from section("tensors", table(rows))
+    yield from section("sound" if found["sound"] else "NOT SOUND", verdict_lines(found))
+
+
+def section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines with a title in the margin of the first."""
+    for line in lines:
+        yield f"{title:{MARGIN}}{line}"
+        title = ""
+
+
+def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
+    """Names and values in as many lines as they need, long texts cut."""
+    cut = {
+        name: f"{value[:DIGEST]}..." if isinstance(value, str) and len(value) > 2 * DIGEST else value
+        for name, value in values.items()
+    }
+    text = ", ".join(f"{plain(name)} {shown(value)}" for name, value in cut.items())
+    return textwrap.wrap(f"{title}: {text}", WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def file_line(file: Mapping[str, Any]) -> str:
+    """Name, format and size of a file."""
+    parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
+    counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
+    return f"{plain(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'])}, {counts}"
+
+
+def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
+    """Architecture and sizes."""
+    yield from wrapped(plain(str(model["architecture"])), model["sizes"])
+    if model["cannot_run"] is not None:
+        yield f"zero_mpi cannot run it: {plain(model['cannot_run'])}"
+
+
+def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
+    """The tokenizer in a line."""
+    if tokenizer is None:
+        return "none in this file"
+    named = {"tokens": "tokens", "merges": "merges", "bos_token_id": "bos", "eos_token_id": "eos"}
+    kind = "bytes" if tokenizer["bytes"] else shown(tokenizer["model"])
+    pre = f" (pre {shown(tokenizer['pre'])})" if "pre" in tokenizer else ""
+    rest = [f"{name} {shown(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
+    return ", ".join([kind + pre, *rest])
+
+
+def type_line(kind: Mapping[str, Any]) -> str:
+    """How many tensors of a type."""
+    return f"{kind['type']}: {kind['tensors']:,} tensor{'s' * (kind['tensors'] != 1)}, {size(kind['bytes'])}"
+
+
+def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
+    """Where the run stood, and under which settings."""
+    yield ", ".join(f"{name} {shown(training[name])}" for name in COUNTS.values() if name in training)
+    yield f"id {shown(training['id'])}, state {shown(training['recorded_state_digest'])}"
+    for title in ("settings", "plan", "machine"):
+        values = training.get(title, {})
+        yield from wrapped(title, {name: values[name] for name in values if not name.startswith("model.")})
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Every tensor: name, shape, type, bytes, beginning of its digest, values that are not finite."""
+    columns = [
+        (
+            plain(row["name"]),
+            "x".join(map(str, row["shape"])),
+            row["type"],
+            f"{row['bytes']:,}",
+            row["digest"][:DIGEST],
+            f"{row['not_finite']:,} not finite" if row["not_finite"] else "",
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+    for row in columns:
+        name, shape, kind, nbytes, digest, odd = (
+            text.rjust(width) if place == 3 else text.ljust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f"{name}  {shape}  {kind}  {nbytes}  {digest}  {odd}".rstrip()
+
+
+def verdict_lines(found: Report) -> Iterator[str]:
+    """Checksums, values, and what is wrong."""
+    count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
+    yield from map(plain, found["problems"])
+    if not count:
+        yield "checksums: none in the file, which is not one of zero_mpi's"
+    elif not found["problems"]:
+        yield f"checksums: all {count:,} tensors are those that were written"
+    yield f"{'state' if len(found['files']) > 1 else 'tensors'} worked out: {found['state_digest']}"
+    yield from some(
+        [f"tensor {plain(name)}: {number:,} values are not finite" for name, number in odd.items()]
+    )
+    if not odd:
+        yield f"values: all finite{f', but {unknown} were not looked into' if unknown else ''}"
+
+
+# ------------------------------------------------------------------------------------------- a comparison
+
+
+def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
+    """The text of two paths."""
+    yield from section("first", [plain(found["paths"][0])])
+    yield from section("second", [plain(found["paths"][1])])
+    yield from section("tensors", difference_lines(found))
+    names = {"differing": "differ", "only_in_first": "only first", "only_in_second": "only second"}
+    for key, title in names.items():
+        yield from section(title, some([plain(name) for name in found[key]], everything))
+    keys = [
+        f"{key['file']} {plain(key['key'])}: {' and '.join(map(shown, key['values']))}"
+        for key in found["keys"]
+    ]
+    yield from section("keys", some(keys, everything))
+    yield from section("verdict", ["the same, bit for bit" if found["same"] else "not the same"])
+
+
+def difference_lines(found: Report) -> Iterator[str]:
+    """How many tensors differ, and how the first one does."""
+    yield f"{found['tensors']:,} in both, {len(found['differing']):,} of them differ"
+    first = found["difference"]
+    if first is None:
+        return
+    stored = [f"{one['type']} {one['shape']}" for one in first["stored"]]
+    if "element" not in first:
+        yield f"the first, {plain(first['name'])}: {stored[0]} and {stored[1]}"
+        return
+    values = (
+        "" if first["values"] is None else f": {shown(first['values'][0])} and {shown(first['values'][1])}"
+    )
+    kind = "elements" if "elements" in first else "blocks"
+    yield f"the first, {plain(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
+    yield f"first at element {first['element']}{values}; the largest difference: {shown(first['largest'])}"
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def some(lines: Sequence[str], everything: bool = False) -> list[str]:
+    """The first few lines, and how many more there are."""
+    more = len(lines) - FEW
+    return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
+
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
+        return f"{value['length']:,} {value['array']}: {', '.join(map(repr, value['first']))}, ..."
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return plain(value) if isinstance(value, str) and value.isalnum() else repr(value)
+
+
+def plain(text: str) -> str:
+    """A name on one line: what would move the cursor is escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    power = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
+
+
+def main() -> None:
+    """Entry point."""
+    run("inspect", command, sys.argv[1:], alone=True)
+
+
+if __name__ == "__main__":
+    main()

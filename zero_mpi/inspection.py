@@ -1,0 +1,311 @@
+"""What a model file or a checkpoint is, and whether it is sound, as one dictionary of plain values.
+
+Each tensor is read once, in pieces: its digest is worked out and values that are not finite are counted, so
+memory does not grow with the model. A checkpoint of ours is compared with the digests it holds; the digest of
+its whole state does not depend on the number of ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.digest import PIECE, digest_of_pieces, digest_of_state, from_lines, piece_digests
+from zero_mpi.checkpoint.reader import GGUFFile, decode
+from zero_mpi.checkpoint.state import (
+    ARCHITECTURE,
+    COUNTS,
+    FORMAT_VERSION,
+    ID,
+    STATE_DIGEST,
+    TENSOR_DIGESTS,
+    check_signature,
+    read_json,
+)
+from zero_mpi.checkpoint.stored import NATIVE, TensorSpec
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.models import config_from_gguf
+
+Report = dict[str, Any]
+READ = 1 << 20  # bytes read at a time
+LONG, FEW = 60, 3  # letters of a text and items of an array that are shown unless all are wanted
+SIZES = {  # key of an architecture -> what it is called here
+    "block_count": "blocks",
+    "embedding_length": "width",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "key/value heads",
+    "feed_forward_length": "feed-forward",
+    "context_length": "context",
+    "vocab_size": "vocabulary",
+}
+SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
+
+# ----------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What lies at a path: a model, a training state, or both as a checkpoint."""
+
+    model: WeightSource | None
+    state: GGUFFile | None
+
+    @property
+    def parts(self) -> dict[str, WeightSource]:
+        """Both as far as they are there, by role."""
+        parts = {"model": self.model, "optimizer": self.state}
+        return {role: part for role, part in parts.items() if part is not None}
+
+
+def open_subject(path: Path) -> Subject:
+    """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
+    if not os.path.exists(path / manager.MODEL) and os.path.exists(path / manager.LATEST / manager.MODEL):
+        path = path / manager.LATEST
+    source = open_weights(path)
+    if isinstance(source, GGUFFile) and source.metadata.get("general.architecture") == ARCHITECTURE:
+        return Subject(None, source)
+    state = path / manager.OPTIMIZER
+    return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
+
+
+def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
+    """The bytes of a tensor, in pieces of whole blocks and of whole pieces of its digest."""
+    block, width = GGML_QUANT_SIZES[spec.type]
+    step = math.lcm(PIECE, width)
+    size = max(1, READ // step) * step
+    if isinstance(source, GGUFFile):
+        yield from source.raw_pieces(spec.name, size)
+        return
+    for start in range(0, spec.size, size // width * block):  # from another order, back into the stored type
+        values = source.read(spec.name, start, min(start + size // width * block, spec.size))
+        yield values.astype(NATIVE[spec.type]).view(np.uint8).data
+
+
+def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
+    """The values of a piece, or None for a type whose values are not known."""
+    if kind.name in ("I8", "I16", "I32", "I64", "F64"):
+        return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
+    try:
+        return decode(np.frombuffer(raw, np.uint8), kind)
+    except NotImplementedError:
+        return None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that was read: its digest, and how many values are not finite (None: it cannot be told)."""
+
+    spec: TensorSpec
+    digest: str
+    not_finite: int | None
+
+
+def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
+    """Digest and count of one tensor, in one pass."""
+    odd: int | None = 0
+
+    def digested() -> Iterator[bytes]:
+        nonlocal odd
+        for raw in pieces(source, spec):
+            values = elements(raw, spec.type)
+            known = values is not None and odd is not None
+            odd = odd + values.size - int(np.count_nonzero(np.isfinite(values))) if known else None
+            yield piece_digests(raw)
+
+    digest = digest_of_pieces(digested())
+    return Tensor(spec, digest, odd)
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
+    """All that is to be said of a path; `keys` and `tensors` want everything of these."""
+    subject = open_subject(path)
+    read = {
+        role: [read_tensor(part, spec) for spec in part.tensors.values()]
+        for role, part in subject.parts.items()
+    }
+    found: Report = {"path": str(path), "files": [about_file(part) for part in subject.parts.values()]}
+    if subject.model is not None:
+        found["model"] = about_model(subject.model)
+        found["tokenizer"] = about_tokenizer(subject.model.metadata)
+    found["types"] = about_types([tensor for rows in read.values() for tensor in rows])
+    found["keys"] = {role: about_keys(part.metadata, keys) for role, part in subject.parts.items()}
+    found["training"] = about_training(subject)
+    found |= verdict(subject, read)
+    if tensors:
+        found["tensors"] = {role: [about_tensor(tensor) for tensor in rows] for role, rows in read.items()}
+    return found
+
+
+def about_file(source: WeightSource) -> Report:
+    """Name and size of a file, a split file or a folder."""
+    sizes = [spec.size for spec in source.tensors.values()]
+    common = {"path": str(source.path), "tensors": len(sizes), "elements": sum(sizes)}
+    if isinstance(source, GGUFFile):
+        return common | {"format": "GGUF", "bytes": source.nbytes, "parts": len(source.parts)}
+    nbytes = sum(spec.nbytes for spec in source.tensors.values())
+    return common | {"format": "safetensors", "bytes": nbytes, "parts": 1}
+
+
+def about_model(source: WeightSource) -> Report:
+    """Architecture and sizes as the keys tell them, and why zero_mpi cannot run it, if so."""
+    metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
+    arch = metadata.get("general.architecture")
+    sizes = {
+        name: as_json(metadata[key]) for tail, name in SIZES.items() if (key := f"{arch}.{tail}") in metadata
+    }
+    place, problem = str(source.path), None
+    try:
+        config_from_gguf(metadata, shapes, place, source.read).check_tensors(shapes, place)
+    except UsageError as error:
+        problem = str(error).removeprefix(f"{place}: ")
+    return {"architecture": as_json(arch), "sizes": sizes, "cannot_run": problem}
+
+
+def about_tokenizer(metadata: Mapping[str, Any]) -> Report | None:
+    """Kind, size and special tokens; None if there is none."""
+    head = "tokenizer.ggml."
+    if metadata.get(f"{head}model") in (None, "none"):
+        return None
+    found: Report = {"bytes": ByteTokenizer.is_in(metadata)}
+    for name in ("model", "pre", "bos_token_id", "eos_token_id"):
+        if f"{head}{name}" in metadata:
+            found[name] = as_json(metadata[f"{head}{name}"])
+    counted = {name: metadata.get(f"{head}{name}") for name in ("tokens", "merges")}
+    return found | {name: len(value) for name, value in counted.items() if isinstance(value, list)}
+
+
+def about_types(rows: Sequence[Tensor]) -> list[Report]:
+    """Per type of tensors how many there are, and their bytes."""
+    counts, nbytes = Counter[str](), Counter[str]()
+    for tensor in rows:
+        counts[tensor.spec.type.name] += 1
+        nbytes[tensor.spec.type.name] += tensor.spec.nbytes
+    return [{"type": kind, "tensors": count, "bytes": nbytes[kind]} for kind, count in counts.most_common()]
+
+
+def about_tensor(tensor: Tensor) -> Report:
+    """One line of the table."""
+    spec = tensor.spec
+    about = {"name": spec.name, "shape": list(spec.shape), "type": spec.type.name, "bytes": spec.nbytes}
+    return about | {"digest": tensor.digest, "not_finite": tensor.not_finite}
+
+
+def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
+    """The keys, without those that are told elsewhere and with long values cut, unless all is wanted."""
+    own = f"{metadata.get('general.architecture')}."
+    return {
+        key: as_json(value, everything)
+        for key, value in metadata.items()
+        if everything or not key.startswith((*SUMMARISED, own))
+    }
+
+
+def about_training(subject: Subject) -> Report | None:
+    """Where a run of zero_mpi stood; None for a file of somebody else."""
+    metadata = [part.metadata for part in subject.parts.values()][-1]
+    if ID not in metadata:
+        return None
+    found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
+    found |= {
+        "id": as_json(metadata[ID], True),
+        "recorded_state_digest": as_json(metadata.get(STATE_DIGEST), True),
+    }
+    if subject.state is not None:
+        for name in ("settings", "plan", "machine"):
+            with suppress(UsageError):  # what a pair must have, the verdict misses
+                values = read_json(subject.state, f"training.{name}")
+                found[name] = {key: as_json(value, True) for key, value in values.items()}
+    return found
+
+
+def as_json(value: Any, everything: bool = False) -> Any:
+    """A key's value for JSON and for eyes; unless all of it is wanted, long texts and arrays are cut."""
+    if isinstance(value, np.ndarray | list):
+        items = [as_json_scalar(item, everything) for item in (value if everything else value[:FEW])]
+        if everything or len(value) <= FEW:
+            return items
+        kind = "strings" if isinstance(value, list) else str(value.dtype)
+        return {"array": kind, "length": len(value), "first": items}
+    return as_json_scalar(value, everything)
+
+
+def as_json_scalar(value: Any, everything: bool) -> Any:
+    """A single value; a float as short as its type allows."""
+    if isinstance(value, np.generic):
+        value = float(str(value)) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
+    if isinstance(value, str) and len(value) > LONG and not everything:
+        return f"{value[:LONG]}..."
+    return value if value is None or isinstance(value, str | int | float) else "..."
+
+
+# ----------------------------------------------------------------------------------------------- verdict
+
+
+def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
+    """Every digest beside those in the files, the pair, and values that are not finite."""
+    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
+    every = [tensor for rows in read.values() for tensor in rows]
+    with_sums = {role: part for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata}
+    problems = [
+        problem
+        for role, part in with_sums.items()
+        for problem in wrong_digests(part.path, digests[role], from_lines(part.metadata[TENSOR_DIGESTS]))
+    ]
+    whole = digest_of_state({name: value for one in digests.values() for name, value in one.items()})
+    if subject.model is not None and subject.state is not None:
+        problems += wrong_pair(subject.model, subject.state)
+        if not problems and str(subject.state.metadata.get(STATE_DIGEST)) != whole:
+            problems.append(f"{subject.state.path}: key {STATE_DIGEST} is not that of the tensors")
+    not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
+    return {
+        "checksums": sum(len(digests[role]) for role in with_sums),
+        "problems": problems,
+        "state_digest": whole,
+        "not_finite": not_finite,
+        "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
+        "sound": not problems and not not_finite,
+    }
+
+
+def wrong_pair(model: WeightSource, state: GGUFFile) -> Iterator[str]:
+    """What shows that two files are not one checkpoint, or that their keys are not as they were written."""
+    version = state.metadata.get("optimizer.file_version")
+    ids = [str(file.metadata.get(ID)) for file in (model, state)]
+    if str(version) != str(FORMAT_VERSION):
+        yield f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
+    elif ID not in state.metadata or ids[0] != ids[1]:
+        yield f"{model.path} and {state.path} are not of one checkpoint: their ids are {ids[0]} and {ids[1]}"
+    elif isinstance(model, GGUFFile):
+        try:
+            check_signature(model, state)
+        except UsageError as error:
+            yield str(error)
+
+
+def wrong_digests(path: Path, found: Mapping[str, str], recorded: Mapping[str, str]) -> Iterator[str]:
+    """What differs between the tensors of a file and a list of digests."""
+    for name in [*found, *(name for name in recorded if name not in found)]:
+        if name not in recorded:
+            yield f"{path}: tensor {name!r} has no checksum, others have"
+        elif name not in found:
+            yield f"{path}: tensor {name!r} has a checksum and is not there"
+        elif found[name] != recorded[name]:
+            yield f"{path}: tensor {name!r} is not the one that was written: its checksum differs"
