@@ -112,9 +112,7 @@ def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
         monkeypatch.setattr(pair.Output, "write", refuse_moments)
-    with pytest.raises(
-        JobError, match=r"cannot write .*optimizer.gguf: .*quota.*latest is step-00000001"
-    ):
+    with pytest.raises(JobError, match=r"cannot write .*optimizer.gguf: .*quota.*latest is step-00000001"):
         Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(progress)
     exact.barrier()
     assert digests(ranks_folder / "latest") == before
