@@ -7,7 +7,7 @@ A line for each part with the reasons of its skips, the end of its output where 
 line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, none
 failed, and something passed. A PATH under tests/serial or tests/mpi runs that part only.
 
-$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 600
+$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 1500
 $ZERO_MPI_SUITE_TIMEOUT  seconds for all parts together, default no limit
 $ZERO_MPI_MPIEXEC        the launcher, default mpiexec
 """
@@ -127,7 +127,7 @@ def read_arguments() -> tuple[list[int], list[str], list[str]]:
 def main() -> int:
     """Run the parts one after another; returns the exit status."""
     sizes, paths, options = read_arguments()
-    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "600"))
+    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "1500"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
     total: Counter[str] = Counter()
     failed = []
