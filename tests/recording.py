@@ -84,5 +84,17 @@ class RecordingComm(Comm):
     def progress(self):
         self.inner.progress()
 
+    def memory(self, wholes, buffers):
+        return self.inner.memory(wholes, buffers)
+
+    def publish(self):
+        self.inner.publish()
+
+    def await_published(self):
+        self.inner.await_published()
+
+    def await_readers(self):
+        self.inner.await_readers()
+
     def close(self):
         self.inner.close()

@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "sharding.*": (*BASE, "arrays", "ops.*", "comm.*", "nn.layer"),
     "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
     "optim": STATE,
-    "accumulate": (*STATE, "optim"),
+    "accumulate": (*STATE, "optim", "nn.loss"),
     "checkpoint.digest": (),
     "checkpoint.stored": ("errors",),
     "checkpoint.index": ("errors", "checkpoint.stored"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.arrays import Array
+from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
 
 Criterion = Callable[[Any], tuple[float, Any]]  # output of the model -> (loss, its gradient)
@@ -80,16 +81,23 @@ class GradAccum:
             )
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        output = self.module.forward(x)
-        loss, dy = (None, None) if criterion is None or x is None else criterion(output)
+        loss = self._forward_backward(x, criterion)
         if mine is not None and loss is not None:
             self.losses[mine] = loss
-        self.module.backward(
-            dy,
-            contributors=self.rounds.contributors(self.round),
-            last=self.round == len(self.rounds) - 1,
-        )
         self.round += 1
+        return loss
+
+    def _forward_backward(self, x: Any, criterion: Criterion | None) -> float | None:
+        """In one go where the criterion tells the targets. The collectives are the same either way, so a rank
+        without a micro-batch need not know."""
+        contributors, last = self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
+        if isinstance(criterion, CrossEntropy):
+            return self.module.forward_backward(
+                x, criterion.targets, criterion.scale, contributors=contributors, last=last
+            )
+        output = self.module.forward(x)
+        loss, dy = (None, None) if criterion is None or x is None else criterion(output)
+        self.module.backward(dy, contributors=contributors, last=last)
         return loss
 
     def total_loss(self) -> float:
@@ -122,5 +130,14 @@ def evaluate(
             module.forward(None, training=False)
         else:
             x, criterion = read(mine)
-            losses[mine] = criterion(module.forward(x, training=False))[0]
+            losses[mine] = loss_of(module, x, criterion)
     return ordered_total(module.comm.sum_vector(losses))
+
+
+def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> float:
+    """The loss of one micro-batch, without gradients. Collective."""
+    if not isinstance(criterion, CrossEntropy):
+        return criterion(module.forward(x, training=False))[0]
+    loss = module.evaluate(x, criterion.targets, criterion.scale)
+    assert loss is not None, "a rank that gives a micro-batch gets its loss"
+    return loss

@@ -98,7 +98,13 @@ class Config:
         "exact: same bits at any number of ranks; fast: the library's sums",
         choices=("exact", "fast"),
     )
-    transport: str = flag("auto", str, "sharding", "how ranks communicate", choices=("auto", "mpi"))
+    transport: str = flag(
+        "auto",
+        str,
+        "sharding",
+        "mpi: messages; shared: memory that the ranks of one node share; auto: shared where it is possible",
+        choices=("auto", "mpi", "shared"),
+    )
     device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu"))
     precision: str = flag("fp32", str, "machine", "type of parameters and activations", choices=("fp32",))
     threads: str | None = flag(

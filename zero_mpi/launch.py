@@ -61,6 +61,18 @@ class World:
         """Rank 0's value on all ranks. Collective."""
         return value if self.mpi is None else self.mpi.COMM_WORLD.bcast(value)
 
+    def node_by_node(self, action: Callable[[], Any]) -> None:
+        """action() on one rank of each node first and then on its others, which find what it prepared."""
+        if self.mpi is None:
+            action()
+            return
+        node = self.mpi.COMM_WORLD.Split_type(self.mpi.COMM_TYPE_SHARED)
+        for turn in (True, False):
+            if (node.Get_rank() == 0) == turn:
+                action()
+            node.Barrier()
+        node.Free()
+
     def on_root(self, action: Callable[[], Any]) -> Any:
         """action() on rank 0 only, its result there and None elsewhere; if it raises UsageError, all do."""
         return self.together(lambda: action() if self.rank == 0 else None)

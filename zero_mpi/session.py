@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import __version__, environment
+from zero_mpi import __version__, environment, ops
 from zero_mpi.checkpoint.state import Description, Progress, finite, load_checkpoint
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
@@ -26,6 +26,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.resume import check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.sharding.layout import lay_out
 from zero_mpi.source import (
     choose_tokenizer,
     fingerprint,
@@ -68,7 +69,7 @@ def prepare(world: World, config: Config) -> Session:
     model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
-    comm = make_comm(world, config)
+    comm = make_comm(world, config, model, notes)
     corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
     module = make_module(config, model, comm)
     optimizer = ShardedAdamW(
@@ -89,6 +90,7 @@ def prepare(world: World, config: Config) -> Session:
         world.together(lambda: module.load_slices(finite(init.read, init.path)))
     else:
         module.initialize(config.seed)
+    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
     if world.rank == 0:
         (out / "config.toml").write_text(write_toml(config))
     return Session(
@@ -142,13 +144,44 @@ def make_folder(out: Path) -> None:
         raise UsageError(f"--out {out}: cannot write there: {error.strerror or error}") from error
 
 
-def make_comm(world: World, config: Config) -> Comm:
-    """The transport between the ranks."""
+def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm:
+    """The transport between the ranks. Collective; raises UsageError on all ranks alike."""
     if world.mpi is None:
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
 
-    return MPIComm(exact=config.reduction == "exact")
+    comm: Comm | None = None
+    if config.transport == "shared" or (config.transport == "auto" and world.size > 1):
+        comm = make_shared(world, config, model, notes)
+    elif world.size > 1:
+        notes.append("transport: mpi")
+    return comm or MPIComm(exact=config.reduction == "exact")
+
+
+def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm | None:
+    """The transport over shared memory, with room for the model; None where it is not possible."""
+    from zero_mpi.comm.shared import SharedComm
+    from zero_mpi.comm.window import NodesApart, NoSharedMemory
+
+    strategy = strategy_named(config.strategy)
+    layout = lay_out(
+        model.stages(config.recompute),
+        strategy,
+        prefetch=config.prefetch,
+        bucket_mb=config.bucket_mb,
+        frozen=config.freeze,
+    )
+    try:
+        comm = SharedComm(wholes=layout.wholes(strategy, world.size), buffers=layout.buffers)
+    except NoSharedMemory as error:
+        if config.transport == "shared" and isinstance(error, NodesApart):
+            raise UsageError(f"--transport shared: {error}; use --transport auto or mpi") from error
+        notes.append(f"transport: mpi, because {error}")
+        return None
+    exact = ", exact all the same" if config.reduction == "fast" else ""
+    mebibytes = comm.shared_bytes / 2**20
+    notes.append(f"transport: shared, {mebibytes:.1f} MiB of the node's shared memory{exact}")
+    return comm
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
@@ -223,6 +256,7 @@ def describe(
     settings |= config.fixed()
     machine = {
         "threads": threads,
+        "operations": ops.backend(),
         "numpy": np.__version__,
         "zero_mpi": __version__,
         "cpu": platform.machine(),
@@ -235,3 +269,8 @@ def as_json(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def announce(text: str) -> None:
+    """Say at once what takes a while."""
+    print(text, flush=True)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
 from zero_mpi.data import unigram_entropy
 from zero_mpi.launch import REQUEUE, World, run
-from zero_mpi.nn import cross_entropy
+from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
 from zero_mpi.records import Records
 from zero_mpi.session import Session, prepare
@@ -249,7 +248,7 @@ class Trainer:
 def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterion]:
     """Tokens, and the criterion that holds the model's output against their targets."""
     tokens, targets = batch
-    return tokens, partial(cross_entropy, targets=targets, scale=scale)
+    return tokens, CrossEntropy(targets, scale)
 
 
 def mebibytes(count: int) -> str:

@@ -3,12 +3,25 @@
 import pytest
 
 from zero_mpi import MPIComm
+from zero_mpi.comm.shared import SharedComm
 
 
 @pytest.fixture(scope="session")
-def exact():
-    """All ranks, exact reduction."""
+def mpi():
+    """All ranks, exact reduction by messages."""
     return MPIComm()
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """All ranks, memory that they share."""
+    return SharedComm()
+
+
+@pytest.fixture(scope="session", params=["mpi", "shared"])
+def exact(request):
+    """All ranks, exact reduction, over each transport."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

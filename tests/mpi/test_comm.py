@@ -17,6 +17,7 @@ from mpi4py import MPI
 from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.progress import Progress
+from zero_mpi.comm.shared import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
 SETTINGS = {
@@ -29,9 +30,10 @@ SETTINGS = {
     "fast cut": {"exact": False, "most": 7, "threaded": False},
     "fast thread": {"exact": False, "fast_piece": 9, "threaded": True},
 }
-NAMES = [*SETTINGS, "serial"] if RANKS == 1 else list(SETTINGS)
+NAMES = [*SETTINGS, "shared", *(["serial"] if RANKS == 1 else [])]
 EXACT = [name for name in NAMES if not name.startswith("fast")]
 FAST = [name for name in NAMES if name.startswith("fast")]
+MESSAGES = [name for name in EXACT if name in SETTINGS]  # exact ones that send
 THREADED = [name for name in NAMES if name.endswith("thread")]
 DTYPES = [np.float32, np.float64, np.uint16]
 # (length, quantum): even or ragged, with a ragged end, one owner or few, nobody
@@ -49,7 +51,9 @@ over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 @functools.cache
 def communicator(name):
     """One of each kind for all tests: communicators are few and costly."""
-    return SerialComm() if name == "serial" else MPIComm(**SETTINGS[name])
+    if name in SETTINGS:
+        return MPIComm(**SETTINGS[name])
+    return SerialComm() if name == "serial" else SharedComm(threaded=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,8 +78,9 @@ def exact(request):
 class Buffer:
     """An array inside a larger one; `check` shows that what lies around it is as it was."""
 
-    def __init__(self, values):
-        self.whole = np.full(values.size + 2 * EDGE, 77, values.dtype)
+    def __init__(self, values, whole=None):
+        self.whole = np.empty(values.size + 2 * EDGE, values.dtype) if whole is None else whole
+        self.whole.fill(77)
         self.array = self.whole[EDGE : EDGE + values.size]
         self.array[...] = values
 
@@ -169,8 +174,21 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
 # --------------------------------------------------------------------------------------------- reductions
 
 
-def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32):
+def room(comm, length, dtype=np.float32):
+    """Where the transport likes to have what is reduced: a buffer with edges of its own, or None. Collective.
+
+    Memory that ranks share is theirs until nobody refers to it.
+    """
+    if not isinstance(comm, SharedComm):
+        return None
+    nbytes = (length + 2 * EDGE) * np.dtype(dtype).itemsize
+    slot = comm.memory([], [-(-nbytes // 4)]).buffers
+    return slot.take(-(-nbytes // 4)).view(np.uint8)[:nbytes].view(dtype), slot
+
+
+def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32, place=None):
     """Start one; returns (handle, full, what full held, out)."""
+    whole, slot = place or room(comm, partition.length, dtype) or (None, None)
     given = wild(comm.rank, partition.length, dtype)
     if comm.rank >= contributors:
         given = nothing(partition.length, dtype) if comm.exact else np.zeros(partition.length, dtype)
@@ -178,7 +196,8 @@ def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32)
     before = nothing(part.stop - part.start, dtype)
     if accumulate:
         before = wild(1000, partition.length, dtype)[part]
-    full, out = Buffer(given), Buffer(before)
+    full, out = Buffer(given, whole), Buffer(before)
+    full.slot = slot  # as a module keeps its pool
     handle = comm.reduce_scatter(
         full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"
     )
@@ -321,9 +340,11 @@ class Many:
 
     def __init__(self, comm):
         self.comm, self.checks, self.handles = comm, [], []
-        for number, (length, quantum) in enumerate([(101, 1), (101, 10), (3, 1)]):
+        shapes = [(101, 1), (101, 10), (3, 1)]
+        places = [room(comm, length) for length, _ in shapes]
+        for number, ((length, quantum), place) in enumerate(zip(shapes, places, strict=True)):
             self.gather(Partition(length, comm.size, quantum))
-            self.reduce(Partition(length, comm.size, quantum), bool(number % 2))
+            self.reduce(Partition(length, comm.size, quantum), bool(number % 2), place)
             self.broadcast(length, number % comm.size)
             self.allreduce(length)
 
@@ -333,9 +354,9 @@ class Many:
         self.handles.append(self.comm.allgather(shard, full.array, partition))
         self.checks.append(lambda: full.check(whole))
 
-    def reduce(self, partition, accumulate):
+    def reduce(self, partition, accumulate, place):
         comm = self.comm
-        handle, _, _, out = start_reduction(comm, partition, comm.size, accumulate)
+        handle, _, _, out = start_reduction(comm, partition, comm.size, accumulate, place=place)
         part = partition.part(comm.rank)
         parts = [term[part] for term in terms(partition, comm.size, accumulate)]
         self.handles.append(handle)
@@ -386,7 +407,7 @@ def test_polling_to_the_end_without_waiting(comm):
     many.check()
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("name", [*SETTINGS, "shared"])
 def test_the_runtime_pushes_transfers_to_the_end(name):
     """By calls between layers where there is no thread; with one, by nobody's help."""
     comm = communicator(name)
@@ -395,6 +416,8 @@ def test_the_runtime_pushes_transfers_to_the_end(name):
     def all_done():
         if name not in THREADED:
             comm.progress()
+        if name == "shared":
+            return not comm.sums_are_due and not comm._inner._progress._active
         return not comm._progress._active
 
     poll(all_done)
@@ -411,14 +434,15 @@ def test_waiting_again_is_harmless(comm):
 
 
 @pytest.mark.world(2, 3, 4, 8)
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in THREADED])
+@pytest.mark.parametrize("name", [name for name in [*SETTINGS, "shared"] if name not in THREADED])
 def test_a_reduction_is_not_complete_before_the_last_rank_gives(name):
     comm, late = communicator(name), RANKS - 1
     partition = Partition(101, comm.size)
+    place = room(comm, 101)
     comm.barrier()
     if comm.rank == late:
         comm.barrier()
-    handle, _, _, out = start_reduction(comm, partition, comm.size, False)
+    handle, _, _, out = start_reduction(comm, partition, comm.size, False, place=place)
     if comm.rank != late:
         assert not handle.test()
         comm.barrier()
@@ -433,7 +457,7 @@ def scratch_of(comm):
     return {key: sorted(map(id, buffers)) for key, buffers in comm._scratch.items() if buffers}
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "serial"])
+@pytest.mark.parametrize("name", MESSAGES)
 def test_later_reductions_use_the_first_ones_scratch(name):
     comm, partition = communicator(name), Partition(101, RANKS)
     sizes = []
@@ -446,7 +470,7 @@ def test_later_reductions_use_the_first_ones_scratch(name):
     assert all(size == sizes[0] for size in sizes)
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "serial"])
+@pytest.mark.parametrize("name", MESSAGES)
 def test_tags_begin_again(name):
     """More reductions than there are tags; and the highest is one that the library allows."""
     comm, partition = communicator(name), Partition(101, RANKS)

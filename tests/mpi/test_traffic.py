@@ -1,6 +1,6 @@
 """The collectives of a step, one by one, and the bytes they move, for each strategy.
 
-The formulas are those of ARCHITECTURE.md, "Traffic".
+The formulas are those of ARCHITECTURE.md, "Traffic". Over shared memory the same happens without messages.
 """
 
 import pytest
@@ -39,16 +39,16 @@ def gradients(*names):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_full_shard_gathers_twice_but_the_last_once(exact, prefetch):
-    events, _ = recorded(exact, tiny.MODELS["llama"], FULL_SHARD, prefetch=prefetch)
+def test_full_shard_gathers_twice_but_the_last_once(mpi, prefetch):
+    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, prefetch=prefetch)
     # The embedding's backward does not look at its weights, so it is not gathered for it.
     assert starts(events, "allgather") == parameters(*NAMES, "blk.1", "blk.0")
     assert starts(events, "reduce_scatter") == gradients(*reversed(NAMES))
     assert {event.kind for event in events} == {"allgather", "reduce_scatter", "wait"}
 
 
-def test_full_shard_order_of_starts_and_waits(exact):
-    events, _ = recorded(exact, tiny.MODELS["llama"], FULL_SHARD, prefetch=1)
+def test_full_shard_order_of_starts_and_waits(mpi):
+    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, prefetch=1)
     order = [(event.kind, event.label) for event in events if event.label.startswith("parameters")]
     embedding, first, second, head = parameters(*NAMES)
     assert order == [
@@ -62,30 +62,30 @@ def test_full_shard_order_of_starts_and_waits(exact):
     ]  # fmt: skip
 
 
-def test_reductions_start_while_earlier_layers_have_yet_to_compute(exact):
-    events, _ = recorded(exact, tiny.MODELS["llama"], FULL_SHARD, prefetch=0)
+def test_reductions_start_while_earlier_layers_have_yet_to_compute(mpi):
+    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, prefetch=0)
     reduced = events.index(next(e for e in events if e.label == "gradients output"))
     waited = next(i for i, e in enumerate(events) if e.kind == "wait" and e.label == "gradients output")
     later = [e.label for e in events[reduced + 1 : waited]]
     assert "gradients blk.1" in later
 
 
-def test_a_tied_unit_is_gathered_once_and_reduced_once(exact):
-    events, _ = recorded(exact, tiny.MODELS["gpt2 tied"], FULL_SHARD)
+def test_a_tied_unit_is_gathered_once_and_reduced_once(mpi):
+    events, _ = recorded(mpi, tiny.MODELS["gpt2 tied"], FULL_SHARD)
     assert starts(events, "allgather").count("parameters token_embd") == 1
     assert starts(events, "reduce_scatter").count("gradients token_embd") == 1
     assert starts(events, "reduce_scatter")[-1] == "gradients token_embd"
 
 
-def test_shard_grad_op_gathers_once_after_the_update(exact):
-    events, _ = recorded(exact, tiny.MODELS["llama"], SHARD_GRAD_OP)
+def test_shard_grad_op_gathers_once_after_the_update(mpi):
+    events, _ = recorded(mpi, tiny.MODELS["llama"], SHARD_GRAD_OP)
     assert starts(events, "allgather") == parameters(*NAMES)
     kinds = [event.kind for event in events if event.kind != "wait"]
     assert kinds == ["reduce_scatter"] * 4 + ["allgather"] * 4
 
 
-def test_no_shard_gathers_no_parameters(exact):
-    events, module = recorded(exact, tiny.MODELS["llama"], NO_SHARD, bucket_mb=0.03)
+def test_no_shard_gathers_no_parameters(mpi):
+    events, module = recorded(mpi, tiny.MODELS["llama"], NO_SHARD, bucket_mb=0.03)
     buckets = gradients(*(f"bucket {number}" for number in range(len(module.units))))
     assert len(buckets) > 3
     assert starts(events, "reduce_scatter") == starts(events, "allgather") == buckets
@@ -104,10 +104,10 @@ def test_fast_no_shard_is_one_allreduce_a_bucket(fast):
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", tiny.MODELS)
-def test_bytes_of_full_shard(exact, name, rounds):
+def test_bytes_of_full_shard(mpi, name, rounds):
     """A round sends (P - 1) slices a gather, and all but the own slice a reduction."""
-    config, ranks = tiny.MODELS[name], exact.size
-    events, module = recorded(exact, config, FULL_SHARD, micro_batches=rounds * ranks)
+    config, ranks = tiny.MODELS[name], mpi.size
+    events, module = recorded(mpi, config, FULL_SHARD, micro_batches=rounds * ranks)
     lengths = {unit.name: unit.unit.length for unit in module.units}
     slices = {unit.name: unit.shard.size for unit in module.units}
     once = {"token_embd", "position_embd", module.stages[-1].scope}
@@ -116,32 +116,32 @@ def test_bytes_of_full_shard(exact, name, rounds):
     assert sum(event.sent for event in events) == 4 * rounds * (gathers + reductions)
 
 
-def test_bytes_of_shard_grad_op_and_no_shard(exact):
+def test_bytes_of_shard_grad_op_and_no_shard(mpi):
     """Reductions a round, and one gather of the whole a step."""
-    rounds, ranks = 2, exact.size
+    rounds, ranks = 2, mpi.size
     for strategy in (SHARD_GRAD_OP, NO_SHARD):
-        events, module = recorded(exact, tiny.MODELS["gpt2"], strategy, micro_batches=rounds * ranks)
+        events, module = recorded(mpi, tiny.MODELS["gpt2"], strategy, micro_batches=rounds * ranks)
         length = sum(unit.unit.length for unit in module.units)
         mine = sum(unit.gradient.size for unit in module.units)
         expected = 4 * (rounds * (length - mine) + mine * (ranks - 1))
         assert sum(event.sent for event in events) == expected, strategy.name
 
 
-def test_a_rank_without_a_micro_batch_joins_the_same_collectives(exact):
-    events, _ = recorded(exact, tiny.MODELS["llama"], FULL_SHARD, micro_batches=1)
+def test_a_rank_without_a_micro_batch_joins_the_same_collectives(mpi):
+    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, micro_batches=1)
     labels = [(event.kind, event.label) for event in events]
-    assert exact.allgather_object(labels) == [labels] * exact.size
-    if exact.rank > 0:
+    assert mpi.allgather_object(labels) == [labels] * mpi.size
+    if mpi.rank > 0:
         assert sum(event.sent for event in events if event.kind == "reduce_scatter") == 0
 
 
-def test_frozen_parameters_are_never_reduced_and_travel_only_when_sharded(exact):
+def test_frozen_parameters_are_never_reduced_and_travel_only_when_sharded(mpi):
     frozen = {"frozen": ["token_embd*", "blk.*"]}
-    events, _ = recorded(exact, tiny.MODELS["llama"], FULL_SHARD, **frozen)
+    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, **frozen)
     assert starts(events, "reduce_scatter") == gradients("output")
     # Backward ends at the head: nothing below it is trained, so nothing is gathered again.
     frozen_names = [f"{name} (frozen)" for name in NAMES[:3]]
     assert starts(events, "allgather") == parameters(*frozen_names, "output")
     for strategy in (SHARD_GRAD_OP, NO_SHARD):
-        events, _ = recorded(exact, tiny.MODELS["llama"], strategy, **frozen)
+        events, _ = recorded(mpi, tiny.MODELS["llama"], strategy, **frozen)
         assert not any("token_embd" in e.label or "blk" in e.label or "frozen" in e.label for e in events)

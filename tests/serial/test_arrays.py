@@ -1,6 +1,9 @@
 """Arrays start at a cache line, and the pool of buffers lends, takes back and only grows."""
 
+import gc
+import random
 import sys
+import threading
 from types import ModuleType
 
 import numpy as np
@@ -8,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.arrays import ALIGNMENT, BufferPool, empty, namespace, zeros
+from zero_mpi.arrays import (
+    ALIGNMENT,
+    RECYCLED_FROM,
+    BufferPool,
+    empty,
+    namespace,
+    recycled,
+    recycled_stats,
+    side_by_side,
+    size_class,
+    zeros,
+)
 
 
 @pytest.mark.parametrize("make", [empty, zeros])
@@ -127,3 +141,173 @@ def test_the_second_round_of_the_same_sizes_allocates_nothing():
         for buffer in buffers:
             pool.give(buffer)
         assert pool.nbytes == 4 * (50 + 10 + 30 + 50)
+
+
+# ------------------------------------------------------------------------- memory that comes back by itself
+
+LARGE = (100, 1000)  # 400 kB in float32
+
+
+def place(array):
+    """Where an array lies."""
+    return array.__array_interface__["data"][0]
+
+
+def test_a_recycled_array_is_like_any_other():
+    for shape, dtype in [
+        (LARGE, np.float32),
+        ((3, 5, 7000), np.float64),
+        ((0, 5), np.float32),
+        ((7,), np.int8),
+    ]:
+        array = recycled(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
+        assert type(array) is np.ndarray
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.nbytes < RECYCLED_FROM or place(array) % ALIGNMENT == 0
+
+
+def test_memory_comes_back_when_the_array_is_gone():
+    array = recycled(LARGE)
+    where, before = place(array), recycled_stats()
+    del array
+    after = recycled_stats()
+    assert before.lent - after.lent == size_class(400_000)
+    assert place(recycled(LARGE)) == where
+    assert recycled_stats().fresh == after.fresh == before.fresh
+
+
+VIEWS = {
+    "slice": lambda x: x[3:5],
+    "slice of a slice": lambda x: x[10:90][5:7][:, ::2],
+    "reshape": lambda x: x.reshape(-1),
+    "transposed": lambda x: x.T,
+    "element": lambda x: x[7, 7:8],
+    "another type": lambda x: x.view(np.uint8),
+    "expanded": lambda x: x[None, ..., None].swapaxes(1, 2),
+    "flags": lambda x: np.asarray(x),
+    "subclass": lambda x: x.view(np.memmap.__mro__[1]),
+    "buffer": lambda x: memoryview(x),
+    "from a buffer": lambda x: np.frombuffer(x, np.int32),
+    "iterator": lambda x: x.flat,
+    "broadcast": lambda x: np.broadcast_to(x, (3, *x.shape)),
+    "ravelled view in a container": lambda x: {"saved": [(x.ravel(),)]},
+    "closure": lambda x: lambda: x,
+    "generator": lambda x: (row for row in x),
+    "split": lambda x: np.split(x, 2)[1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_memory_that_a_view_refers_to_is_not_lent(view):
+    array = recycled(LARGE)
+    where = place(array)
+    kept = view(array)
+    del array
+    others = [recycled(LARGE) for _ in range(5)]
+    assert where not in [place(other) for other in others]
+    del kept
+    assert place(recycled(LARGE)) == where, "and is, once the view is gone"
+
+
+def test_an_exception_holds_what_its_frames_hold():
+    def fail():
+        array = recycled(LARGE)
+        places.append(place(array))
+        raise ValueError("no")
+
+    places = []
+    try:
+        fail()
+    except ValueError as error:
+        held = error
+    assert place(recycled(LARGE)) != places[0]
+    del held
+    assert place(recycled(LARGE)) == places[0]
+
+
+def test_a_cycle_is_given_back_by_the_garbage_collector():
+    cycle = [recycled((300_000,))]
+    where = place(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert place(recycled((300_000,))) == where
+
+
+def test_small_arrays_are_numpys_own():
+    before = recycled_stats()
+    array = recycled((RECYCLED_FROM // 4 - 1,))
+    assert array.flags.owndata
+    assert recycled_stats() == before
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_size_class_wastes_an_eighth_at_most(nbytes):
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(nbytes + 64, nbytes * 9 / 8)
+    assert size_class(size) == size
+    assert size % ALIGNMENT == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("tvdr"), st.integers(0, 99)), max_size=80))
+def test_what_is_referenced_keeps_its_values(actions):
+    """Arrays are taken, viewed, dropped in any order; each is filled with a number of its own."""
+    held = []
+    for number, (action, choice) in enumerate(actions):
+        if action == "t":
+            array = recycled((choice % 3 + 1, 5000))
+            array.fill(number)
+            held.append((array, number))
+        elif held and action == "v":
+            array, value = held[choice % len(held)]
+            held.append((array[choice % array.shape[0] :][..., 1:-1], value))
+        elif held and action == "d":
+            held.pop(choice % len(held))
+        elif held:
+            array, value = held[choice % len(held)]
+            held[choice % len(held)] = (array.reshape(-1)[::3], value)
+        assert all((array == value).all() for array, value in held)
+
+
+def test_two_threads_never_get_the_same_memory():
+    faults = []
+
+    def work(mark):
+        chance = random.Random(mark)
+        held = []
+        for turn in range(3000):
+            array = recycled((chance.choice([4096, 5000, 9000]),))
+            array.fill(mark * 10_000 + turn % 7)
+            held.append((array[10:], mark * 10_000 + turn % 7))
+            if len(held) > 8:
+                kept, value = held.pop(chance.randrange(9))
+                if not (kept == value).all():
+                    faults.append((mark, turn))
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not faults
+
+
+def test_columns_side_by_side_are_one_array():
+    for make in (recycled, np.empty):
+        joint = make((2, 50, 96))
+        parts = joint[..., :48].reshape(2, 50, 6, 8), joint[..., 48:72], joint[..., 72:]
+        q, k, v = parts[0], parts[1].reshape(2, 50, 3, 8), parts[2].reshape(2, 50, 3, 8)
+        assert side_by_side((q, k, v)) is joint
+        assert side_by_side((k, q, v)) is None
+        assert side_by_side((q, k)) is None
+        assert side_by_side((q, k, v.copy())) is None
+        assert side_by_side((q, k, k)) is None
+        assert side_by_side((q[:1], k[:1], v[:1])) is None

@@ -28,23 +28,23 @@ MODELS = {
 # Every pair of values of two columns is in some row; ranks and models meet in all ways.
 # Batches are "sequences a step / sequences a micro-batch": 4, 5 and 2 micro-batches, the last one ragged.
 TABLE = """
-    ranks  strategy       prefetch  recompute  bucket  model        batch
-    2      full-shard     2         yes        0.01    llama        5/1
-    2      shard-grad-op  1         no         25      llama-tied   7/2
-    2      no-shard       0         yes        25      gpt2         3/2
-    2      no-shard       0         no         0.01    gpt2-untied  7/2
-    3      shard-grad-op  2         no         0.01    llama        3/2
-    3      no-shard       1         yes        0.01    llama-tied   5/1
-    3      full-shard     2         no         25      gpt2         7/2
-    3      shard-grad-op  0         no         25      gpt2-untied  5/1
-    4      no-shard       1         yes        25      llama        7/2
-    4      full-shard     0         no         25      llama-tied   3/2
-    4      shard-grad-op  2         yes        0.01    gpt2         5/1
-    4      full-shard     1         yes        25      gpt2-untied  3/2
-    8      no-shard       0         no         25      llama        3/2
-    8      full-shard     2         yes        0.01    llama-tied   5/1
-    8      shard-grad-op  1         no         25      gpt2         7/2
-    8      no-shard       2         no         0.01    gpt2-untied  5/1
+    ranks  transport  strategy       prefetch  recompute  bucket  model        batch
+    2      shared     full-shard     2         yes        0.01    llama        5/1
+    2      shared     shard-grad-op  1         no         25      llama-tied   7/2
+    2      shared     no-shard       0         yes        25      gpt2         3/2
+    2      mpi        no-shard       0         no         0.01    gpt2-untied  7/2
+    3      shared     shard-grad-op  2         no         0.01    llama        3/2
+    3      shared     no-shard       1         yes        0.01    llama-tied   5/1
+    3      shared     full-shard     2         no         25      gpt2         7/2
+    3      mpi        shard-grad-op  0         no         25      gpt2-untied  5/1
+    4      shared     no-shard       1         yes        25      llama        7/2
+    4      shared     full-shard     0         no         25      llama-tied   3/2
+    4      shared     shard-grad-op  2         yes        0.01    gpt2         5/1
+    4      mpi        full-shard     1         yes        25      gpt2-untied  3/2
+    8      mpi        no-shard       0         no         25      llama        3/2
+    8      mpi        full-shard     2         yes        0.01    llama-tied   5/1
+    8      mpi        shard-grad-op  1         no         25      gpt2         7/2
+    8      shared     no-shard       2         no         0.01    gpt2-untied  5/1
 """
 HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 
@@ -133,12 +133,13 @@ def reference(text, tmp_path_factory) -> Reference:
 
 @pytest.mark.parametrize(HEADER, ROWS, ids=["-".join(row) for row in ROWS])
 def test_same_bytes_as_on_one_rank(
-    ranks, strategy, prefetch, recompute, bucket, model, batch, reference, tmp_path
+    ranks, transport, strategy, prefetch, recompute, bucket, model, batch, reference, tmp_path
 ):
     expected, flags = reference(model, batch)
     flags += ["--strategy", strategy, "--prefetch", prefetch, "--bucket-mb", bucket]
     flags += ["--recompute"] if recompute == "yes" else []
-    train(int(ranks), tmp_path / "out", *flags)
+    printed = train(int(ranks), tmp_path / "out", *flags, "--transport", transport)
+    assert f"transport: {transport}" in printed
     assert_same_run(tmp_path / "out", expected)
 
 

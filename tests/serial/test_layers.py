@@ -397,6 +397,45 @@ def test_cross_entropy_without_a_scale_is_the_mean():
     np.testing.assert_allclose(dlogits, whole_dlogits / 6, rtol=1e-14)
 
 
+TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # whose outputs cannot pass for logits
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not isinstance(case.layer, TUPLES)], ids=lambda case: case.name
+)
+def test_loss_in_one_is_forward_cross_entropy_and_backward(case):
+    s = setting(case)
+    logits, saved = s.layer.forward(s.p, s.x)
+    targets = np.random.default_rng(0).integers(logits.shape[-1], size=logits.shape[:-1])
+    loss, dlogits = nn.cross_entropy(logits, targets, 0.3)
+    g, expected_g = copied(s.g), copied(s.g)
+    expected_dx = s.layer.backward(s.p, saved, dlogits, expected_g)
+    before = fingerprint(s.x)
+    found, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
+    assert isinstance(found, float)
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert s.layer.evaluate(s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
+    assert fingerprint(s.x) == before
+    for name in g:
+        np.testing.assert_allclose(g[name], expected_g[name], rtol=1e-10, atol=1e-12)
+    for leaf, expected in zip(leaves(dx), leaves(expected_dx), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_head_has_no_gradient_in_loss():
+    rng = np.random.default_rng(0)
+    x, targets = rng.standard_normal((2, 5, 7)).astype(np.float32), rng.integers(3, size=(2, 5))
+    head = nn.Linear("a", 7, 3, bias=True)
+    p, g = weights(head, rng, np.float32), {}
+    loss, dx = head.loss(p, x, targets, 0.1, g)
+    assert not g
+    g = {name: np.zeros_like(array) for name, array in p.items()}
+    again, other = head.loss(p, x, targets, 0.1, g)
+    assert loss == again
+    assert dx.tobytes() == other.tobytes()
+    assert all(array.any() for array in g.values())
+
+
 def layer_classes() -> Iterator[type[nn.Layer]]:
     """Every class below Layer that the package defines."""
     for package in (zero_mpi.nn, zero_mpi.models):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import ops
+from zero_mpi.ops import reference
 from zero_mpi.ops.reference import ADAMW_BLOCK
 
 STEP = 1e-5  # of the difference quotients
@@ -65,6 +66,20 @@ def test_every_operation_has_a_test():
     assert not exported - SHOWN, f"show {', '.join(sorted(exported - SHOWN))} in a test"
 
 
+# ------------------------------------------------------------------------------------------------ sums
+
+
+@shows("add", "add_into")
+def test_sums():
+    x, y = numbers(3, 7), numbers(3, 7, seed=1)
+    with unchanged(x, y):
+        total = ops.add(x, y)
+    assert np.array_equal(total, x + y)
+    with unchanged(x):
+        ops.add_into(y, x)
+    assert np.array_equal(y, total)
+
+
 # ---------------------------------------------------------------------------------------------- linear
 
 
@@ -95,6 +110,15 @@ def test_linear_backward_is_the_slope_and_adds():
     check_slope(lambda x, w, b: np.vdot(ops.linear(x, w, b), dy), [x, w, b], gradients)
 
 
+@shows("linear_backward_x")
+def test_linear_backward_x_adds_into_what_it_is_given():
+    w, dy, into = numbers(3, 7), numbers(2, 5, 3), numbers(2, 5, 7)
+    expected = into + ops.linear_backward_x(dy, w)
+    with unchanged(w, dy):
+        assert ops.linear_backward_x(dy, w, into) is into
+    close(into, expected)
+
+
 # ------------------------------------------------------------------------------------------- embedding
 
 
@@ -119,6 +143,19 @@ def test_embedding_backward_adds_a_row_for_every_place_of_a_token(kind):
         ops.embedding_backward(tokens, dy, dw)
     close(dw, expected)
     assert np.array_equal(dw[5:], numbers(7, 7)[5:]), "rows of tokens that did not come stay as they were"
+
+
+@shows("positions", "positions_backward")
+def test_positions_are_added_to_every_sequence():
+    x, w, dy, dw = numbers(2, 5, 7), numbers(5, 7), numbers(2, 5, 7, seed=1), numbers(5, 7, seed=1)
+    expected = dw.copy()
+    for b, t in np.ndindex(2, 5):
+        expected[t] += dy[b, t]
+    with unchanged(x, w, dy):
+        y = ops.positions(x, w)
+        ops.positions_backward(dy, dw)
+    assert all(np.array_equal(y[b, t], x[b, t] + w[t]) for b, t in np.ndindex(2, 5))
+    close(dw, expected)
 
 
 # ----------------------------------------------------------------------------------------------- norms
@@ -356,6 +393,43 @@ def test_the_loss_of_float32_logits_is_summed_in_float64():
     loss, _ = ops.cross_entropy(np.zeros((999, 2), np.float32), np.zeros(999, np.int64), 1.0)
     assert loss.dtype == np.float64
     assert loss == pytest.approx(999 * math.log(2), rel=1e-13)
+
+
+@shows("linear_cross_entropy")
+@pytest.mark.parametrize("rows_of_a_chunk", [1, 2, 4, 6, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_cross_entropy_is_the_product_and_the_loss(monkeypatch, rows_of_a_chunk, bias):
+    monkeypatch.setattr(reference, "LOGITS_BYTES", rows_of_a_chunk * 5 * 4)
+    x, w, b = numbers(2, 3, 7), numbers(5, 7, seed=1), numbers(5) if bias else None
+    targets = np.random.default_rng(0).integers(5, size=(2, 3))
+    dw, db = numbers(5, 7, seed=2), numbers(5, seed=2)
+    expected_loss, dlogits = ops.cross_entropy(ops.linear(x, w, b), targets, 0.3)
+    expected_dw, expected_db = dw + dlogits.reshape(6, 5).T @ x.reshape(6, 7), db + dlogits.sum(axis=(0, 1))
+    with unchanged(x, w, targets):
+        loss, dx = ops.linear_cross_entropy(x, w, b, targets, 0.3, dw, db)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    close(dx, dlogits @ w)
+    close(dw, expected_dw)
+    close(db, expected_db)
+
+
+@shows("linear_cross_entropy")
+def test_linear_cross_entropy_leaves_out_what_is_not_wanted():
+    x, w, targets = numbers(6, 7), numbers(5, 7, seed=1), np.arange(6) % 5
+    loss, dx = ops.linear_cross_entropy(x, w, None, targets, 0.3, numbers(5, 7), numbers(5))
+    again, nothing = ops.linear_cross_entropy(x, w, None, targets, 0.3, need_dx=False)
+    frozen = ops.linear_cross_entropy(x, w, None, targets, 0.3)
+    assert nothing is None
+    assert loss == again == frozen[0]
+    assert np.array_equal(frozen[1], dx)
+
+
+@pytest.mark.parametrize(("n", "vocabulary"), [(1, 1), (0, 10), (512, 50257), (2048, 256), (3, 10**8)])
+def test_chunks_of_rows_are_even_and_bounded(n, vocabulary):
+    step = reference.chunk_rows(n, vocabulary)
+    chunks = -(-n // step)
+    assert step == 1 or step * vocabulary * 4 <= reference.LOGITS_BYTES
+    assert chunks * step - n <= max(0, chunks - 1), "no chunk is shorter by more than the division leaves"
 
 
 # ------------------------------------------------------------------------- optimizer and flat buffers

@@ -8,7 +8,7 @@ travels, for records and error messages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm.files import OutputFile
 
 
@@ -87,6 +87,19 @@ class Handle:
 DONE = Handle()
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a transport gives a module to keep its units in.
+
+    wholes    for each partition that was asked for: one array that all ranks see, of which each writes its
+              slice; or None, where each rank keeps its slice and what it gathers to itself
+    buffers   where gradients are written before they are reduced
+    """
+
+    wholes: list[Array | None]
+    buffers: BufferPool
+
+
 class Comm(ABC):
     """A group of ranks and the collectives on flat arrays among them."""
 
@@ -153,6 +166,23 @@ class Comm(ABC):
     def create_file(self, path: Path) -> OutputFile:
         """A new file that every rank writes its own ranges of. Collective; raises OSError."""
 
+    def memory(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Memory:
+        """Room for a module: for buffers that ranks own slices of, and for its gradients. Collective.
+
+        `buffers`: lengths of all that are ever lent at once, float32 elements. Raises UsageError where ranks
+        share memory and there is not enough of it.
+        """
+        return Memory([None] * len(wholes), BufferPool())
+
+    def publish(self) -> None:  # noqa: B027  (nothing is shared)
+        """Say that what this rank wrote into its slices of shared wholes is complete."""
+
+    def await_published(self) -> None:  # noqa: B027
+        """Return when every rank has published as often as this one: shared wholes may be read."""
+
+    def await_readers(self) -> None:  # noqa: B027
+        """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
+
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
         """Push on what is under way; the runtime calls it between layers."""
 
@@ -171,12 +201,12 @@ class Comm(ABC):
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
     """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place."""
-    rest = iter(parts)
     if not accumulate:
-        first = next(rest, None)
-        if first is None:
+        if not parts:
             out.fill(0)
+        elif len(parts) == 1:
+            out[...] = parts[0]
         else:
-            out[...] = first
-    for part in rest:
+            np.add(parts[0], parts[1], out=out)
+    for part in parts if accumulate else parts[2:]:
         np.add(out, part, out=out)

@@ -6,7 +6,7 @@ from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.layer import Cache, Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
-from zero_mpi.nn.loss import cross_entropy
+from zero_mpi.nn.loss import CrossEntropy, cross_entropy
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Cache",
     "CausalAttention",
     "Chain",
+    "CrossEntropy",
     "Embedding",
     "FusedQKV",
     "Heads",

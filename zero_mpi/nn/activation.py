@@ -39,4 +39,4 @@ class SwiGLU(Layer):
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         x, gate, up = saved
         dgate, dup = ops.swiglu_backward(dy, gate, up)
-        return self.gate.backward(p, x, dgate, g) + self.up.backward(p, x, dup, g)
+        return self.up.backward(p, x, dup, g, self.gate.backward(p, x, dgate, g))

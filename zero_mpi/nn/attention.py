@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import ops
-from zero_mpi.arrays import namespace
+from zero_mpi.arrays import namespace, side_by_side
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.norm import RMSNorm
@@ -67,8 +67,10 @@ class ProjectQKV(Layer):
         return self.heads.split(*(linear.forward(p, x)[0] for linear in self.linears)), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        dx = [linear.backward(p, saved, merge(d), g) for linear, d in zip(self.linears, dy, strict=True)]
-        return dx[0] + dx[1] + dx[2]
+        dx = None
+        for linear, d in zip(self.linears, dy, strict=True):
+            dx = linear.backward(p, saved, merge(d), g, dx)
+        return dx
 
 
 class FusedQKV(Layer):
@@ -87,7 +89,9 @@ class FusedQKV(Layer):
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        joined = namespace(saved).concatenate([merge(d) for d in dy], axis=-1)
+        joined = side_by_side(dy)  # so attention's backward leaves them
+        if joined is None:
+            joined = namespace(saved).concatenate([merge(d) for d in dy], axis=-1)
         return self.linear.backward(p, saved, joined, g)
 
 
@@ -114,18 +118,18 @@ class QKNorm(Layer):
         return dq, dk, dv
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def rope_table(
-    positions: int, width: int, base: float, factors: tuple[float, ...], dtype: str
+    positions: int, width: int, base: float, factors: tuple[float, ...], sign: int, dtype: str
 ) -> tuple[Any, Any]:
-    """Cosines and sines (positions, width / 2) of position * base^(-2 j / width) / factors[j].
+    """Cosines and sines (positions, width / 2) of sign * position * base^(-2 j / width) / factors[j].
 
     Without factors the division is left out.
     """
     frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     if factors:
         frequencies /= factors
-    angles = np.outer(np.arange(positions), frequencies)
+    angles = sign * np.outer(np.arange(positions), frequencies)
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
 
@@ -144,8 +148,8 @@ class RoPE(Layer):
         q, k, v = qkv
         stop = start + q.shape[1]
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
-        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, q.dtype.name)
-        table = cos[start:stop], sign * sin[start:stop]
+        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, sign, q.dtype.name)
+        table = cos[start:stop], sin[start:stop]
         return ops.rope(q, *table, self.interleaved), ops.rope(k, *table, self.interleaved), v
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
@@ -167,12 +171,12 @@ class CausalAttention(Layer):
         self.scale = scale
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, weights = ops.causal_attention(x[0], x[1], x[2], self.scale)
-        return y, (*x, weights)
+        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale)
+        return y, (*x, kept)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        q, k, v, weights = saved
-        return ops.causal_attention_backward(dy, q, k, v, weights, self.scale)
+        q, k, v, kept = saved
+        return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         q, k, v = x

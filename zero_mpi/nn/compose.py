@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_mpi import ops
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 
 
@@ -29,6 +30,20 @@ class Chain(Layer):
             dy = layer.backward(p, kept, dy, g)
         return dy
 
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+        if not self.layers:
+            return super().loss(p, x, targets, scale, g)
+        before = Chain(*self.layers[:-1])
+        y, saved = before.forward(p, x)
+        loss, dy = self.layers[-1].loss(p, y, targets, scale, g)
+        return loss, before.backward(p, saved, dy, g)
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+        if not self.layers:
+            return super().evaluate(p, x, targets, scale)
+        y, _ = Chain(*self.layers[:-1]).forward(p, x)
+        return self.layers[-1].evaluate(p, y, targets, scale)
+
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         for layer in self.layers:
             x = layer.infer(p, x, cache)
@@ -51,13 +66,13 @@ class Residual(Wrapper):
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         y, saved = self.inner.forward(p, x)
-        return x + y, saved
+        return ops.add(x, y), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return dy + self.inner.backward(p, saved, dy, g)
+        return ops.add(dy, self.inner.backward(p, saved, dy, g))
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return x + self.inner.infer(p, x, cache)
+        return ops.add(x, self.inner.infer(p, x, cache))
 
 
 class Recompute(Wrapper):
@@ -76,6 +91,12 @@ class Recompute(Wrapper):
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         kept = self.inner.forward(p, saved)[1]
         return self.inner.backward(p, kept, dy, g)
+
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+        return self.inner.loss(p, x, targets, scale, g)  # backward follows at once: nothing to save
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+        return self.inner.evaluate(p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         return self.inner.infer(p, x, cache)

@@ -39,12 +39,12 @@ class LearnedPositions(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return x + p[self.weight][: x.shape[1]], None
+        return ops.positions(x, p[self.weight][: x.shape[1]]), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         if self.weight in g:
-            g[self.weight][: dy.shape[1]] += dy.sum(axis=0)
+            ops.positions_backward(dy, g[self.weight][: dy.shape[1]])
         return dy
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return x + p[self.weight][cache.position : cache.position + x.shape[1]]
+        return ops.positions(x, p[self.weight][cache.position : cache.position + x.shape[1]])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_mpi import ops
 from zero_mpi.arrays import Array
 
 Weights = Mapping[str, Array]
@@ -67,6 +68,20 @@ class Layer:
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         """dx; adds the parameters' gradients into g. x and dy stay as they are."""
         raise NotImplementedError
+
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+        """(loss, dx): forward, the cross-entropy of y as logits, and backward, in one.
+
+        The last layer of a model overrides it where it can do with less than all logits at once. The loss is
+        `scale` times the sum over targets of -log softmax, a float.
+        """
+        y, saved = self.forward(p, x)
+        loss, dy = ops.cross_entropy(y, targets, scale)
+        return float(loss), self.backward(p, saved, dy, g)
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+        """The loss alone."""
+        return float(ops.cross_entropy(self.forward(p, x)[0], targets, scale)[0])
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """y for the positions that follow those in `cache`; layers that mix positions override it."""

@@ -23,11 +23,24 @@ class Linear(Layer):
         return self._params
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return ops.linear(x, p[self.weight], p[self.bias] if self.bias else None), x
+        return ops.linear(x, p[self.weight], self._bias(p)), x
 
-    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+    def _bias(self, p: Weights) -> Any:
+        return p[self.bias] if self.bias else None
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
+        """dx; added to `into`, which is then the result, where several layers share an input."""
         if self.weight in g:
             ops.linear_backward_w(dy, saved, g[self.weight])
         if self.bias and self.bias in g:
             ops.linear_backward_b(dy, g[self.bias])
-        return ops.linear_backward_x(dy, p[self.weight])
+        return ops.linear_backward_x(dy, p[self.weight], into)
+
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+        dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
+        loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
+        return float(loss), dx
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+        weight, bias = p[self.weight], self._bias(p)
+        return float(ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zero_mpi import ops
 from zero_mpi.arrays import Array
 
@@ -15,3 +17,19 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
     """
     loss, dlogits = ops.cross_entropy(logits, targets, 1.0 / targets.size if scale is None else scale)
     return float(loss), dlogits
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropy:
+    """The loss of a micro-batch: called with logits it is `cross_entropy`.
+
+    As an object it also tells targets and scale, so that a model whose last layer makes the logits can take
+    them in pieces (`ShardedModule.forward_backward`).
+    """
+
+    targets: Array
+    scale: float
+
+    def __call__(self, logits: Array) -> tuple[float, Array]:
+        """(loss, dlogits)."""
+        return cross_entropy(logits, self.targets, self.scale)

@@ -16,11 +16,25 @@ from zero_mpi.arrays import Array, namespace
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
+LOGITS_BYTES = 32 << 20  # of float32 logits at a time, at most, where a head's product and loss are one
 
 
 def rows(x: Array) -> Array:
     """x (..., C) as a matrix (N, C); a view for contiguous x."""
     return x.reshape(-1, x.shape[-1])
+
+
+# ------------------------------------------------------------------------------------------------ sums
+
+
+def add(x: Array, y: Array) -> Array:
+    """x + y."""
+    return x + y
+
+
+def add_into(out: Array, x: Array) -> None:
+    """out += x, in place."""
+    out += x
 
 
 # ---------------------------------------------------------------------------------------------- linear
@@ -34,9 +48,13 @@ def linear(x: Array, w: Array, b: Array | None = None) -> Array:
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
-def linear_backward_x(dy: Array, w: Array) -> Array:
-    """dx (..., C) of `linear`, from dy (..., O) and w (O, C)."""
-    return (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
+def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
+    """dx (..., C) of `linear`, from dy (..., O) and w (O, C); with `into` added to that, in place."""
+    dx = (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
+    if into is None:
+        return dx
+    into += dx
+    return into
 
 
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
@@ -68,6 +86,16 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     order = xp.argsort(flat, kind="stable")
     ids, starts = xp.unique(flat[order], return_index=True)
     dw[ids] += xp.add.reduceat(rows(dy)[order], starts, axis=0)
+
+
+def positions(x: Array, w: Array) -> Array:
+    """y (B, T, C) = x + w (T, C)."""
+    return x + w
+
+
+def positions_backward(dy: Array, dw: Array) -> None:
+    """Add the gradient of w, the sum over sequences, into dw (T, C)."""
+    dw += dy.sum(axis=0)
 
 
 # ----------------------------------------------------------------------------------------------- norms
@@ -187,8 +215,8 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
     """Softmax attention where a position sees itself and what came before it.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
-    Returns y (B, T, H, E) and the weights (B, K, R, T, S). Query head h uses key/value head h // (H / K)
-    (Ainslie et al., "GQA", 2023).
+    Returns y (B, T, H, E) and what backward takes, here the weights (B, K, R, T, S). Query head h uses
+    key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """
     xp = namespace(q)
     (b, t, h, _), (s, kv, e) = q.shape, v.shape[1:]
@@ -204,9 +232,9 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
 
 
 def causal_attention_backward(
-    dy: Array, q: Array, k: Array, v: Array, p: Array, scale: float
+    dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and the weights p it returned."""
+    """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and what that returned beside y."""
     xp = namespace(q)
     kv = k.shape[2]
     dy_g = grouped(dy, kv)
@@ -242,6 +270,44 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
     shifted *= scale / total
     shifted[index] -= scale
     return loss, shifted.reshape(logits.shape)
+
+
+def chunk_rows(n: int, vocabulary: int) -> int:
+    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    chunks = -(-n * vocabulary * 4 // LOGITS_BYTES)
+    return max(1, -(-n // max(1, chunks)))
+
+
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    targets: Array,
+    scale: float,
+    dw: Array | None = None,
+    db: Array | None = None,
+    need_dx: bool = True,
+) -> tuple[Any, Array | None]:
+    """`cross_entropy` of the logits x (..., C) @ w (V, C) transposed + b (V,), and its backward in one.
+
+    Returns (loss, dx), dx None unless `need_dx`; adds the gradients of w and b into dw and db unless None.
+    Never more than one chunk of logits exists, whatever the number of rows.
+    """
+    flat, ids = rows(x), targets.reshape(-1)
+    dx = namespace(x).empty_like(flat) if need_dx else None
+    step = chunk_rows(len(flat), len(w))
+    total = 0.0
+    for start in range(0, len(flat), step):
+        part = slice(start, start + step)
+        loss, dz = cross_entropy(linear(flat[part], w, b), ids[part], scale)
+        total = total + loss
+        if dw is not None:
+            linear_backward_w(dz, flat[part], dw)
+        if db is not None:
+            linear_backward_b(dz, db)
+        if dx is not None:
+            dx[part] = linear_backward_x(dz, w)
+    return total, None if dx is None else dx.reshape(x.shape)
 
 
 # ------------------------------------------------------------------------- optimizer and flat buffers

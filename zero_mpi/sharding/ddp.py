@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from zero_mpi.comm import Comm
 from zero_mpi.nn.layer import Stage
-from zero_mpi.sharding.module import BUCKET_MB, ShardedModule
+from zero_mpi.sharding.layout import BUCKET_MB
+from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.strategy import NO_SHARD
 
 

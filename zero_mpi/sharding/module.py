@@ -15,14 +15,11 @@ from typing import Any
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.nn.layer import Param, Stage, stage_params
-from zero_mpi.sharding.schedule import StagePlan, make_schedule
+from zero_mpi.sharding.layout import BUCKET_MB, REDUCTIONS_IN_FLIGHT, is_trainable, lay_out
+from zero_mpi.sharding.schedule import StagePlan
 from zero_mpi.sharding.shard import ShardedUnit, Views, accumulates_locally
 from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
-from zero_mpi.sharding.unit import units_by_bytes, units_by_scope
-
-REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the next one is computed
-BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to start early
 
 
 class ShardedModule(ShardedState):
@@ -55,32 +52,24 @@ class ShardedModule(ShardedState):
         self.stages, self.frozen = list(stages), tuple(frozen)
         params = stage_params(self.stages)
         check_patterns(self.frozen, params)
-        if strategy.buckets:
-            layouts = units_by_bytes(params, self.is_trainable, int(bucket_mb * 2**20))
-        else:
-            layouts = units_by_scope(self.stages, params, self.is_trainable, by_rows)
-        self.parameter_pool, self.gradient_pool = pools = BufferPool(), BufferPool()
-        units = [ShardedUnit(layout, comm, strategy, *pools) for layout in layouts]
-        super().__init__(params, units, comm, strategy)
-        self._uses = [self._units_of(stage) for stage in self.stages]
-        self.schedule = make_schedule(
-            self._uses,
-            [stage.layer.backward_reads_params for stage in self.stages],
-            [layout.trainable for layout in layouts],
-            prefetch,
+        layout = lay_out(
+            self.stages, strategy, prefetch=prefetch, bucket_mb=bucket_mb, frozen=frozen, by_rows=by_rows
         )
+        self._uses, self.schedule = layout.uses, layout.schedule
+        memory = comm.memory(layout.wholes(strategy, comm.size), layout.buffers)
+        self.parameter_pool, self.gradient_pool = pools = BufferPool(), memory.buffers
+        units = [
+            ShardedUnit(unit, comm, strategy, *pools, whole)
+            for unit, whole in zip(layout.units, memory.wholes, strict=True)
+        ]
+        super().__init__(params, units, comm, strategy)
         self._saved: list[Any] | None = None
         self._reducing: deque[ShardedUnit] = deque()
         self._synced = False
 
     def is_trainable(self, name: str) -> bool:
         """Whether no frozen pattern matches the parameter's name."""
-        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
-
-    def _units_of(self, stage: Stage) -> tuple[int, ...]:
-        """Numbers of the units that hold the stage's parameters."""
-        homes = [self.units.index(self._home[name]) for name in stage.layer.params()]
-        return tuple(dict.fromkeys(homes))
+        return is_trainable(name, self.frozen)
 
     # -------------------------------------------------------------------------------------- two loops
 
@@ -90,8 +79,14 @@ class ShardedModule(ShardedState):
         A rank that has no micro-batch in this round passes None: it joins the collectives and gets None.
         """
         plans = self.schedule.forward if training else self.schedule.evaluate
-        saved = []
-        for stage, uses, plan in zip(self.stages, self._uses, plans, strict=True):
+        x, saved = self._ascend(x, plans, training)
+        self._saved = saved if training else None
+        return x
+
+    def _ascend(self, x: Any, plans: Sequence[StagePlan], training: bool) -> tuple[Any, list[Any]]:
+        """The output of the first stages, as many as there are plans, and what backward needs of each."""
+        saved: list[Any] = []
+        for stage, uses, plan in zip(self.stages, self._uses, plans, strict=False):
             self._start_and_wait(plan)
             kept = None
             if x is not None:
@@ -99,8 +94,7 @@ class ShardedModule(ShardedState):
             saved.append(kept if training else None)
             self._release(plan)
             self.comm.progress()
-        self._saved = saved if training else None
-        return x
+        return x, saved
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
         """dx of the first trained stage; adds this micro-batch's gradients and starts their reduction.
@@ -111,20 +105,61 @@ class ShardedModule(ShardedState):
         if self._saved is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         saved, self._saved = self._saved, None
-        contributors = self.comm.size if contributors is None else contributors
+        return self._descend(dy, saved, contributors, last)
+
+    def _descend(self, dy: Any, saved: list[Any], contributors: int | None, last: bool) -> Any:
+        """Backward of as many stages as something was saved of."""
         idle = dy is None
-        for number in range(len(self.stages) - 1, self.schedule.last_backward - 1, -1):
+        for number in range(len(saved) - 1, self.schedule.last_backward - 1, -1):
             stage, uses, plan = self.stages[number], self._uses[number], self.schedule.backward[number]
             self._start_and_wait(plan)
             if not idle:
                 kept, saved[number] = saved[number], None  # activations go as soon as they are used
                 weights = self._weights(uses) if plan.need else {}
                 dy = stage.layer.backward(weights, kept, dy, self._gradients(uses))
-            self._release(plan)
-            self._start_reductions(plan, contributors, last)
-            self.comm.progress()
+            self._finish_stage(plan, contributors, last)
         self._synced = False
         return dy
+
+    def _finish_stage(self, plan: StagePlan, contributors: int | None, last: bool) -> None:
+        self._release(plan)
+        self._start_reductions(plan, self.comm.size if contributors is None else contributors, last)
+        self.comm.progress()
+
+    def forward_backward(
+        self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
+    ) -> float | None:
+        """Forward, cross-entropy of the output as logits, and backward, of one micro-batch. Returns the loss.
+
+        The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
+        without a micro-batch passes None for x and targets, and gets None. Otherwise as those two.
+        """
+        loss, dy = None, None
+        y, saved = self._ascend(x, self.schedule.forward[:-1], training=True)
+        self._saved = None
+        uses, plan = self._uses[-1], self.schedule.backward[-1]
+        self._start_and_wait(self.schedule.forward[-1])
+        self._start_and_wait(plan)
+        if y is not None:
+            layer = self.stages[-1].layer
+            loss, dy = layer.loss(self._weights(uses), y, targets, scale, self._gradients(uses))
+        self._release(self.schedule.forward[-1])
+        self._finish_stage(plan, contributors, last)
+        self._descend(dy, saved, contributors, last)
+        return loss
+
+    def evaluate(self, x: Any, targets: Any, scale: float) -> float | None:
+        """The loss alone, without what backward would need; None for a rank without a micro-batch."""
+        *plans, plan = self.schedule.evaluate
+        y, _ = self._ascend(x, plans, training=False)
+        self._saved, loss = None, None
+        self._start_and_wait(plan)
+        if y is not None:
+            layer = self.stages[-1].layer
+            loss = layer.evaluate(self._weights(self._uses[-1]), y, targets, scale)
+        self._release(plan)
+        self.comm.progress()
+        return loss
 
     def _start_and_wait(self, plan: StagePlan) -> None:
         if self.strategy.shards_parameters:
@@ -203,10 +238,11 @@ class ShardedModule(ShardedState):
         self.overlapped_sync_gradients().wait()
 
     def broadcast_updated_params(self) -> None:
-        """After the slices were updated: start to bring them to ranks that keep the whole (SHARD_GRAD_OP).
+        """After the slices were updated: say so, and start to bring them to ranks that keep the whole.
 
         The next forward waits for each unit where it needs it.
         """
+        self.comm.publish()
         if self.strategy.shards_moments and not self.strategy.shards_parameters:
             for unit in self.units:
                 if unit.unit.trainable:

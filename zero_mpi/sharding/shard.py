@@ -2,7 +2,9 @@
 
 Parameters: `start_gather`, `wait_gather`, use of `weights`, `release`. Gradients: use of `gradients`,
 `start_reduce`, `wait_reduce`, after which `gradient` is this rank's slice of the sum. What is not sharded
-takes the same calls, which then have nothing to do.
+takes the same calls, which then have nothing to do. Where the transport gives one array to all ranks, that is
+the whole of the parameters (of the summed gradient, where parameters are replicated): of it a rank writes its
+slice and reads the rest, and gathering is waiting for what the others write.
 """
 
 from __future__ import annotations
@@ -20,27 +22,55 @@ def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
     return not strategy.shards_moments and not comm.exact and comm.size > 1
 
 
+def read_only(whole: Array | None) -> Array | None:
+    """A view of what all ranks see, through which this one cannot write."""
+    if whole is None:
+        return None
+    view = whole.view()
+    view.flags.writeable = False
+    return view
+
+
 class ShardedUnit:
-    """One rank's part of a unit. Buffers of gathered parameters and of gradients come from two pools."""
+    """One rank's part of a unit. Buffers of gathered parameters and of gradients come from two pools.
+
+    `whole`: an array of the unit's length that all ranks see, or None.
+    """
 
     def __init__(
-        self, unit: Unit, comm: Comm, strategy: Strategy, parameters: BufferPool, gradients: BufferPool
+        self,
+        unit: Unit,
+        comm: Comm,
+        strategy: Strategy,
+        parameters: BufferPool,
+        gradients: BufferPool,
+        whole: Array | None = None,
     ) -> None:
         self.unit, self.comm, self.strategy = unit, comm, strategy
         self._parameter_pool, self._gradient_pool = parameters, gradients
         self.partition = unit.partition(comm.size)
         self.part = self.partition.part(comm.rank)
         self._views: dict[int, Views] = {}
-        self.full: Array | None = None if strategy.shards_parameters else zeros(unit.length)
-        self.shard = self._own(self.full)
+        self._common = read_only(whole) if strategy.shards_moments else None  # parameters of all ranks
+        self.in_use = False  # whether a rank may have read the common parameters since all ranks last met
+        self.full: Array | None = self._common
+        if strategy.shards_parameters:
+            self.full = None
+        elif self._common is None:
+            self.full = zeros(unit.length)
+        self.shard = self._own(self.full if self._common is None else whole)
         self._buffer: Array | None = None
         self._gather: Handle | None = None
         keeps_gradient = unit.trainable and not strategy.shards_moments
-        self.full_gradient: Array | None = zeros(unit.length) if keeps_gradient else None
+        self._common_gradient = read_only(whole) if keeps_gradient else None
+        self.full_gradient: Array | None = self._common_gradient
+        if keeps_gradient and whole is None:
+            self.full_gradient = zeros(unit.length)
         self._allreduces = keeps_gradient and accumulates_locally(comm, strategy)
         self.gradient = zeros(0)
         if unit.trainable:
-            self.gradient = self._own(self.full_gradient if self._allreduces else None)
+            shared = whole if keeps_gradient else None
+            self.gradient = self._own(self.full_gradient if self._allreduces else shared)
         self._gradient_buffer: Array | None = None
         self._gradient_views: Views | None = None
         self._reduce: Handle | None = None
@@ -57,9 +87,16 @@ class ShardedUnit:
         """Whether the whole is here, or on its way."""
         return self.full is not None
 
+    @property
+    def keeps_slice(self) -> bool:
+        """Whether this rank writes its slice of the parameters alone; otherwise it writes all of them."""
+        return self.strategy.shards_parameters or self._common is not None
+
     def start_gather(self) -> None:
         """Start to bring the whole of the parameters here, unless they are."""
-        if self.full is None:
+        if self._common is not None:
+            self.full = self._common
+        elif self.full is None:
             self._buffer = self._parameter_pool.take(self.unit.length)
             self.full = self._buffer[: self.unit.length]
             self._gather = self.comm.allgather(
@@ -70,10 +107,19 @@ class ShardedUnit:
         """Start to bring the other ranks' updated slices here where the whole is kept (SHARD_GRAD_OP)."""
         assert not self.strategy.shards_parameters, "only what stays whole is updated in place"
         assert self.full is not None
+        if self._common is not None:
+            return  # they are there as soon as they are published
         self._gather = self.comm.allgather(None, self.full, self.partition, f"parameters {self.name}")
 
     def wait_gather(self) -> None:
         """Return when the parameters are whole."""
+        if self._common is not None:
+            self.in_use = True
+            self.comm.await_published()
+        self.wait_update()
+
+    def wait_update(self) -> None:
+        """Return when what was started to bring parameters here is done, without the wish to read them."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
@@ -92,7 +138,9 @@ class ShardedUnit:
         if self._buffer is not None:
             self.wait_gather()
             self._parameter_pool.give(self._buffer)
-            self._buffer = self.full = None
+            self._buffer = None
+        if self.strategy.shards_parameters:
+            self.full = None
 
     # -------------------------------------------------------------------------------------- gradients
 
@@ -106,7 +154,7 @@ class ShardedUnit:
 
     def _open(self) -> Views:
         self.wait_reduce()
-        if self.full_gradient is not None:
+        if self.full_gradient is not None and self._common_gradient is None:
             buffer = self.full_gradient
         else:
             buffer = self._gradient_buffer = self._gradient_pool.take(self.unit.length)
@@ -155,8 +203,8 @@ class ShardedUnit:
 
     def start_gradient_gather(self) -> Handle:
         """Start to bring the whole of the summed gradient to every rank (NO_SHARD)."""
-        if self.full_gradient is None or self._allreduces:
-            return DONE
+        if self.full_gradient is None or self._allreduces or self._common_gradient is not None:
+            return DONE  # a common one is whole when the reduction is complete
         label = f"gradients {self.name}"
         return self.comm.allgather(self.gradient, self.full_gradient, self.partition, label)
 
@@ -179,7 +227,10 @@ class ShardedUnit:
         return self.unit.name
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiply the summed gradient by `factor`, wherever it is kept."""
+        """Multiply the summed gradient by `factor`, wherever it is kept. Collective; after the norm."""
         self.gradient *= factor
-        if self.full_gradient is not None and not self._allreduces:
+        if self._common_gradient is not None:
+            self.comm.publish()
+            self.comm.await_published()
+        elif self.full_gradient is not None and not self._allreduces:
             self.full_gradient *= factor

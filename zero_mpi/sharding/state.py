@@ -39,18 +39,40 @@ class ShardedState:
         self.load_slices(lambda name, start, stop: initial_values(name, self.params[name], seed, start, stop))
 
     def load_slices(self, read: Read) -> None:
-        """Fill parameters by read(name, start, stop); only what this rank keeps is asked for."""
+        """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.
+
+        Collective where ranks share parameters and have used them.
+        """
         self.drop_gathered()
-        for unit in self.units:
-            unit.wait_gather()
-            target, part = held(unit)
-            fill(unit, target, part, read)
+        try:
+            for unit in self.units:
+                target, part = held(unit)
+                fill(unit, target, part, read)
+        finally:  # a rank that cannot read must not leave the others waiting
+            self.comm.publish()
 
     def drop_gathered(self) -> None:
-        """Give up what was gathered from slices that are about to change."""
+        """Give up what was gathered from slices that are about to change.
+
+        Where ranks share parameters it returns when none reads them any more. Before an update none does: a
+        rank gives its part of the norm after its last use of any unit, and nobody has the norm before all
+        have given theirs. Whatever else writes (loading, `update_shards`) may follow on uses without a norm
+        between, such as an evaluation; then the ranks meet here. They agree on whether to: all wait for the
+        same gathers, also one that has nothing to compute.
+        """
         for unit in self.units:
             if self.strategy.shards_parameters:
                 unit.release()
+            else:
+                unit.wait_update()
+        if any(unit.in_use for unit in self.units):
+            self.comm.await_readers()
+            self._all_met()
+
+    def _all_met(self) -> None:
+        """No rank uses parameters now, and all know it."""
+        for unit in self.units:
+            unit.in_use = False
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Fill parameters from whole arrays by name. Raises ValueError for wrong names or shapes."""
@@ -81,12 +103,16 @@ class ShardedState:
             start += shard.size
             if not self.strategy.shards_parameters:
                 unit.start_update()
-                unit.wait_gather()
+                unit.wait_update()
+        self.comm.publish()
 
     # -------------------------------------------------------------------------------------------- read
 
     def parameters(self) -> list[Array]:
-        """This rank's slice of each unit, flat, padding included: writing to them changes the model."""
+        """This rank's slice of each unit, flat, padding included: writing to them changes the model.
+
+        Whoever writes calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
+        """
         return [unit.shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
@@ -157,12 +183,15 @@ class ShardedState:
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.size:
                 sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
-        return float(np.sqrt(self.comm.sum_vector(sums).sum()))
+        total = self.comm.sum_vector(sums)
+        if self.chunk_count:  # no rank has the sum before all have come here
+            self._all_met()
+        return float(np.sqrt(total.sum()))
 
 
 def held(unit: ShardedUnit) -> tuple[Array, slice]:
     """The parameters that this rank keeps between steps: the array, and which part of the unit it is."""
-    if unit.strategy.shards_parameters:
+    if unit.keeps_slice:
         return unit.shard, unit.part
     assert unit.full is not None
     return unit.full, slice(0, unit.unit.length)

@@ -1,0 +1,120 @@
+"""Our training step beside PyTorch's, run by run in turn: medians and ratios.
+
+    python benchmarks/peers.py --workload W1 W3 --rounds 5 --torch-python PYTHON
+
+Every run is a job of its own; a round runs each variant once, in another order each time, so that what else
+the machine does hits all of them. PYTHON is an interpreter with torch 2.13.0 (CPU); ours is the one that runs
+this. Ratios are tokens a second, ours over theirs.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from workloads import WORKLOADS
+
+HERE = Path(__file__).resolve().parent
+Variant = tuple[str, ...]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Time training steps beside PyTorch's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
+    parser.add_argument("--torch-python", default=sys.executable, help="python with torch")
+    parser.add_argument("--peers", nargs="+", help="only these, such as fsdp2 ddp one-all-cores")
+    return parser
+
+
+def ours(workload: str, strategy: str, options: argparse.Namespace) -> list[str]:
+    """The command of one of our runs."""
+    beside = Path(sys.executable).parent / "mpirun"
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    flags = ["--workload", workload, "--strategy", strategy, "--steps", str(options.steps), "--json"]
+    return [launcher, "-n", str(options.ranks), sys.executable, str(HERE / "step.py"), *flags]
+
+
+def theirs(workload: str, mode: str, ranks: int, threads: int, options: argparse.Namespace) -> list[str]:
+    """The command of one of torch's runs."""
+    flags = ["--workload", workload, "--mode", mode, "--ranks", str(ranks), "--threads", str(threads)]
+    return [options.torch_python, str(HERE / "torch_step.py"), *flags, "--steps", str(options.steps)]
+
+
+def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> command."""
+    cores, ranks = len(os.sched_getaffinity(0)), options.ranks
+    peers = {
+        name: theirs(workload, name, ranks, 1, options) for name in ("fsdp2", "fsdp2-keep", "ddp", "zero")
+    }
+    peers["one-core"] = theirs(workload, "eager", 1, 1, options)
+    peers["one-all-cores"] = theirs(workload, "eager", 1, cores, options)
+    peers["compile-all-cores"] = theirs(workload, "compile", 1, cores, options)
+    chosen = {name: command for name, command in peers.items() if not options.peers or name in options.peers}
+    own = {f"ours {strategy}": ours(workload, strategy, options) for strategy in ("full-shard", "no-shard")}
+    return own | chosen
+
+
+def run_once(command: list[str]) -> dict[str, float] | None:
+    """What a run printed, or None if it failed (a peer that is not there)."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, stdin=subprocess.DEVNULL)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        print(f"failed: {' '.join(command[-8:])}: {last}", file=sys.stderr)
+        return None
+    return dict(json.loads(lines[-1]))
+
+
+def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Every variant's runs."""
+    commands = variants(workload, options)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        for name in order.sample(list(commands), len(commands)):
+            result = run_once(commands[name])
+            if result is not None:
+                found[name].append(result)
+    return {name: results for name, results in found.items() if results}
+
+
+def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+    """Medians, and ours over theirs."""
+    rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
+    best = statistics.median(rate["ours full-shard"])
+    print(
+        f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: ours full-shard over the line's"
+    )
+    print(f"{'variant':18} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {'ratio':>6}")
+    for name, values in rate.items():
+        median, runs = statistics.median(values), found[name]
+        ms, memory = (statistics.median(run[key] for run in runs) for key in ("ms", "rss_mb"))
+        print(
+            f"{name:18} {median:9.0f} {min(values):8.0f} {max(values):8.0f} {ms:9.1f} {memory:7.0f} "
+            f"{best / median:6.2f}",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One table a workload."""
+    options = make_parser().parse_args(arguments)
+    for workload in options.workload:
+        print_table(workload, measure(workload, options), options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

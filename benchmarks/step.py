@@ -1,0 +1,183 @@
+"""How long a training step takes: tokens a second, share of the sgemm peak, bytes sent, memory.
+
+    mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard --transport auto
+
+The variants take turns, round by round; medians are shown. The peak is that of products of 1024 x 1024
+matrices on all ranks at once, measured in the same run. GEMM share: how long the step's products with weights
+alone would take at that peak, over the time of the step.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
+
+from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi.config import Config, Parser
+from zero_mpi.launch import World, run
+from zero_mpi.models import ARCHITECTURES
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.session import make_comm, set_threads
+from zero_mpi.sharding import strategy_named
+
+GEMM = 1024
+STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="mpirun -n N python benchmarks/step.py",
+        description="Time training steps.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
+    parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=["full-shard"])
+    parser.add_argument("--transport", nargs="+", choices=("auto", "mpi", "shared"), default=["auto"])
+    parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--threads", help="BLAS threads a rank, or auto")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant in a round")
+    parser.add_argument("--rounds", type=int, default=1, help="how often the variants take turns")
+    parser.add_argument("--json", action="store_true", help="one JSON object a variant")
+    return parser
+
+
+@dataclass
+class Run:
+    """One variant: its name, and what a step of it is."""
+
+    name: tuple[str, str, str]
+    comm: Comm
+    module: ShardedModule
+    optimizer: ShardedAdamW
+    accumulator: GradAccum
+    workload: Workload
+
+    def step(self, number: int) -> float:
+        """One step; returns the loss."""
+        comm, workload = self.comm, self.workload
+        tokens, targets = micro_batch(workload, comm.rank, number % BATCHES)
+        self.accumulator.accumulate(tokens, CrossEntropy(targets, 1.0 / (comm.size * workload.tokens)))
+        loss = self.accumulator.total_loss()
+        self.optimizer.step(max_norm=CLIP)
+        return loss
+
+
+def micro_batch(workload: Workload, rank: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens and targets (batch, context)."""
+    shape = (workload.batch, workload.context + 1)
+    drawn = np.random.default_rng((rank, number)).integers(workload.vocabulary, size=shape)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
+    """Every variant that the flags name."""
+    workload = WORKLOADS[options.workload]
+    model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
+    for transport, reduction, strategy in product(options.transport, options.reduction, options.strategy):
+        config = Config(
+            transport=transport,
+            reduction=reduction,
+            strategy=strategy,
+            prefetch=options.prefetch,
+            recompute=options.recompute,
+        )
+        comm = make_comm(world, config, model, [])
+        stages = model.stages(options.recompute)
+        module = ShardedModule(stages, comm, strategy_named(strategy), prefetch=options.prefetch)
+        module.initialize(seed=0)
+        optimizer = ShardedAdamW(module, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        accumulator = GradAccum(module, comm.size)
+        yield Run((strategy, transport, reduction), comm, module, optimizer, accumulator, workload)
+
+
+def gemm_rate(comm: Comm, repeats: int = 7) -> float:
+    """Operations a second of one rank's sgemm while all ranks do the same; the best of some."""
+    a, b, c = (np.ones((GEMM, GEMM), np.float32) for _ in range(3))
+    best = 0.0
+    for _ in range(repeats):
+        comm.barrier()
+        begun = time.perf_counter()
+        np.matmul(a, b, out=c)
+        best = max(best, 2 * GEMM**3 / (time.perf_counter() - begun))
+    return min(comm.allgather_object(best))
+
+
+def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
+    """What each variant reached."""
+    runs = list(make_runs(world, options))
+    times: dict[tuple[str, str, str], list[float]] = {variant.name: [] for variant in runs}
+    peak = 0.0
+    for variant in runs:
+        for number in range(options.warmup):
+            variant.step(number)
+    for _ in range(options.rounds):
+        peak = max(peak, gemm_rate(runs[0].comm))
+        for variant in runs:
+            for number in range(options.steps):
+                variant.comm.barrier()
+                begun = time.perf_counter()
+                variant.step(number)
+                times[variant.name].append(time.perf_counter() - begun)
+    memory = max(runs[0].comm.allgather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+    return [result(variant, times[variant.name], peak, memory) for variant in runs]
+
+
+def result(variant: Run, times: list[float], peak: float, memory: float) -> dict[str, object]:
+    """One line of the table."""
+    slowest = statistics.median(
+        max(together) for together in zip(*variant.comm.allgather_object(times), strict=True)
+    )
+    workload = variant.workload
+    return {
+        "strategy": variant.name[0],
+        "transport": variant.name[1],
+        "reduction": variant.name[2],
+        "ranks": variant.comm.size,
+        "ms": 1e3 * slowest,
+        "tokens_per_second": variant.comm.size * workload.tokens / slowest,
+        "gemm_share": workload.gemm_flop / peak / slowest,
+        "peak_gflops": peak / 1e9,
+        "rss_mb": memory,
+    }
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    options = world.together(lambda: make_parser().parse_args(arguments))
+    set_threads(Config(threads=options.threads))
+    results = measure(world, options)
+    if world.rank == 0:
+        for line in results if options.json else ():
+            print(json.dumps({"workload": options.workload, **line}))
+        if not options.json:
+            print_table(options.workload, results)
+    return 0
+
+
+def print_table(workload: str, results: list[dict[str, object]]) -> None:
+    """For people."""
+    head = results[0]
+    print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s a rank")
+    columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>11} {'RSS MB':>7}"
+    print(f"{'strategy':14} {'transport':10} {'reduction':10} {columns}")
+    for line in results:
+        print(
+            f"{line['strategy']:14} {line['transport']:10} {line['reduction']:10} {line['ms']:9.1f} "
+            f"{line['tokens_per_second']:9.0f} {line['gemm_share']:11.2f} {line['rss_mb']:7.0f}"
+        )
+
+
+if __name__ == "__main__":
+    run("step", command, sys.argv[1:])

@@ -1,0 +1,153 @@
+"""The same training step in PyTorch, the peer: one process, DDP, FSDP2 or ZeroRedundancyOptimizer over gloo.
+
+    python benchmarks/torch_step.py --workload W1 --mode fsdp2 --ranks 2
+
+torch is not a dependency of zero_mpi: pip install torch==2.13.0 where this is to run.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
+
+MODES = ("eager", "compile", "ddp", "fsdp2", "fsdp2-keep", "zero")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Time training steps of PyTorch.")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
+    parser.add_argument("--mode", choices=MODES, default="eager")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of a rank")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    return parser
+
+
+def distribute(model: Any, mode: str) -> Any:
+    """The model as the mode has it."""
+    if mode == "compile":
+        import torch
+
+        return torch.compile(model)
+    if mode in ("ddp", "zero"):
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if mode.startswith("fsdp2"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=mode == "fsdp2")
+        fully_shard(model, mesh=mesh, reshard_after_forward=mode == "fsdp2")
+    return model
+
+
+def make_optimizer(model: Any, mode: str) -> Any:
+    """Fused AdamW, its state sharded in mode zero."""
+    import torch
+
+    settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
+    if mode != "zero":
+        return torch.optim.AdamW(model.parameters(), **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+
+
+def measure(rank: int, options: argparse.Namespace) -> None:
+    """One rank's run; rank 0 prints."""
+    import torch
+    from torch import distributed
+    from torch.nn import functional as F
+
+    torch.set_num_threads(options.threads)
+    many = options.ranks > 1 or options.mode not in ("eager", "compile")
+    if many:
+        distributed.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    from torch_models import Model
+
+    size = WORKLOADS[options.workload]
+    torch.manual_seed(0)
+    model = distribute(Model(size), options.mode)
+    optimizer = make_optimizer(model, options.mode)
+    generator = torch.Generator().manual_seed(rank)
+    shape = (BATCHES, size.batch, size.context + 1)
+    data = torch.randint(size.vocabulary, shape, generator=generator)
+    times = []
+    for number in range(options.warmup + options.steps):
+        if many:
+            distributed.barrier()
+        begun = time.perf_counter()
+        ids = data[number % BATCHES]
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.reshape(-1, size.vocabulary), ids[:, 1:].reshape(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - begun)
+    report(options, size, times[options.warmup :], many)
+
+
+def report(options: argparse.Namespace, size: Workload, times: list[float], many: bool) -> None:
+    """Median of the slowest rank's times, and the largest memory."""
+    from torch import distributed
+
+    mine = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    found: list[Any] = [mine]
+    if many:
+        found = [None] * options.ranks
+        distributed.all_gather_object(found, mine)
+    if not many or distributed.get_rank() == 0:
+        median = statistics.median(
+            max(together) for together in zip(*(times for times, _ in found), strict=True)
+        )
+        line = {
+            "workload": options.workload,
+            "mode": options.mode,
+            "ranks": options.ranks,
+            "ms": 1e3 * median,
+        }
+        line |= {"tokens_per_second": options.ranks * size.tokens / median}
+        print(json.dumps(line | {"rss_mb": max(memory for _, memory in found)}), flush=True)
+    if many:
+        distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port for the ranks to meet at, on the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Start the ranks."""
+    options = make_parser().parse_args(arguments)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(options.threads)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(options.ranks)}
+    os.environ["MASTER_PORT"] = str(free_port())
+    if options.ranks == 1:
+        measure(0, options)
+        return
+    from torch import multiprocessing
+
+    multiprocessing.spawn(measure, args=(options,), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

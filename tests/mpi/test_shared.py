@@ -1,0 +1,451 @@
+"""Memory that ranks share: no rank reads what is not yet written, or writes what is still read.
+
+Ranks that dawdle at random between all their steps make a missing wait show. What holds for every transport
+(bits, collectives, checkpoints) is tested on this one too, through the fixture `exact`.
+"""
+
+import errno
+import gc
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from recording import RecordingComm
+
+from zero_mpi import (
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    SerialComm,
+    ShardedAdamW,
+    clip_grad_norm,
+    cross_entropy,
+)
+from zero_mpi.arrays import BufferPool
+from zero_mpi.comm import Partition, counters, patience, window
+from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.window import MPI, NodesApart, NoSharedMemory
+from zero_mpi.config import Config
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.session import make_comm, make_module
+from zero_mpi.sharding import STRATEGIES
+from zero_mpi.sharding.layout import lay_out
+
+CONFIG = tiny.MODELS["llama"]
+DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
+strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+
+
+class Dawdling(RecordingComm):
+    """Sleeps at random, and differently on each rank, before anything that concerns other ranks."""
+
+    def __init__(self, inner, seed, longest=2e-3):
+        super().__init__(inner)
+        self.draw, self.longest = random.Random(f"{seed} {inner.rank}"), longest
+
+    def dawdle(self):
+        if self.draw.random() < 0.4:
+            time.sleep(self.draw.random() * self.longest)
+
+    def reduce_scatter(self, *args, **options):
+        self.dawdle()
+        return super().reduce_scatter(*args, **options)
+
+    def publish(self):
+        self.dawdle()
+        super().publish()
+
+    def await_published(self):
+        super().await_published()
+        self.dawdle()
+
+    def await_readers(self):
+        self.dawdle()
+        super().await_readers()
+
+    def sum_vector(self, values):
+        self.dawdle()
+        total = super().sum_vector(values)
+        self.dawdle()
+        return total
+
+    def progress(self):
+        self.dawdle()
+        super().progress()
+
+
+def spoil_what_is_given_back(monkeypatch):
+    give = BufferPool.give
+
+    def spoil_and_give(pool, buffer):
+        buffer.fill(np.nan)
+        give(pool, buffer)
+
+    monkeypatch.setattr(BufferPool, "give", spoil_and_give)
+
+
+def restless(comm, config, strategy, *, steps=4, micro_batches=5, **options):
+    """Training with everything between the steps that reads or writes parameters; all that came out."""
+    module = tiny.make(comm, config, strategy, **options)
+    optimizer = ShardedAdamW(module, lr=1e-2)
+    accumulator, records = tiny.GradAccum(module, micro_batches), []
+    x, _ = tiny.micro_batch(9, 9, config)
+    for step in range(steps):
+        if step == 1 and strategy is FULL_SHARD:
+            module.prefetch_forward_params()
+        tiny.run_step(module, accumulator, config, step, micro_batches)
+        if step == 2:
+            records.append(clip_grad_norm(module, 0.1))
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+        if step % 2:
+            records.append(module.forward(x, training=False).tobytes())
+        if step == 1:
+            records.append(tiny.digest(module.state_dict()))
+            module.forward(x)  # without a backward
+            module.load_state_dict({name: 0.5 * array for name, array in module.state_dict().items()})
+            records.append(module.forward(x, training=False).tobytes())
+        if step == 2:
+            module.update_shards(2 * np.concatenate([np.zeros(0, np.float32), *module.parameters()]))
+    return records, tiny.digest(module.state_dict())
+
+
+@pytest.mark.timeout_seconds(240)
+@strategies
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_dawdle_change_nothing(shared, strategy, seed, monkeypatch):
+    options = [
+        {"prefetch": 2, "micro_batches": 5},
+        {"recompute": True, "frozen": ["blk.1.*"], "micro_batches": shared.size},
+        {"micro_batches": 1, "prefetch": 0},
+    ][seed]
+    expected = restless(SerialComm(), DEEP, strategy, bucket_mb=0.01, **options)
+    spoil_what_is_given_back(monkeypatch)
+    assert restless(Dawdling(shared, seed), DEEP, strategy, bucket_mb=0.01, **options) == expected
+
+
+@pytest.mark.timeout_seconds(240)
+@pytest.mark.parametrize("micro_batches", [2, 5])
+def test_rows_and_ranks_that_dawdle(shared, micro_batches, monkeypatch):
+    expected = restless(SerialComm(), CONFIG, FULL_SHARD, by_rows=True, micro_batches=micro_batches)
+    spoil_what_is_given_back(monkeypatch)
+    comm = Dawdling(shared, micro_batches)
+    assert restless(comm, CONFIG, FULL_SHARD, by_rows=True, micro_batches=micro_batches) == expected
+
+
+def late(rank, comm, seconds=0.1):
+    """Let one rank be behind the others."""
+    if comm.rank == rank:
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("who", [0, -1])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_nobody_reads_what_a_late_rank_has_not_written(shared, strategy, who):
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    module = tiny.make(shared, CONFIG, strategy)
+    module.forward(x, training=False)
+    new = tiny.make(SerialComm(), CONFIG, seed=5)
+    flat = np.concatenate(tiny.make(shared, CONFIG, strategy, seed=5).parameters())
+    module.drop_gathered()
+    late(who % shared.size, shared)
+    start = 0
+    for shard in module.parameters():
+        shard[...] = flat[start : start + shard.size]
+        start += shard.size
+    module.broadcast_updated_params()
+    assert np.array_equal(module.forward(x, training=False), new.forward(x, training=False))
+
+
+@pytest.mark.parametrize("who", [0, -1])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
+    """One rank is slow in a layer of an evaluation; the others are done and load other parameters."""
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    module = tiny.make(shared, CONFIG, strategy)
+    expected = tiny.make(SerialComm(), CONFIG).forward(x, training=False)
+    state = tiny.make(SerialComm(), CONFIG, seed=5).state_dict()
+    comm = RecordingComm(shared)
+    comm.progress = lambda: late(who % shared.size, shared, 0.03)
+    module.comm = comm
+    y = module.forward(x, training=False)
+    module.load_state_dict(state)
+    assert np.array_equal(y, expected)
+    assert tiny.digest(module.state_dict()) == tiny.digest(state)
+
+
+def gradients_of_rank_0(module, number):
+    """A round in which rank 0 alone has a micro-batch; then the sums are there."""
+    dy = None
+    if module.comm.rank == 0:
+        x, targets = tiny.micro_batch(0, number, CONFIG)
+        _, dy = cross_entropy(module.forward(x), targets, 1 / targets.size)
+    else:
+        module.forward(None)
+    module.backward(dy, contributors=1)
+
+
+def test_nobody_adds_into_gradients_that_a_late_rank_still_reads(shared):
+    """Where parameters are replicated, every rank updates all of them by the one summed gradient."""
+    module, alone = (tiny.make(comm, CONFIG, NO_SHARD) for comm in (shared, SerialComm()))
+    for each in (module, alone):
+        gradients_of_rank_0(each, 0)
+        each.sync_gradients()
+    late(shared.size - 1, shared)
+    found = [unit.full_gradient.copy() for unit in module.units]
+    module.zero_gradients()
+    gradients_of_rank_0(module, 1)
+    module.sync_gradients()
+    for unit, gradient in zip(alone.units, found, strict=True):
+        assert np.array_equal(unit.full_gradient, gradient)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_gathered_parameters_are_the_same_memory_and_read_only(shared, strategy):
+    module = tiny.make(shared, CONFIG, strategy)
+    for unit in module.units:
+        unit.start_gather()
+        unit.wait_gather()
+        for name, view in unit.weights().items():
+            assert not view.flags.writeable, name
+            with pytest.raises(ValueError, match="read-only"):
+                view[...] = 0
+        assert np.shares_memory(unit.full, unit.shard) == (unit.shard.size > 0)
+        assert unit.shard.flags.writeable
+    assert module.parameter_pool.nbytes == 0
+    shared.barrier()
+    if shared.rank == 0:
+        module.units[0].shard[0] = 12.5
+    shared.barrier()
+    assert module.units[0].full[0] == 12.5
+
+
+def test_the_summed_gradient_of_replicated_parameters_is_there_once(shared):
+    module = tiny.make(shared, CONFIG, NO_SHARD, frozen=["output.*"])
+    for unit in module.units:
+        assert unit.full.flags.writeable, "parameters are every rank's own"
+        if unit.unit.trainable:
+            assert not unit.full_gradient.flags.writeable
+            assert np.shares_memory(unit.full_gradient, unit.gradient) == (unit.gradient.size > 0)
+
+
+def shared_pss():
+    """Bytes of shared pages that fall to this process: a page of two counts half for each."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"Pss_Shmem:\s+(\d+) kB", text).group(1))
+
+
+@pytest.mark.world(2, 3, 4, 8)
+def test_a_node_holds_parameters_once(shared):
+    """Measured, with every rank reading all of them: their size and the gradient slots, at any ranks."""
+    config = GPT2.from_flags(
+        {"layers": 12, "dim": 192, "heads": 3, "ffn": 768, "context": 8, "vocab_size": 64}
+    )
+    shared.memory([], [])  # what earlier tests left is given up
+    before = sum(shared.allgather_object(shared_pss()))
+    module = tiny.make(shared, config, FULL_SHARD)
+    for unit in module.units:
+        unit.start_gather()
+        unit.wait_gather()
+        assert np.isfinite(unit.full.sum())
+    shared.barrier()
+    grown = sum(shared.allgather_object(shared_pss())) - before
+    shared.barrier()
+    parameters = sum(unit.unit.length for unit in module.units) * 4
+    slots = module.gradient_pool.nbytes * shared.size
+    assert parameters > 20e6
+    assert 0.98 * (parameters + slots) < grown < 1.02 * (parameters + slots) + 4096 * 8 * shared.size
+
+
+def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
+    gc.collect()
+    shared.memory([], [])
+    gc.collect()
+    modules = [tiny.make(shared, CONFIG) for _ in range(3)]
+    shared.memory([], [])
+    some = shared.shared_bytes
+    kept = modules[0].units[0].shard if shared.rank == shared.size - 1 else None
+    before = None if kept is None else kept.copy()
+    del modules
+    gc.collect()
+    shared.memory([], [])
+    less = shared.shared_bytes
+    assert less < some / 2, "one of three windows is kept, by one rank"
+    assert kept is None or np.array_equal(kept, before)
+    del kept
+    shared.memory([], [])
+    assert shared.shared_bytes < less
+
+
+@strategies
+def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
+    config = Config(
+        strategy=strategy.name, bucket_mb=0.02, freeze=["blk.0.*"], prefetch=2, transport="shared"
+    )
+    world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
+    comm = make_comm(world, config, CONFIG, notes)
+    assert notes == [f"transport: shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory"]
+    before = comm.shared_bytes
+    module = make_module(config, CONFIG, comm)
+    assert comm.shared_bytes == before
+    module.initialize(0)
+    accumulator = tiny.GradAccum(module, 2 * comm.size + 1)
+    tiny.run_step(module, accumulator, CONFIG, 0, 2 * comm.size + 1)
+    ShardedAdamW(module).step()
+    digest = tiny.digest(module.state_dict())
+    comm.close()
+    assert tiny.digest({"": np.concatenate(module.parameters())}), "arrays outlive the communicator"
+    assert isinstance(digest, str)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("by_rows", [False, True])
+@strategies
+def test_slots_are_as_many_as_a_pool_would_have(mpi, strategy, by_rows, rounds):
+    """The rehearsal asks for no more than twice what free allocation comes to, and never for less."""
+    config = tiny.MODELS["gpt2 tied"]
+    module = tiny.make(mpi, config, strategy, by_rows=by_rows, bucket_mb=0.01)
+    buffers = lay_out(config.stages(), strategy, by_rows=by_rows, bucket_mb=0.01).buffers
+    count = rounds * mpi.size
+    for step in range(2):
+        tiny.run_step(module, tiny.GradAccum(module, count), config, step, count)
+        module.sync_gradients()
+        module.zero_gradients()
+    if strategy is not NO_SHARD:  # there, private gradients need no pool
+        assert module.gradient_pool.nbytes <= 4 * sum(buffers) <= 2 * module.gradient_pool.nbytes
+
+
+def test_a_pool_of_slots_does_not_grow(shared):
+    """Another buffer would lie where no other rank can read it."""
+    pool = shared.memory([], [100, 10]).buffers
+    small, large = pool.take(7), pool.take(7)
+    assert (small.size, large.size, pool.lent) == (10, 100, 2)
+    assert small.ctypes.data % 64 == large.ctypes.data % 64 == 0
+    with pytest.raises(AssertionError, match="no gradient slot of 1 elements left"):
+        pool.take(1)
+    pool.give(small)
+    with pytest.raises(AssertionError, match="no gradient slot of 11 elements left"):
+        pool.take(11)
+    assert pool.take(10) is small
+
+
+def test_a_buffer_of_nobodys_is_reduced_by_messages(shared):
+    partition = Partition(1000, shared.size, 10)
+    out = np.empty(partition.counts[shared.rank], np.float32)
+    shared.reduce_scatter(np.full(1000, shared.rank + 1, np.float32), out, partition).wait()
+    assert np.all(out == sum(range(1, shared.size + 1)))
+
+
+def test_more_reductions_than_the_table_has_entries(shared):
+    """Under way at once, and one after the other."""
+    partition, count = Partition(64, shared.size), 2 * counters.ENTRIES + 3
+    pool = shared.memory([], [64] * 3).buffers
+    slots, out = (
+        [pool.take(64) for _ in range(3)],
+        np.zeros((count, partition.counts[shared.rank]), np.float32),
+    )
+    for number in range(count):
+        slots[number % 3][:] = number
+        shared.reduce_scatter(slots[number % 3], out[number], partition).wait()
+    assert np.array_equal(out, np.zeros_like(out) + shared.size * np.arange(count)[:, None])
+    handles = [shared.reduce_scatter(slots[0], row, partition) for row in out]
+    for handle in reversed(handles):
+        handle.wait()
+    assert np.all(out == shared.size * slots[0][0])
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_waiting_hands_the_core_over(crowded, monkeypatch):
+    """At once where others need it, after a while where they do not."""
+    done = []
+    monkeypatch.setattr(patience.os, "sched_yield", lambda: done.append("yield"))
+    monkeypatch.setattr(patience.time, "sleep", done.append)
+    patience.wait_until(lambda: True, crowded)
+    assert done == []
+    patience.wait_until(lambda: len(done) == patience.SPINS + 20, crowded)
+    spins = 0 if crowded else patience.SPINS
+    assert done[:spins] == ["yield"] * spins
+    sleeps = done[spins:]
+    assert sleeps == sorted(sleeps)
+    assert (sleeps[0], sleeps[-1]) == (patience.SHORTEST, patience.LONGEST)
+
+
+# ----------------------------------------------------------------------------------- where it is not possible
+
+
+def test_more_than_there_is_is_refused_on_all_ranks(shared):
+    before = shared.shared_bytes
+    with pytest.raises(NoSharedMemory, match=r"MiB of shared memory are needed and /dev/shm has .* MiB free"):
+        shared.memory([Partition(1 << 48, shared.size)], [])
+    with pytest.raises(NoSharedMemory, match="of shared memory are needed"):
+        SharedComm(wholes=[Partition(1 << 48, shared.size)])
+    assert shared.shared_bytes <= before
+    assert shared.allgather_object(shared.rank) == list(range(shared.size))
+    assert tiny.train(shared, CONFIG) == tiny.train(SerialComm(), CONFIG)
+
+
+@pytest.mark.world(1)
+def test_why_there_is_no_room(monkeypatch, tmp_path):
+    assert window.room_problem(1 << 20) == ""
+    monkeypatch.setattr(window, "PLACE", tmp_path / "nowhere")
+    assert re.fullmatch(
+        r"1.0 MiB of shared memory are not to be had in .*nowhere: No such file or directory",
+        window.room_problem(1 << 20),
+    )
+
+    def quota(handle, offset, size):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(window, "PLACE", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", quota)
+    assert "not to be had in" in window.room_problem(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+class TwoNodes:
+    """The world, as if its odd ranks were on another node."""
+
+    def __getattr__(self, name):
+        return getattr(MPI.COMM_WORLD, name)
+
+    def Split_type(self, kind):
+        return MPI.COMM_WORLD.Split(MPI.COMM_WORLD.Get_rank() % 2)
+
+
+@pytest.mark.world(2, 3, 4, 8)
+def test_ranks_of_two_nodes_share_nothing(monkeypatch):
+    with pytest.raises(NodesApart, match="the ranks are on 2 nodes, and memory is shared within one"):
+        SharedComm(TwoNodes())
+
+    def apart(**request):
+        raise NodesApart("the ranks are on 2 nodes")
+
+    monkeypatch.setattr("zero_mpi.comm.shared.SharedComm", apart)
+    world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
+    comm = make_comm(world, Config(transport="auto"), CONFIG, notes)
+    assert notes == ["transport: mpi, because the ranks are on 2 nodes"]
+    comm.close()
+    with pytest.raises(UsageError, match=r"--transport shared: .* 2 nodes; use --transport auto or mpi"):
+        make_comm(world, Config(transport="shared"), CONFIG, notes)
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_which_transport_auto_takes(transport):
+    world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
+    comm = make_comm(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
+    takes_shared = transport == "auto" and comm.size > 1
+    assert isinstance(comm, SharedComm) == takes_shared
+    assert comm.exact == takes_shared, "over shared memory, fast is exact"
+    assert [note.partition(",")[0] for note in notes] == (
+        [] if comm.size == 1 else [f"transport: {'shared' if takes_shared else 'mpi'}"]
+    )
+    comm.close()

@@ -1,0 +1,663 @@
+"""The compiled operations do what the reference defines, in float32, wherever and however arrays lie.
+
+The reference computes each case in float64. Cases go through the kernels' odd places: nothing, one element,
+rows that are no multiple of a vector, blocks that end early, arrays that are views or cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, nn, ops
+from zero_mpi.arrays import recycled_stats, side_by_side
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.ops import code_cache, reference
+
+if ops.backend() == "numpy":
+    pytest.skip("numba is not installed, or ZERO_MPI_OPS keeps it away", allow_module_level=True)
+
+from zero_mpi.ops import cpu
+from zero_mpi.ops.cpu import attention, blas, jit
+
+ops.prepare()
+
+ROOT = Path(__file__).resolve().parents[2]
+FUSED = {f.__name__: f for f in cpu.OPERATIONS}
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Random float32 numbers, the same for the same shape and seed."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def ids(count: int, *shape: int) -> np.ndarray:
+    """Random whole numbers below `count`."""
+    return np.random.default_rng([count, *shape]).integers(count, size=shape)
+
+
+# ------------------------------------------------------------------------------- how an array may lie
+
+
+def strided(x: np.ndarray) -> np.ndarray:
+    """The same numbers as every second one of a larger array along each axis."""
+    room = np.full([2 * length + 1 for length in x.shape], np.nan, x.dtype) if x.dtype.kind == "f" else None
+    room = np.zeros([2 * length + 1 for length in x.shape], x.dtype) if room is None else room
+    view = room[tuple(slice(1, None, 2) for _ in x.shape)]
+    view[...] = x
+    return view
+
+
+def column_part(x: np.ndarray) -> np.ndarray:
+    """The same numbers as some columns of a wider array: rows are contiguous, the whole is not."""
+    room = np.zeros((*x.shape[:-1], x.shape[-1] + 5), x.dtype)
+    room[..., 3:-2] = x
+    return room[..., 3:-2]
+
+
+def turned(x: np.ndarray) -> np.ndarray:
+    """The same numbers in Fortran's order."""
+    return np.asfortranarray(x)
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    """A copy that cannot be written, as gathered weights are."""
+    y = x.copy()
+    y.flags.writeable = False
+    return y
+
+
+LAYOUTS = [np.copy, strided, column_part, turned, read_only]
+
+
+def leaves(x: Any) -> list[np.ndarray]:
+    """The arrays and numbers in what an operation returned."""
+    if x is None:
+        return []
+    return [leaf for item in x for leaf in leaves(item)] if isinstance(x, tuple) else [np.asarray(x)]
+
+
+def wide(x: Any) -> Any:
+    """A float32 array in float64."""
+    return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    """Equal up to the rounding of float32, measured by the largest element."""
+    for a, b in zip(leaves(found), leaves(expected), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype in (np.float32, np.float64)
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(0.05, np.abs(b).max(initial=0)))
+
+
+# --------------------------------------------------------------------------------- fused and reference
+
+
+def norm_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
+    """Norms over the last axis."""
+    x, dy, width = numbers(*shape) * 3 + 1, numbers(*shape, seed=1), shape[-1]
+    w, b, sums = numbers(width), numbers(width, seed=1), numbers(width, seed=2)
+    r = reference.rms_norm(x, w, 1e-3)[1]
+    _, mean, root = reference.layer_norm(x, w, b, 1e-3)
+    return {
+        "rms_norm": lambda: [x, w, 1e-3],
+        "rms_norm_backward": lambda: [dy, x, w, r, sums],
+        "layer_norm": lambda: [x, w, b, 1e-3],
+        "layer_norm_backward": lambda: [dy, x, w, mean, root, sums, b],
+    }
+
+
+def pointwise_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
+    """Operations on elements."""
+    x, y, z = 4 * numbers(*shape), numbers(*shape, seed=1), numbers(*shape, seed=2)
+    return {
+        "add": lambda: [x, y],
+        "add_into": lambda: [x, y],
+        "gelu": lambda: [x],
+        "gelu_backward": lambda: [y, x],
+        "swiglu": lambda: [x, y],
+        "swiglu_backward": lambda: [z, x, y],
+    }
+
+
+def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, Callable[[], list[Any]]]:
+    """The linear layer, and a head with its loss."""
+    x, dy, w, b = numbers(*lead, inputs), numbers(*lead, outputs), numbers(outputs, inputs), numbers(outputs)
+    targets, dw, db = ids(outputs, *lead), numbers(outputs, inputs, seed=1), numbers(outputs, seed=1)
+    return {
+        "linear": lambda: [x, w, b],
+        "linear_backward_x": lambda: [dy, w],
+        "linear_backward_x, into": lambda: [dy, w, numbers(*lead, inputs, seed=4)],
+        "linear_backward_w": lambda: [dy, x, dw],
+        "linear_backward_b": lambda: [dy, db],
+        "cross_entropy": lambda: [3 * dy, targets, 0.3],
+        "linear_cross_entropy": lambda: [x, w, b, targets, 0.3, dw, db],
+        "linear_cross_entropy, no bias": lambda: [x, w, None, targets, 0.3, dw, None],
+        "linear_cross_entropy, loss": lambda: [x, w, b, targets, 0.3, None, None, False],
+    }
+
+
+def embedding_case(b: int, t: int, vocabulary: int, width: int) -> dict[str, Callable[[], list[Any]]]:
+    """Rows of a table, and positions."""
+    tokens, w, dy = ids(vocabulary, b, t), numbers(vocabulary, width), numbers(b, t, width)
+    return {
+        "embedding": lambda: [tokens, w],
+        "embedding_backward": lambda: [tokens, dy, w],
+        "positions": lambda: [dy, numbers(t, width)],
+        "positions_backward": lambda: [dy, numbers(t, width)],
+    }
+
+
+def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
+    """Both orders of pairs."""
+    angle = numbers(shape[1], shape[3] // 2)
+    x, cos, sin = numbers(*shape), np.cos(angle), np.sin(angle)
+    return {
+        "rope, interleaved": lambda: [x, cos, sin, True],
+        "rope, halves": lambda: [x, cos, sin, False],
+    }
+
+
+CASES = [
+    (f"{name} {label}", name.partition(",")[0], make)
+    for label, cases in [
+        *(
+            (str(shape), norm_case(*shape))
+            for shape in [(1, 1), (3, 1), (2, 5, 7), (5, 384), (1, 1025), (0, 8)]
+        ),
+        *((str(shape), pointwise_case(*shape)) for shape in [(1,), (0, 3), (2, 3, 5), (37, 65), (1000,)]),
+        *(
+            (str((*lead, c, o)), linear_case(lead, c, o))
+            for lead, c, o in [
+                ((1,), 1, 1),
+                ((2, 3), 7, 5),
+                ((33,), 65, 130),
+                ((1, 1), 64, 300),
+                ((40,), 1, 2),
+            ]
+        ),
+        *(
+            (str(shape), embedding_case(*shape))
+            for shape in [(1, 1, 1, 1), (2, 7, 5, 33), (3, 0, 4, 8), (0, 4, 4, 8)]
+        ),
+        *(
+            (str(shape), rope_case(*shape))
+            for shape in [(1, 1, 1, 2), (2, 5, 3, 6), (1, 9, 2, 64), (0, 3, 2, 4)]
+        ),
+    ]
+    for name, make in cases.items()
+]
+WRITTEN = {  # which arguments an operation adds into
+    "add_into": [0],
+    "linear_backward_x": [2],
+    "linear_backward_w": [2],
+    "linear_backward_b": [1],
+    "linear_cross_entropy": [5, 6],
+    "embedding_backward": [2],
+    "positions_backward": [1],
+    "rms_norm_backward": [4],
+    "layer_norm_backward": [5, 6],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize(("name", "make"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_fused_is_the_reference(name, make, layout):
+    written = [i for i in WRITTEN.get(name, []) if i < len(make())]
+    given = [
+        (np.copy if i in written else layout)(x) if isinstance(x, np.ndarray) and x.ndim else x
+        for i, x in enumerate(make())
+    ]
+    exact = [wide(x) for x in make()]
+    before = [x.tobytes() if isinstance(x, np.ndarray) else x for x in given]
+    found, expected = FUSED[name](*given), getattr(reference, name)(*exact)
+    close(found, expected)
+    for i, x in enumerate(given):
+        if i in written:
+            close(x, exact[i])
+        elif isinstance(x, np.ndarray):
+            assert x.tobytes() == before[i], f"argument {i} was written"
+
+
+def test_all_operations_are_fused_and_tested():
+    exported = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
+    elsewhere = {"causal_attention", "causal_attention_backward", "adamw", "chunk_squares"}
+    assert exported == set(FUSED) == {case[1] for case in CASES} | elsewhere
+    assert all(vars(ops)[name].dispatch(np.ndarray) is FUSED[name] for name in exported)
+
+
+def test_gradients_may_be_views_of_any_kind():
+    """Slices of a flat buffer are contiguous; whatever else comes must still be added to."""
+    dy, x = numbers(6, 5), numbers(6, 7)
+    for lay in (strided, column_part, turned):
+        dw, db = lay(numbers(5, 7)), strided(numbers(5))
+        cpu.linear_backward_w(dy, x, dw)
+        cpu.linear_backward_b(dy, db)
+        dx = lay(numbers(6, 7))
+        assert cpu.linear_backward_x(dy, numbers(5, 7), dx) is dx
+        close(np.array(dx), numbers(6, 7) + wide(dy) @ wide(numbers(5, 7)))
+        close(np.array(dw), numbers(5, 7) + dy.T.astype(np.float64) @ x)
+        close(np.array(db), numbers(5) + dy.sum(axis=0, dtype=np.float64))
+
+
+def test_float64_goes_to_the_reference():
+    x = np.random.default_rng(0).standard_normal((3, 7))
+    assert cpu.gelu(x).tobytes() == reference.gelu(x).tobytes()
+    assert cpu.rms_norm(x, x[0], 0.1)[0].dtype == np.float64
+
+
+# -------------------------------------------------------------------------------- numbers at the edge
+
+
+def test_the_exponential_is_exact_to_float32_and_ends_in_zero_and_infinity():
+    x = np.concatenate([np.linspace(-87.5, 88.2, 200_001), [0.0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
+    kernel = jit.kernel(jit.given(1), jit.filled(1))(spread_exponential)
+    y = np.empty_like(x)
+    kernel(x, y)
+    np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=3e-7)
+    edge = np.array([-88.5, -1e4, -np.inf, 89, 1e4, np.inf, np.nan], np.float32)
+    y = np.empty_like(edge)
+    kernel(edge, y)
+    assert y[:6].tolist() == [0, 0, 0, np.inf, np.inf, np.inf]
+    assert np.isnan(y[6])
+
+
+def spread_exponential(x, y):
+    """y = e^x, as a kernel."""
+    for i in range(x.size):
+        y[i] = jit.exponential(x[i])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 3, 63, 64])
+def test_what_is_not_finite_is_never_hidden(bad, place):
+    """Where the reference's result is not finite, neither is the kernel's: the step has to be skipped."""
+    x = numbers(65)
+    x[place] = bad
+    row, w = x[None], np.ones(65, np.float32)
+    pairs = {
+        "add": (x, x),
+        "gelu": (x,),
+        "swiglu": (x, numbers(65)),
+        "rms_norm": (row, w, 1e-5),
+        "layer_norm": (row, w, w, 1e-5),
+        "linear": (row, numbers(3, 65)),
+        "cross_entropy": (row, np.array([5]), 1.0),
+        "chunk_squares": (x, 65),
+    }
+    with np.errstate(all="ignore"):
+        for name, arguments in pairs.items():
+            found, expected = FUSED[name](*arguments), getattr(reference, name)(*arguments)
+            for a, b in zip(leaves(found), leaves(expected), strict=True):
+                assert np.isfinite(b).all() or not np.isfinite(a).all(), name
+        y, _ = cpu.causal_attention(*(x.reshape(1, 65, 1, 1) for _ in range(3)), 1.0)
+        assert not np.isfinite(y[0, place:].sum())
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 10**12])
+def test_an_id_out_of_range_is_an_error(bad):
+    tokens, w, x = np.array([[0, bad, 4]]), numbers(5, 7), numbers(1, 3, 7)
+    for call in (
+        lambda: cpu.embedding(tokens, w),
+        lambda: cpu.embedding_backward(tokens, x, w.copy()),
+        lambda: cpu.cross_entropy(numbers(1, 3, 5), tokens, 1.0),
+        lambda: cpu.linear_cross_entropy(x, w, None, tokens, 1.0),
+    ):
+        with pytest.raises(IndexError, match=f"token {bad} is not one of 5"):
+            call()
+
+
+# ----------------------------------------------------------------------------------------- attention
+
+SHAPES = [  # B, T, S, H, K, D, E
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 5, 5, 6, 2, 3, 4),
+    (1, 3, 7, 3, 3, 2, 2),
+    (2, 1, 90, 4, 1, 8, 5),
+    (1, 63, 63, 2, 2, 16, 16),
+    (1, 64, 64, 2, 1, 16, 8),
+    (2, 65, 65, 2, 2, 7, 9),
+    (1, 130, 200, 3, 1, 16, 16),
+    (1, 200, 200, 4, 2, 32, 24),
+]
+
+
+def attention_inputs(shape: tuple[int, ...], joint: bool) -> list[np.ndarray]:
+    """q, k, v, dy; `joint`: the first three as columns of one array."""
+    b, t, s, h, kv, d, e = shape
+    q, k, v = numbers(b, t, h, d), numbers(b, s, kv, d, seed=1), numbers(b, s, kv, e, seed=2)
+    if joint:
+        room = np.concatenate([x.reshape(*x.shape[:2], -1) for x in (q, k, v)], axis=-1)
+        parts = np.split(room, [h * d, (h + kv) * d], axis=-1)
+        q, k, v = (part.reshape(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
+    return [q, k, v, numbers(b, t, h, e, seed=3)]
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["weights kept", "weights again"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_the_reference(monkeypatch, shape, keep):
+    monkeypatch.setattr(attention, "KEPT_WEIGHTS", 1 << 40 if keep else 0)
+    for joint in [False, True] if shape[1] == shape[2] else [False]:
+        q, k, v, dy = inputs = attention_inputs(shape, joint)
+        before = [x.tobytes() for x in inputs]
+        y, kept = cpu.causal_attention(q, k, v, 0.7)
+        assert (kept[0] is not None) == keep
+        found = cpu.causal_attention_backward(dy, q, k, v, kept, 0.7)
+        assert [x.tobytes() for x in inputs] == before
+        exact = [wide(x) for x in inputs]
+        expected, weights = reference.causal_attention(*exact[:3], 0.7)
+        close(y, expected)
+        close(found, reference.causal_attention_backward(exact[3], *exact[:3], weights, 0.7), 5e-5)
+        assert (side_by_side(found) is not None) == joint, "gradients lie as the inputs do"
+
+
+@pytest.mark.parametrize("lay", [strided, turned, read_only])
+def test_attention_takes_arrays_of_any_layout(lay):
+    q, k, v, dy = attention_inputs(SHAPES[6], False)
+    y, kept = cpu.causal_attention(q, k, v, 0.7)
+    expected = cpu.causal_attention_backward(dy, q, k, v, kept, 0.7)
+    z, again = cpu.causal_attention(lay(q), lay(k), lay(v), 0.7)
+    found = cpu.causal_attention_backward(lay(dy), lay(q), lay(k), lay(v), again, 0.7)
+    assert [x.tobytes() for x in (y, *expected)] == [x.tobytes() for x in (z, *found)]
+
+
+def test_attention_of_nothing():
+    q, k, v, _ = attention_inputs((0, 3, 3, 2, 1, 4, 4), False)
+    y, kept = cpu.causal_attention(q, k, v, 1.0)
+    assert y.shape == (0, 3, 2, 4)
+    assert [x.size for x in cpu.causal_attention_backward(y, q, k, v, kept, 1.0)] == [0, 0, 0]
+
+
+def test_attention_to_long_texts_takes_memory_of_their_length_only():
+    """T = 4096: the weights alone would be 128 MiB here."""
+    q, k, v, dy = attention_inputs((1, 4096, 4096, 2, 1, 16, 16), False)
+    before = recycled_stats()
+    tracemalloc.start()
+    try:
+        y, kept = cpu.causal_attention(q, k, v, 0.25)
+        found = cpu.causal_attention_backward(dy, q, k, v, kept, 0.25)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    arrays = sum(x.nbytes for x in (y, *found))
+    blocks = 3 * attention.BLOCK * 4096 * 4
+    assert recycled_stats().held - before.held <= (arrays + blocks) * 9 / 8 + 2**16
+    assert peak < (arrays + blocks) * 9 / 8 + 2**19
+    assert kept[0] is None
+    rows = [0, 1, 63, 64, 2000, 4095]
+    for t in rows:
+        scores = 0.25 * wide(k[0, : t + 1, 0]) @ wide(q[0, t, 1])
+        weights = np.exp(scores - scores.max())
+        close(y[0, t, 1], weights @ wide(v[0, : t + 1, 0]) / weights.sum())
+
+
+# ---------------------------------------------------------------------------- bits: again, and cut anew
+
+
+@pytest.mark.parametrize(("name", "make"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_the_same_bits_again_in_other_places(name, make):
+    def once(shift: int) -> list[bytes]:
+        given = []
+        for x in make():
+            if isinstance(x, np.ndarray) and x.ndim:
+                room = np.empty(x.size + shift, x.dtype)  # at another distance from a cache line
+                room[shift:] = x.reshape(-1)
+                x = room[shift:].reshape(x.shape)
+            given.append(x)
+        found = leaves(FUSED[name](*given))
+        return [
+            x.tobytes()
+            for x in [*found, *leaves(tuple(given[i] for i in WRITTEN.get(name, []) if i < len(given)))]
+        ]
+
+    first = once(0)
+    assert all(once(shift) == first for shift in (1, 3, 16))
+
+
+@pytest.mark.parametrize("cuts", [[1024], [2048, 5120], [1, 2, 3], [777, 1023, 4097], [31, 6000]])
+def test_an_update_has_the_same_bits_however_it_is_cut(cuts):
+    def state() -> list[np.ndarray]:
+        return [numbers(7168 + 13, seed=seed) for seed in range(3)] + [numbers(7168 + 13, seed=3) ** 2]
+
+    options = {
+        "grad_scale": 0.3,
+        "lr": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "decay": 0.1,
+        "step": 3,
+    }
+    whole, pieces = state(), state()
+    cpu.adamw(*whole, **options)
+    for start, stop in zip([0, *cuts], [*cuts, None], strict=True):
+        parts = [x[start:stop].copy() for x in pieces]  # at addresses of their own
+        cpu.adamw(*parts, **options)
+        for x, part in zip(pieces, parts, strict=True):
+            x[start:stop] = part
+    assert [x.tobytes() for x in whole] == [x.tobytes() for x in pieces]
+    plain = state()
+    reference.adamw(*plain, **options)
+    close(tuple(whole), tuple(plain), 1e-6)
+
+
+def test_a_chunks_sum_of_squares_depends_on_its_elements_alone():
+    g = numbers(9 * 1024)
+    sums = cpu.chunk_squares(g, 1024)
+    np.testing.assert_allclose(sums, (g.astype(np.float64).reshape(9, 1024) ** 2).sum(axis=1), rtol=1e-14)
+    for start, stop in [(0, 1), (1, 9), (3, 4), (2, 7)]:
+        part = g[1024 * start : 1024 * stop].copy()
+        assert cpu.chunk_squares(part, 1024).tobytes() == sums[start:stop].tobytes()
+
+
+# --------------------------------------------------------------------------------------------- memory
+
+
+def test_a_head_never_holds_more_than_a_chunk_of_logits(monkeypatch):
+    monkeypatch.setattr(reference, "LOGITS_BYTES", 1 << 20)
+    x, w, targets = numbers(512, 16), numbers(9000, 16), ids(9000, 512)  # 18 MB of logits
+    dw = np.zeros_like(w)
+    before = recycled_stats()
+    tracemalloc.start()
+    try:
+        loss, dx = cpu.linear_cross_entropy(x, w, None, targets, 1 / 512, dw)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert recycled_stats().held - before.held <= (2**20 + dx.nbytes) * 9 / 8
+    assert peak <= (2**20 + dx.nbytes) * 9 / 8 + 2**16
+    expected = reference.linear_cross_entropy(wide(x), wide(w), None, targets, 1 / 512)
+    close((loss, dx), expected)
+
+
+MODELS = {
+    "llama": Llama.from_flags(
+        {"layers": 3, "dim": 64, "heads": 4, "kv_heads": 2, "context": 80, "vocab_size": 400}
+    ),
+    "gpt2": GPT2.from_flags({"layers": 3, "dim": 64, "heads": 4, "context": 80, "vocab_size": 400}),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
+    model = MODELS[name]
+    module = tiny.make(SerialComm(), model, recompute=recompute)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 2)
+
+    def step(number: int) -> None:
+        for i in range(2):
+            text = ids(400, 4, 81 + 0 * (number + i))
+            x, targets = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+            accumulator.accumulate(x, nn.CrossEntropy(targets, 1 / 640))
+        optimizer.step(max_norm=1.0)
+
+    lent = recycled_stats().lent
+    step(0)
+    step(1)
+    warm = recycled_stats()
+    assert warm.held > 2**20, "the test watches arrays that are large enough for the pool"
+    tracemalloc.start()
+    try:
+        step(2)
+        tracemalloc.reset_peak()
+        base = tracemalloc.get_traced_memory()[0]
+        step(3)
+        growth = tracemalloc.get_traced_memory()[1] - base
+    finally:
+        tracemalloc.stop()
+    assert recycled_stats().fresh == warm.fresh
+    assert recycled_stats().lent == lent, "nothing is kept from one step to the next"
+    assert growth < 100_000, f"{growth} bytes outside the pool at once; one activation has 82 kB"
+
+
+# ------------------------------------------------------------------------- processes: choice, BLAS, cache
+
+
+def python(code: str, **variables: str) -> Any:
+    """What a fresh process prints as JSON in its last line."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("ZERO_MPI_OPS", "NUMBA_CACHE_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+COMPUTE = """
+import json, sys
+from zero_mpi import ops
+import numpy as np
+before = "numba" in sys.modules
+y = ops.gelu(np.ones(3, np.float32))
+print(json.dumps([before, "numba" in sys.modules, ops.backend()]))
+"""
+
+
+def test_numba_is_loaded_when_something_is_computed():
+    assert python(COMPUTE) == [False, True, ops.backend()]
+    assert ops.backend().startswith("numba ")
+
+
+def test_the_reference_can_be_asked_for():
+    assert python(COMPUTE, ZERO_MPI_OPS="reference") == [False, False, "numpy"]
+    assert python(COMPUTE, NUMBA_DISABLE_JIT="1") == [False, False, "numpy"]
+
+
+def test_without_numba_the_reference_computes():
+    assert python('import sys; sys.modules["numba"] = None' + COMPUTE)[2] == "numpy"
+
+
+def test_another_blas_than_openblas_is_reached_through_scipy():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    found = python(
+        """
+import json
+import threadpoolctl
+select = threadpoolctl.ThreadpoolController.select
+def no_openblas(self, **by):
+    return select(self, **({"prefix": "none such"} if "internal_api" in by else by))
+threadpoolctl.ThreadpoolController.select = no_openblas
+from zero_mpi import ops
+import numpy as np
+x, w = np.arange(6, dtype=np.float32).reshape(2, 3), np.eye(3, dtype=np.float32)
+y = ops.linear(x, w).tolist()
+threadpoolctl.ThreadpoolController.select = select
+pools = threadpoolctl.ThreadpoolController().select(user_api="blas").info()
+print(json.dumps([y, [pool["num_threads"] for pool in pools]]))
+""",
+        OPENBLAS_NUM_THREADS="1",
+    )
+    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "two libraries, and both know the number of threads"
+
+
+def test_kernels_call_the_blas_that_numpy_calls():
+    assert blas.address_in_openblas() or blas.address_in_scipy()
+
+
+CACHED = """
+import json
+from zero_mpi import ops
+from zero_mpi.ops import code_cache
+said = []
+ops.prepare(said.append)
+from zero_mpi.ops.cpu import attention, blas, elementwise, embedding, flat, linear, loss, norm
+modules = [attention, blas, elementwise, embedding, flat, linear, loss, norm]
+kernels = {k for module in modules for k in vars(module).values() if hasattr(k, "stats") and k.signatures}
+compiled = sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels if kernel._cache.cache_path)
+loaded = sum(sum(kernel.stats.cache_hits.values()) for kernel in kernels)
+print(json.dumps([len(said), compiled > 0, loaded > 0, str(code_cache.folder())]))
+"""
+
+
+@pytest.mark.timeout_seconds(300)
+def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
+    cold = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))
+    assert cold[:3] == [1, True, False], "it says so, and compiles"
+    assert Path(cold[3]).parent == tmp_path
+    assert python(CACHED, NUMBA_CACHE_DIR=str(tmp_path)) == [0, False, True, cold[3]]
+
+
+@pytest.fixture
+def fresh_folder(monkeypatch):
+    """`code_cache.folder` without what it remembers, under variables of the test's own."""
+    code_cache.folder.cache_clear()
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch.setenv
+    code_cache.folder.cache_clear()
+
+
+def test_the_cache_lies_in_the_users_own(fresh_folder, tmp_path):
+    fresh_folder("HOME", str(tmp_path))
+    assert code_cache.folder().parent == tmp_path / ".cache" / "zero_mpi"
+    assert not code_cache.is_complete()
+    code_cache.mark_complete()
+    assert code_cache.is_complete()
+    code_cache.folder.cache_clear()
+    fresh_folder("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert code_cache.folder().parent == tmp_path / "xdg" / "zero_mpi"
+
+
+def test_where_nothing_can_be_written_a_temporary_folder_serves(fresh_folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    fresh_folder("NUMBA_CACHE_DIR", str(tmp_path / "file" / "a"))
+    fresh_folder("HOME", "/proc/nothing")
+    monkeypatch.setattr(code_cache.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    monkeypatch.setattr(code_cache.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "last"))
+    assert code_cache.folder() == tmp_path / "last"
+    code_cache.mark_complete()  # the folder is not there: no error
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(fresh_folder, tmp_path):
+    shared = tmp_path / "shared" / code_cache.key()
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    fresh_folder("NUMBA_CACHE_DIR", str(tmp_path / "shared"))
+    fresh_folder("HOME", str(tmp_path))
+    assert code_cache.folder().parent == tmp_path / ".cache" / "zero_mpi"
+
+
+def test_the_folders_name_changes_with_what_it_holds(monkeypatch):
+    name = code_cache.key()
+    assert code_cache.key() == name
+    for what in ("processor", "installed"):
+        with monkeypatch.context() as changed:
+            changed.setattr(code_cache, what, lambda *_: "other")
+            assert code_cache.key() != name

@@ -1,0 +1,115 @@
+"""Jobs with a /dev/shm of their own: too small for the model, filling up on the way, and what is left in it.
+
+A shared window whose pages do not fit ends a process by SIGBUS, so a run must find that out beforehand and go
+on by messages, with the same bytes. Each job has a private mount of a tmpfs over /dev/shm, which needs the
+right to make one (root, as in a container's build).
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import launcher, run_command
+from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
+
+pytestmark = needs_mpiexec
+MOUNT = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm || exit 99\n'
+# What the job leaves is counted once all its processes are gone.
+COMMAND = MOUNT + '"$@"; status=$?; sleep 0.3; find /dev/shm -type f -printf "left %s\\n"; exit $status'
+MODEL = ["--layers", "2", "--dim", "256", "--heads", "4", "--context", "16", "--batch-size", "4"]
+MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, and slots
+PATCH = """
+import os, signal, sys
+from zero_mpi import train
+from zero_mpi.comm import window
+from zero_mpi.optim import ShardedAdamW
+
+step = ShardedAdamW.step
+
+def dying(self, *args, **options):
+    if self.steps == 1 and self.module.comm.rank == 1:
+        if "kill" in HOW:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("on purpose")
+    return step(self, *args, **options)
+
+HOW = os.environ["HOW"]
+if "race" in HOW:
+    window.room_problem = lambda nbytes: ""  # others take the room after we looked
+else:
+    ShardedAdamW.step = dying
+train.main()
+"""
+
+
+def why_no_mount() -> str:
+    """Why a private /dev/shm cannot be mounted here, or an empty text."""
+    command = ["unshare", "-m", "sh", "-c", MOUNT, "1m"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> list[str]:
+    if reason := why_no_mount():
+        pytest.skip(f"no private /dev/shm: {reason}")
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -> tuple[int, str, int]:
+    """Train with `size` of shared memory; (status, what was said, bytes left in /dev/shm)."""
+    start = ["-m", "zero_mpi.train"]
+    if how:
+        script = out.parent / "patched.py"
+        script.write_text(PATCH)
+        start = [str(script)]
+    job = [*launcher(), "-n", str(ranks), sys.executable, *start, "--out", str(out), *flags]
+    status, said, _ = run_command(
+        ["unshare", "-m", "sh", "-c", COMMAND, size, *job],
+        timeout=50,
+        env={"HOW": how, "OMPI_MCA_osc": "^ucx"},
+        cwd=out.parent,
+        merge=True,
+    )
+    return status, said, sum(int(size) for size in re.findall(r"^left (\d+)$", said, re.MULTILINE))
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+@pytest.mark.parametrize("how", ["", "race"])
+def test_too_little_shared_memory_is_one_line_and_messages(transport, how, text, tmp_path):
+    flags = ["--data", *text, *MODEL]
+    status, said, _ = run_with_shm("12m", 2, tmp_path / "out", *flags, "--transport", transport, how=how)
+    assert status == 0, said
+    lines = [line for line in said.splitlines() if "transport" in line]
+    reason = (
+        "/dev/shm is full: .*" if how else r"\d+.\d MiB of shared memory are needed and /dev/shm has .* free"
+    )
+    assert len(lines) == 1, said
+    assert re.fullmatch(f"transport: mpi, because {reason}", lines[0])
+    train(2, tmp_path / "roomy", *flags, "--transport", "shared")
+    assert_same_run(tmp_path / "out", tmp_path / "roomy")
+
+
+def test_nothing_is_left_after_a_run(text, tmp_path):
+    status, said, left = run_with_shm("200m", 3, tmp_path / "out", "--data", *text, *MODEL)
+    assert status == 0, said
+    assert "transport: shared" in said
+    assert left == 0
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failure_leaves_no_window(how, text, tmp_path):
+    """The library's own segments may stay after SIGKILL or an abort, on any transport; ours have no name."""
+    left = {}
+    for transport in ("mpi", "shared"):
+        flags = ["--data", *text, *MODEL, "--transport", transport]
+        status, said, left[transport] = run_with_shm("200m", 3, tmp_path / transport, *flags, how=how)
+        assert status != 0, said
+        assert f"transport: {transport}" in said
+    print(left)
+    assert left["shared"] <= left["mpi"] + (1 << 20), left

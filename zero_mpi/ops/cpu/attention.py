@@ -1,0 +1,224 @@
+"""Causal attention on CPUs, head by head in blocks of rows, every product by BLAS from inside the kernel.
+
+A block of n queries ends at position m and needs the scores of the first m keys only: what lies above the
+diagonal is neither computed nor stored, half of a full mask. Short sequences keep the weights of their
+blocks for backward; long ones keep the logarithm of each row's sum and compute the block again, so that
+memory grows with T (Dao et al., "FlashAttention", 2022).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array, recycled, side_by_side
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
+from zero_mpi.ops.cpu.jit import (
+    FLOAT,
+    INTEGER,
+    ONE,
+    TRUTH,
+    ZERO,
+    exponential,
+    f4,
+    filled,
+    given,
+    helper,
+    kernel,
+    row_most,
+    single,
+)
+
+BLOCK = 64  # rows: smaller ones cost calls, larger ones work above the diagonal
+UNSEEN = f4(-3e38)  # a score that no exponential is left of; loops over whole blocks have no odd ends
+KEPT_WEIGHTS = 64 << 10  # elements of a head's blocks up to which they are kept
+
+VIEW = given(4, layout="A")
+ROOM = filled(4, layout="A")
+
+
+@helper
+def weights_before(number: int, block: int, before: int) -> int:
+    """Elements of a head's weights in earlier blocks; `before`: positions ahead of the first query."""
+    return block * (number * before + block * (number * (number + 1) // 2))
+
+
+@helper
+def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
+    """A head's rows of x from x[b, t, h] on, as `gemm` takes a matrix."""
+    address = x.ctypes.data + b * x.strides[0] + t * x.strides[1] + h * x.strides[2]
+    return address, max(x.strides[1] // 4, x.shape[3], 1)
+
+
+@helper
+def soften(p: Array, n: int, m: int, sums: Array) -> None:
+    """Turn n rows of m scores into weights, in place; sums[i] = the logarithm of a row's sum of exponentials.
+
+    The rows are the last n of m positions, each of which sees itself and those before it.
+    """
+    for i in range(n):
+        row = p[i * m : (i + 1) * m]
+        seen = m - n + i + 1
+        row[seen:] = UNSEEN
+        most = row_most(row)
+        weight = ZERO
+        for j in range(m):
+            e = exponential(row[j] - most)
+            row[j] = e
+            weight += e
+        share = ONE / weight
+        for j in range(m):
+            row[j] *= share
+        sums[i] = most + np.log(weight)
+
+
+@helper
+def soften_again(p: Array, n: int, m: int, sums: Array) -> None:
+    """`soften` by the sums it gave."""
+    for i in range(n):
+        row = p[i * m : (i + 1) * m]
+        less = sums[i]
+        for j in range(m):
+            row[j] = exponential(row[j] - less)
+        row[m - n + i + 1 :] = ZERO
+
+
+@helper
+def slopes(p: Array, d: Array, n: int, m: int) -> None:
+    """Turn the gradient d of n rows of weights p into that of their scores: p (d - sum(p d))."""
+    for i in range(n):
+        row = p[i * m : (i + 1) * m]
+        slope = d[i * m : (i + 1) * m]
+        along = ZERO
+        for j in range(m):
+            along += row[j] * slope[j]
+        for j in range(m):
+            slope[j] = row[j] * (slope[j] - along)
+
+
+@kernel(VIEW, VIEW, VIEW, FLOAT, INTEGER, TRUTH, ROOM, filled(1), filled(1))
+def forward(
+    q: Array, k: Array, v: Array, scale: float, block: int, keep: bool, y: Array, p: Array, sums: Array
+) -> None:
+    """y of `causal_attention`, and `sums` (B H T,) of its rows; p holds all weights if `keep`, else some."""
+    batch, length, heads, width = q.shape
+    before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
+    end = 0
+    for b in range(batch):
+        for h in range(heads):
+            g = h // shared
+            for r in range(0, length, block):
+                n = min(block, length - r)
+                m = before + r + n
+                start = end if keep else 0
+                end = start + n * m
+                weights = p[start:end]
+                matrix = (weights.ctypes.data, m)
+                row = (b * heads + h) * length + r
+                gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, 0, g), ZERO, matrix)
+                soften(weights, n, m, sums[row : row + n])
+                gemm(NN, (n, tall, m), ONE, matrix, at(v, b, 0, g), ZERO, at(y, b, r, h))
+
+
+@kernel(VIEW, VIEW, VIEW, VIEW, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), ROOM, ROOM, ROOM)
+def backward(
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    block: int,
+    keep: bool,
+    p: Array,
+    sums: Array,
+    d: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+) -> None:
+    """Gradients of `forward`; d is room for a block.
+
+    From the last block of a head down: that one sees all keys, so it writes what the others add to. The
+    heads that share keys add to each other's in their order.
+    """
+    batch, length, heads, width = q.shape
+    before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
+    blocks = -(-length // block)
+    of_head = weights_before(blocks - 1, block, before) + (length - (blocks - 1) * block) * k.shape[1]
+    for b in range(batch):
+        for h in range(heads):
+            g = h // shared
+            for number in range(blocks - 1, -1, -1):
+                r = number * block
+                n = min(block, length - r)
+                m = before + r + n
+                row = (b * heads + h) * length + r
+                start = (b * heads + h) * of_head + weights_before(number, block, before) if keep else 0
+                weights = p[start : start + n * m]
+                matrix, slope = (weights.ctypes.data, m), (d.ctypes.data, m)
+                beta = ZERO if number == blocks - 1 and h % shared == 0 else ONE
+                if not keep:
+                    gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, 0, g), ZERO, matrix)
+                    soften_again(weights, n, m, sums[row : row + n])
+                gemm(TN, (m, tall, n), ONE, matrix, at(dy, b, r, h), beta, at(dv, b, 0, g))
+                gemm(NT, (n, m, tall), ONE, at(dy, b, r, h), at(v, b, 0, g), ZERO, slope)
+                slopes(weights, d, n, m)
+                gemm(NN, (n, width, m), scale, slope, at(k, b, 0, g), ZERO, at(dq, b, r, h))
+                gemm(TN, (m, width, n), scale, slope, at(q, b, r, h), beta, at(dk, b, 0, g))
+
+
+def plan(length: int, total: int) -> tuple[int, bool]:
+    """(elements of a head's weights, whether to keep them) for T queries of S positions."""
+    blocks, before = -(-length // BLOCK), total - length
+    size = BLOCK * ((blocks - 1) * before + BLOCK * ((blocks - 1) * blocks // 2))
+    size += (length - (blocks - 1) * BLOCK) * total
+    return size, size <= KEPT_WEIGHTS
+
+
+def rowwise(x: Array) -> Array:
+    """x (B, T, heads, width), or a copy, whose heads' rows are contiguous and do not overlap."""
+    down, right = x.strides[1], x.strides[3]
+    return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
+
+
+def gradients_like(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Room for dq, dk and dv: columns of one array if q, k and v are, so that none has to join them later."""
+    joint = side_by_side((q, k, v))
+    if joint is None:
+        return recycled(q.shape), recycled(k.shape), recycled(v.shape)
+    room = recycled((*q.shape[:2], joint.shape[-1]))
+    first = q.shape[2] * q.shape[3]
+    second = first + k.shape[2] * k.shape[3]
+    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
+    """`reference.causal_attention`, which keeps (weights or room for a block, logarithms of sums)."""
+    if not single(q, k, v) or not q.size or not v.size:
+        return reference.causal_attention(q, k, v, scale)
+    batch, length, heads, _ = q.shape
+    size, keep = plan(length, k.shape[1])
+    y = recycled((batch, length, heads, v.shape[3]))
+    p = recycled((batch * heads * size if keep else BLOCK * k.shape[1],))
+    sums = recycled((batch * heads * length,))
+    forward(rowwise(q), rowwise(k), rowwise(v), f4(scale), BLOCK, keep, y, p, sums)
+    return y, (p if keep else None, sums)
+
+
+def causal_attention_backward(
+    dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+) -> tuple[Array, Array, Array]:
+    """`reference.causal_attention_backward`."""
+    if not isinstance(kept, tuple):
+        return reference.causal_attention_backward(dy, q, k, v, kept, scale)
+    weights, sums = kept
+    _, keep = plan(q.shape[1], k.shape[1])
+    d = recycled((BLOCK * k.shape[1],))
+    p = recycled((BLOCK * k.shape[1],)) if weights is None else weights
+    dq, dk, dv = gradients_like(q, k, v)
+    q, k, v = rowwise(q), rowwise(k), rowwise(v)
+    backward(rowwise(dy), q, k, v, f4(scale), BLOCK, keep, p, sums, d, dq, dk, dv)
+    return dq, dk, dv

@@ -1,0 +1,135 @@
+"""Matrix products by BLAS, from Python and from inside kernels, into memory that is there already.
+
+The routine is the Fortran sgemm of the OpenBLAS that NumPy itself has loaded, or where that is another
+library, the one that SciPy gives to Cython. Unlike `numpy.matmul` it adds to its result (beta = 1), so a
+gradient goes straight into its place in the flat buffer, and a kernel may call it thousands of times without
+the interpreter. SciPy's alone would do too; it is a second library with threads and buffers of its own, takes
+a quarter of a second to load, and in today's wheels is older and a few per cent slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import get_cython_function_address, intrinsic
+from threadpoolctl import ThreadpoolController
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops.cpu.jit import FLOAT, filled, given, helper, kernel
+
+SYMBOL = "zero_mpi_sgemm"
+EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # as builds of OpenBLAS name it
+PLAIN, TURNED = ord("N"), ord("T")
+NN, NT, TN = (PLAIN, PLAIN), (PLAIN, TURNED), (TURNED, PLAIN)
+
+
+def address_in_openblas() -> int | None:
+    """Where the sgemm of NumPy's OpenBLAS lies, or None if no OpenBLAS with that name is loaded."""
+    libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
+    libraries.sort(key=lambda library: "numpy" not in library.filepath)
+    for library in libraries:
+        for name in EXPORTED:
+            function = getattr(library.dynlib, name, None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def address_in_scipy() -> int:
+    """Where SciPy's sgemm lies; it gets as many threads as BLAS has now: it was not there to be told."""
+    threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
+    address: int = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
+    ThreadpoolController().limit(limits=max(threads, default=1), user_api="blas")
+    return address
+
+
+llvmlite.binding.add_symbol(SYMBOL, address_in_openblas() or address_in_scipy())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sgemm(
+    context: Any,
+    turn_a: Any,
+    turn_b: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    alpha: Any,
+    a: Any,
+    lda: Any,
+    b: Any,
+    ldb: Any,
+    beta: Any,
+    c: Any,
+    ldc: Any,
+) -> Any:
+    """BLAS's sgemm as Fortran has it: matrices by columns, addresses as whole numbers.
+
+    Sizes are passed by the address of 64 bits. A library whose integers have 32 reads the lower half, which
+    on little-endian machines comes first: the same compiled code does for both.
+    """
+    whole, real = types.int64, types.float32
+    signature = types.void(whole, whole, whole, whole, whole, real, *[whole] * 4, real, whole, whole)
+    letter, pointer = ir.IntType(8), ir.IntType(8).as_pointer()
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def address_of(value: Any) -> Any:  # Fortran takes every argument by its address
+            return builder.bitcast(cgutils.alloca_once_value(builder, value), pointer)
+
+        def argument(place: int) -> Any:
+            if place in (0, 1):
+                return address_of(builder.trunc(values[place], letter))
+            if place in (6, 8, 11):
+                return builder.inttoptr(values[place], pointer)
+            return address_of(values[place])
+
+        kind = ir.FunctionType(ir.VoidType(), [pointer] * 13)
+        function = cgutils.get_or_insert_function(builder.module, kind, SYMBOL)
+        builder.call(function, [argument(place) for place in range(13)])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@helper
+def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
+    """c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, all by rows: Fortran sees c^T = b^T a^T.
+
+    `turns`: NN, NT or TN, which of a and b are transposed; `sizes`: (m, n, k); a matrix: (address, elements
+    from one row to the next).
+    """
+    m, n, k = sizes
+    sgemm(turns[1], turns[0], n, m, k, alpha, b[0], b[1], a[0], a[1], beta, c[0], c[1])
+
+
+@kernel(given(2, layout="A"), given(2, layout="A"), FLOAT, filled(2, layout="A"))
+def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
+    """c (M, N) = a (M, K) b (K, N) + beta c; each matrix, or for a and b its transpose, has unit stride."""
+    m, k = a.shape
+    n = b.shape[1]
+    turn_a, lda = PLAIN, max(a.strides[0] // 4, k, 1)
+    if a.strides[1] != 4:
+        turn_a, lda = TURNED, max(a.strides[1] // 4, m, 1)
+    turn_b, ldb = PLAIN, max(b.strides[0] // 4, n, 1)
+    if b.strides[1] != 4:
+        turn_b, ldb = TURNED, max(b.strides[1] // 4, k, 1)
+    ldc = max(c.strides[0] // 4, n, 1)
+    left, right = (a.ctypes.data, lda), (b.ctypes.data, ldb)
+    gemm((turn_a, turn_b), (m, n, k), np.float32(1), left, right, beta, (c.ctypes.data, ldc))
+
+
+def by_rows(x: Array) -> bool:
+    """Whether BLAS takes a matrix where it lies: contiguous rows that do not overlap. Results must be so."""
+    down, right = x.strides
+    return bool(x.flags.c_contiguous or (right == 4 and down >= 4 * x.shape[1] and down % 4 == 0))
+
+
+def fitting(x: Array) -> Array:
+    """A matrix whose rows, or columns, are as BLAS takes them, or a copy that it takes."""
+    return x if by_rows(x) or by_rows(x.T) else np.ascontiguousarray(x)

@@ -1,0 +1,100 @@
+"""Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
+
+Their bits must not depend on how a buffer is cut. AdamW is therefore compiled without any liberty: each
+element is rounded alike, in the vector part of a loop or in its rest. A chunk's sum depends on its length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, FLOAT32, INTEGER, filled, given, kernel, single
+
+
+@kernel(filled(1), given(1), filled(1), filled(1), *[FLOAT] * 9, liberties=False)
+def update(
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    scale: float,
+    beta1: float,
+    rest1: float,
+    beta2: float,
+    rest2: float,
+    root_c2: float,
+    eps: float,
+    rate: float,
+    keep: float,
+) -> None:
+    """The update of `reference.adamw`, element by element."""
+    for i in range(p.size):
+        d = g[i] * scale
+        first = m[i] * beta1 + rest1 * d
+        second = v[i] * beta2 + rest2 * (d * d)
+        m[i] = first
+        v[i] = second
+        p[i] = p[i] * keep - rate * (first / (np.sqrt(second) / root_c2 + eps))
+
+
+@kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
+def add_squares(g: Array, chunk: int, sums: Array) -> None:
+    """sums[i] = the float64 sum of squares of the i-th run of `chunk` elements."""
+    for i in range(sums.size):
+        run = g[i * chunk : (i + 1) * chunk]
+        total = 0.0
+        for j in range(run.size):
+            total += np.float64(run[j]) * np.float64(run[j])
+        sums[i] = total
+
+
+def adamw(
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    step: int,
+) -> None:
+    """`reference.adamw`."""
+    contiguous = (
+        p.flags.c_contiguous and g.flags.c_contiguous and m.flags.c_contiguous and v.flags.c_contiguous
+    )
+    if not (contiguous and p.dtype == g.dtype == m.dtype == v.dtype == FLOAT32 and p.ndim == 1):
+        reference.adamw(
+            p,
+            g,
+            m,
+            v,
+            grad_scale=grad_scale,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            decay=decay,
+            step=step,
+        )
+        return
+    root_c2 = math.sqrt(1.0 - beta2**step)
+    rate = lr / (1.0 - beta1**step)
+    numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate, 1.0 - lr * decay)
+    update(p, g, m, v, *np.array(numbers, np.float32))
+
+
+def chunk_squares(g: Array, chunk: int) -> Array:
+    """`reference.chunk_squares`."""
+    if not single(g) or not g.flags.c_contiguous:
+        return reference.chunk_squares(g, chunk)
+    sums = np.empty(g.size // chunk, np.float64)
+    add_squares(g, chunk, sums)
+    return sums

@@ -1,0 +1,126 @@
+"""How kernels are compiled: the types of their arguments, the compiler's liberties, the place of the code.
+
+A kernel has one signature and is compiled, or loaded from the cache, when its module is imported. Inputs
+are read-only types, so that gathered weights may be views that nobody can write. Sums may be reassociated
+and products contracted, which fixes the order for a given length and no more; NaN and infinity stay what
+they are, because a step whose gradients are not finite has to be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numba import types
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops import code_cache
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LIBERTIES = {"reassoc", "contract", "arcp", "nsz", "afn"}
+FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
+FLOAT32 = np.dtype(np.float32)
+
+f4: Any = np.float32
+ZERO, ONE = f4(0), f4(1)
+
+
+def given(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
+    """The type of an array that a kernel reads; "A": of any strides."""
+    return types.Array(dtype, ndim, layout, readonly=True)
+
+
+def filled(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
+    """The type of an array that a kernel writes."""
+    return types.Array(dtype, ndim, layout)
+
+
+def kernel(*arguments: Any, returns: Any = types.void, liberties: Any = LIBERTIES) -> Callable[[F], F]:
+    """Compile a function for these types of arguments; it runs without the interpreter's lock."""
+    signature = returns(*arguments)
+
+    def compile_kernel(function: F) -> F:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
+        try:
+            compiled: F = numba.njit(
+                signature, fastmath=liberties, nogil=True, cache=True, error_model="numpy"
+            )(function)
+        finally:
+            numba.config.CACHE_DIR = before
+        return compiled
+
+    return compile_kernel
+
+
+def helper(function: F) -> F:
+    """A function that kernels call and that is compiled into them."""
+    compiled: F = numba.njit(inline="always", fastmath=LIBERTIES, error_model="numpy")(function)
+    return compiled
+
+
+def single(*arrays: Array) -> bool:
+    """Whether all are float32, which is what kernels are for; the reference takes the rest."""
+    return all(array.dtype == FLOAT32 for array in arrays)
+
+
+def flat(x: Array) -> Array:
+    """x in one dimension, contiguous; a copy unless it is."""
+    return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+
+
+def matrix(x: Array) -> Array:
+    """x (..., C) as a contiguous matrix (N, C); a copy unless x is contiguous."""
+    y = x if x.flags.c_contiguous else np.ascontiguousarray(x)
+    return y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
+
+
+@helper
+def exponential(x: Any) -> Any:
+    """e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
+
+    Unlike a call of the C library it becomes vector code. Above 88.3 it is infinite, below -87.7 zero:
+    denormal numbers would be slow to compute with. NaN stays NaN.
+    """
+    x = f4(-88.0) if x < f4(-88.0) else x
+    x = f4(88.8) if x > f4(88.8) else x
+    n = np.floor(x * f4(1.44269504) + f4(0.5))
+    r = x - n * f4(0.693359375) + n * f4(2.12194440e-4)
+    y = f4(1.9875691500e-4)
+    y = y * r + f4(1.3981999507e-3)
+    y = y * r + f4(8.3334519073e-3)
+    y = y * r + f4(4.1665795894e-2)
+    y = y * r + f4(1.6666665459e-1)
+    y = y * r + f4(5.0000001201e-1)
+    y = y * r * r + r + ONE
+    return y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@helper
+def logistic(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    return ONE / (ONE + exponential(-x))
+
+
+@helper
+def in_order(bits: Any) -> Any:
+    """Bits of a float32 as an int32 that is ordered as the numbers are; the same turns it back."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@helper
+def row_most(row: Array) -> Any:
+    """The largest element of a contiguous row, at least one.
+
+    By whole numbers: a maximum of floats becomes vector code only where NaN is ruled out. NaN may come out as
+    the largest or not; callers subtract the result from each element, so that it stays there.
+    """
+    bits = row.view(np.int32)
+    most = in_order(bits[0])
+    for j in range(bits.size):
+        element = in_order(bits[j])
+        most = element if element > most else most
+    return in_order(most).view(np.float32)

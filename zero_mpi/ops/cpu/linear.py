@@ -1,0 +1,62 @@
+"""The linear layer on CPUs: one call of BLAS each, into memory that is there already."""
+
+from __future__ import annotations
+
+from zero_mpi.arrays import Array, recycled
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
+from zero_mpi.ops.cpu.jit import FLOAT32, ONE, ZERO, filled, flat, given, kernel, matrix
+from zero_mpi.ops.reference import rows
+
+
+@kernel(given(1), filled(2))
+def add_row(b: Array, y: Array) -> None:
+    """y (N, O) += b (O,)."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] += b[j]
+
+
+@kernel(given(2), filled(1))
+def add_columns(x: Array, out: Array) -> None:
+    """out (O,) += the sum of x (N, O) over its rows, first to last."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[j] += x[i, j]
+
+
+def linear(x: Array, w: Array, b: Array | None = None) -> Array:
+    """`reference.linear`."""
+    if not x.dtype == w.dtype == FLOAT32:
+        return reference.linear(x, w, b)
+    y = recycled((*x.shape[:-1], w.shape[0]))
+    out = rows(y)
+    multiply(fitting(rows(x)), fitting(w).T, ZERO, out)
+    if b is not None:
+        add_row(flat(b), out)
+    return y
+
+
+def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
+    """`reference.linear_backward_x`."""
+    if not dy.dtype == w.dtype == FLOAT32 or not (into is None or into.flags.c_contiguous):
+        return reference.linear_backward_x(dy, w, into)
+    dx = recycled((*dy.shape[:-1], w.shape[1])) if into is None else into
+    multiply(fitting(rows(dy)), fitting(w), ZERO if into is None else ONE, rows(dx))
+    return dx
+
+
+def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
+    """`reference.linear_backward_w`."""
+    if not dy.dtype == x.dtype == dw.dtype == FLOAT32 or not by_rows(dw):
+        reference.linear_backward_w(dy, x, dw)
+        return
+    multiply(fitting(rows(dy)).T, fitting(rows(x)), ONE, dw)
+
+
+def linear_backward_b(dy: Array, db: Array) -> None:
+    """`reference.linear_backward_b`."""
+    if not dy.dtype == db.dtype == FLOAT32 or not db.flags.c_contiguous:
+        reference.linear_backward_b(dy, db)
+        return
+    add_columns(matrix(dy), db)

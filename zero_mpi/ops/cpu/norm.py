@@ -1,0 +1,129 @@
+"""RMSNorm and LayerNorm on CPUs: a row comes from memory once and is in the first-level cache after that."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zero_mpi.arrays import Array, recycled
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.jit import FLOAT, FLOAT32, ONE, ZERO, f4, filled, flat, given, kernel, matrix, single
+
+
+@kernel(given(2), given(1), FLOAT, filled(2), filled(1))
+def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
+    """y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
+    n, width = x.shape
+    for i in range(n):
+        square = ZERO
+        for j in range(width):
+            square += x[i, j] * x[i, j]
+        q = ONE / np.sqrt(square / f4(width) + eps)
+        r[i] = q
+        for j in range(width):
+            y[i, j] = x[i, j] * q * w[j]
+
+
+@kernel(given(2), given(2), given(1), given(1), filled(2), filled(1))
+def rms_backward(dy: Array, x: Array, w: Array, r: Array, dx: Array, dw: Array) -> None:
+    """dx = r (d - n mean(d n)) with d = dy w and n = x r; dw += the sum of dy n over rows."""
+    n, width = x.shape
+    for i in range(n):
+        q = r[i]
+        along = ZERO
+        for j in range(width):
+            along += dy[i, j] * w[j] * x[i, j]
+        c = along * q * q * q / f4(width)
+        for j in range(width):
+            dx[i, j] = q * w[j] * dy[i, j] - c * x[i, j]
+            dw[j] += dy[i, j] * x[i, j] * q
+
+
+@kernel(given(2), given(1), given(1), FLOAT, filled(2), filled(1), filled(1))
+def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
+    """y = (x - mean) * r * w + b; the variance from the centred values, which does not cancel."""
+    n, width = x.shape
+    for i in range(n):
+        total = ZERO
+        for j in range(width):
+            total += x[i, j]
+        middle = total / f4(width)
+        square = ZERO
+        for j in range(width):
+            d = x[i, j] - middle
+            square += d * d
+        q = ONE / np.sqrt(square / f4(width) + eps)
+        mean[i] = middle
+        r[i] = q
+        for j in range(width):
+            y[i, j] = (x[i, j] - middle) * q * w[j] + b[j]
+
+
+@kernel(given(2), given(2), given(1), given(1), given(1), filled(2), filled(1), filled(1))
+def layer_backward(
+    dy: Array, x: Array, w: Array, mean: Array, r: Array, dx: Array, dw: Array, db: Array
+) -> None:
+    """dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r; dw, db += sums over rows."""
+    n, width = x.shape
+    for i in range(n):
+        q, middle = r[i], mean[i]
+        total, along = ZERO, ZERO
+        for j in range(width):
+            d = dy[i, j] * w[j]
+            total += d
+            along += d * (x[i, j] - middle)
+        total /= f4(width)
+        along *= q * q / f4(width)
+        for j in range(width):
+            centred = x[i, j] - middle
+            dx[i, j] = q * (dy[i, j] * w[j] - total - centred * along)
+            dw[j] += dy[i, j] * centred * q
+            db[j] += dy[i, j]
+
+
+def spare(dw: Array | None, w: Array) -> Array:
+    """dw, or for a frozen parameter some room to sum into: the same code runs, so dx has the same bits."""
+    return np.zeros_like(w) if dw is None else dw
+
+
+def room(*sums: Array | None) -> bool:
+    """Whether kernels can add into these where they lie."""
+    return all(x is None or (x.dtype == FLOAT32 and x.flags.c_contiguous) for x in sums)
+
+
+def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
+    """`reference.rms_norm`."""
+    if not single(x, w):
+        return reference.rms_norm(x, w, eps)
+    y, r = recycled(x.shape), recycled((*x.shape[:-1], 1))
+    rms_forward(matrix(x), flat(w), f4(eps), matrix(y), flat(r))
+    return y, r
+
+
+def rms_norm_backward(dy: Array, x: Array, w: Array, r: Array, dw: Array | None) -> Array:
+    """`reference.rms_norm_backward`."""
+    if not single(dy, x, w) or not room(dw):
+        return reference.rms_norm_backward(dy, x, w, r, dw)
+    dx = recycled(x.shape)
+    rms_backward(matrix(dy), matrix(x), flat(w), flat(r), matrix(dx), spare(dw, w))
+    return dx
+
+
+def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
+    """`reference.layer_norm`."""
+    if not single(x, w, b):
+        return reference.layer_norm(x, w, b, eps)
+    y, mean, r = recycled(x.shape), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
+    layer_forward(matrix(x), flat(w), flat(b), f4(eps), matrix(y), flat(mean), flat(r))
+    return y, mean, r
+
+
+def layer_norm_backward(
+    dy: Array, x: Array, w: Array, mean: Array, r: Array, dw: Array | None, db: Array | None
+) -> Array:
+    """`reference.layer_norm_backward`."""
+    if not single(dy, x, w) or not room(dw, db):
+        return reference.layer_norm_backward(dy, x, w, mean, r, dw, db)
+    dx = recycled(x.shape)
+    sums = spare(dw, w), spare(db, w)
+    layer_backward(matrix(dy), matrix(x), flat(w), flat(mean), flat(r), matrix(dx), *sums)
+    return dx
