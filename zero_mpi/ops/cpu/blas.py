@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
