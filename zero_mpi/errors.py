@@ -4,6 +4,10 @@
 library need not know the class to catch it. `JobError` is a failure of the machine that all ranks share.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UsageError(ValueError):
     """Bad usage or bad input: says what was expected, what came, and what to do."""
@@ -11,3 +15,13 @@ class UsageError(ValueError):
 
 class JobError(RuntimeError):
     """A failure that all ranks know of and raise together: one line from rank 0, exit status 1."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give an OSError of the body the file's name: the system's calls on open files leave it out."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise

@@ -26,11 +26,10 @@ from zero_mpi.checkpoint.reader import GGUFFile, decode
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     COUNTS,
-    FORMAT_VERSION,
     ID,
     STATE_DIGEST,
     TENSOR_DIGESTS,
-    check_signature,
+    check_pair,
     read_json,
 )
 from zero_mpi.checkpoint.stored import NATIVE, TensorSpec
@@ -271,7 +270,10 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     ]
     whole = digest_of_state({name: value for one in digests.values() for name, value in one.items()})
     if subject.model is not None and subject.state is not None:
-        problems += wrong_pair(subject.model, subject.state)
+        try:
+            check_pair(subject.model, subject.state)
+        except UsageError as error:
+            problems.append(str(error))
         if not problems and str(subject.state.metadata.get(STATE_DIGEST)) != whole:
             problems.append(f"{subject.state.path}: key {STATE_DIGEST} is not that of the tensors")
     not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
@@ -283,21 +285,6 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
         "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
         "sound": not problems and not not_finite,
     }
-
-
-def wrong_pair(model: WeightSource, state: GGUFFile) -> Iterator[str]:
-    """What shows that two files are not one checkpoint, or that their keys are not as they were written."""
-    version = state.metadata.get("optimizer.file_version")
-    ids = [str(file.metadata.get(ID)) for file in (model, state)]
-    if str(version) != str(FORMAT_VERSION):
-        yield f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
-    elif ID not in state.metadata or ids[0] != ids[1]:
-        yield f"{model.path} and {state.path} are not of one checkpoint: their ids are {ids[0]} and {ids[1]}"
-    elif isinstance(model, GGUFFile):
-        try:
-            check_signature(model, state)
-        except UsageError as error:
-            yield str(error)
 
 
 def wrong_digests(path: Path, found: Mapping[str, str], recorded: Mapping[str, str]) -> Iterator[str]:

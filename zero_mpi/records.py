@@ -16,6 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zero_mpi.errors import naming
+
 METRICS = "metrics.jsonl"
 LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # in the names of processes that pass a rank's output on
 
@@ -38,11 +40,8 @@ class Records:
         if not self._active:
             return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        try:
+        with naming(self._file.name):
             self._file.write(json.dumps(plain) + "\n")
-        except OSError as error:
-            error.filename = self._file.name
-            raise
         if self._bar is not None:
             shown = {"loss": f"{record['loss']:.4f}", "tok/s": f"{record['tokens_per_second']:.0f}"}
             self._bar.set_postfix(shown, refresh=False)

@@ -8,17 +8,28 @@ refused: going on from an older one, or from the start, is not what its owner wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
 from zero_mpi.config import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 
 
-def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Path | None:
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to go on from, its indices read."""
+
+    folder: Path
+    model: GGUFFile
+    state: GGUFFile
+
+
+def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Start | None:
     """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
 
     `notes` is told what was passed over.
@@ -26,11 +37,13 @@ def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Pat
     folders: list[Path] = world.share(world.on_root(lambda: look(config, out)))
     faults: list[str] = []
     for folder in folders:
-        fault = find_fault(world, folder)
-        if fault is None:
-            notes += [f"passed over a checkpoint that cannot be used: {text}" for text in faults]
-            return folder
-        faults.append(fault)
+        try:
+            start = open_start(world, folder)
+        except UsageError as error:
+            faults.append(str(error))
+            continue
+        notes += [f"passed over a checkpoint that cannot be used: {text}" for text in faults]
+        return start
     if faults:
         more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
         raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
@@ -53,35 +66,36 @@ def look(config: Config, out: Path) -> list[Path]:
     return [folder.resolve()]
 
 
-def find_fault(world: World, folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None. Rank 0 reads the indices, all ranks the tensors."""
-    try:
-        world.on_root(lambda: open_existing(folder))
-        world.together(lambda: check_digests(*open_checkpoint(folder), world.rank, world.size))
-    except UsageError as error:
-        return str(error)
-    return None
+def open_start(world: World, folder: Path) -> Start:
+    """A checkpoint whose files are sound; raises UsageError on all ranks. Collective.
+
+    Rank 0 reads the indices first, so that a broken file meets one reader; all ranks share out the tensors.
+    """
+    first: Start | None = world.on_root(lambda: read_indices(folder))
+    start: Start = world.together(lambda: first or read_indices(folder))
+    world.together(lambda: check_digests(start.model, start.state, world.rank, world.size))
+    return start
 
 
-def open_existing(folder: Path) -> None:
-    """Raise UsageError unless there is a pair of sound files in the folder."""
+def read_indices(folder: Path) -> Start:
+    """The checkpoint in a folder; raises UsageError unless there is a pair of sound files in it."""
     if not folder.is_dir():
         raise UsageError(f"{folder.parent / manager.LATEST} names {folder.name}, which is not there")
-    open_checkpoint(folder)
+    return Start(folder, *open_checkpoint(folder))
 
 
-def check_resume(folder: Path, description: Description, notes: list[str]) -> None:
+def check_resume(start: Start, description: Description, notes: list[str]) -> None:
     """Raise UsageError if the checkpoint is of another run, naming the first difference.
 
     What may differ but moves bits or changes the rest of the run goes into `notes`.
     """
-    _, state = open_checkpoint(folder)
+    state = start.state
     difference = next(differences(read_json(state, "training.settings"), description.settings), None)
     if difference:
         key, was, now = difference
         label = {"corpus": "the text of --data (its sha256)"}.get(key, key if "." in key else spelled(key))
         raise UsageError(
-            f"{folder} is a checkpoint of another run: {label} was {was}, now {now}; "
+            f"{start.folder} is a checkpoint of another run: {label} was {was}, now {now}; "
             "use the same value, another --out, or --resume never"
         )
     for key, was, now in differences(read_json(state, "training.machine"), description.machine):

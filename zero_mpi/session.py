@@ -15,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import __version__, environment, ops
-from zero_mpi.checkpoint.state import Description, Progress, finite, load_checkpoint
+from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.config import Config, thread_count, write_toml
@@ -84,8 +84,8 @@ def prepare(world: World, config: Config) -> Session:
     progress = Progress()
     if start is not None:
         world.on_root(lambda: check_resume(start, description, notes))
-        progress = world.together(lambda: load_checkpoint(start, optimizer))
-        notes.append(f"resuming from {start} at step {progress.step}")
+        progress = world.together(lambda: load_state(start.model, start.state, optimizer))
+        notes.append(f"resuming from {start.folder} at step {progress.step}")
     elif init is not None:
         world.together(lambda: module.load_slices(finite(init.read, init.path)))
     else:

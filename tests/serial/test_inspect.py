@@ -205,7 +205,7 @@ def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
         ({"training__state_digest": "0" * 64}, CHANGED),
         ({"training__model_digests": []}, CHANGED),
         ({"training__checkpoint_id": np.arange(3)}, "not of one checkpoint"),
-        ({"optimizer__file_version": np.arange(3)}, "version 2, found [0 1 2]"),
+        ({"optimizer__file_version": np.arange(3)}, "version 2, found '[0 1 2]'"),
         ({"training__tensor_digests": np.arange(3, dtype=np.int32)}, "has no checksum"),
         ({"optimizer__file_version": np.uint32(9)}, "version 2, found"),
     ],

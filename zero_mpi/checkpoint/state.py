@@ -30,6 +30,7 @@ from zero_mpi.checkpoint.digest import (
 from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.stored import show
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
 from zero_mpi.optim import Moments, ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
@@ -123,6 +124,12 @@ def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]
 def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
     model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
+    check_pair(model, state)
+    return model, state
+
+
+def check_pair(model: WeightSource, state: GGUFFile) -> None:
+    """Raise UsageError unless the files are two halves of one checkpoint that say what was written."""
     version = state.metadata.get("optimizer.file_version")
     if not isinstance(version, np.uint32) or version != FORMAT_VERSION:
         raise UsageError(
@@ -131,11 +138,10 @@ def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     ids = [file.metadata.get(ID) for file in (model, state)]
     if not all(isinstance(value, str) for value in ids) or ids[0] != ids[1]:
         raise UsageError(
-            f"{folder}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
+            f"{state.path.parent}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
             f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
         )
     check_signature(model, state)
-    return model, state
 
 
 def signature(model: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -147,7 +153,7 @@ def signature(model: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     return total.hexdigest()[:32]
 
 
-def check_signature(model: GGUFFile, state: GGUFFile) -> None:
+def check_signature(model: WeightSource, state: GGUFFile) -> None:
     """Raise UsageError unless both files say what was written: sizes, tokenizer, progress, settings, ..."""
     if signature(model.metadata, state.metadata) != state.metadata[ID]:
         raise UsageError(
@@ -235,7 +241,11 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
     """
-    model, state = open_checkpoint(folder)
+    return load_state(*open_checkpoint(folder), optimizer)
+
+
+def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> Progress:
+    """`load_checkpoint` from files whose indices were read already."""
     check_tensors(state, optimizer)
     optimizer.module.load_slices(finite(model.read, model.path))
     for unit in optimizer.units:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from zero_mpi.checkpoint.stored import show
+from zero_mpi.errors import naming
 
 Buffer = bytes | memoryview
 
@@ -60,12 +61,11 @@ class TensorStream:
             return
         try:
             self._check_complete()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except BaseException as error:
+            with naming(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except BaseException:
             self._abandon()
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(self.path)
             raise
         self._file.close()
 
@@ -91,10 +91,10 @@ class TensorStream:
 
     def _put(self, data: Buffer) -> None:
         try:
-            self._file.write(data)
-        except OSError as error:
+            with naming(self.path):
+                self._file.write(data)
+        except OSError:
             self._abandon()
-            error.filename = error.filename or str(self.path)
             raise
 
     def _abandon(self) -> None:

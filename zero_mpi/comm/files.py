@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from zero_mpi.arrays import Array
+from zero_mpi.errors import naming
 
 AHEAD = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
 
@@ -80,17 +81,3 @@ class PlainFile(OutputFile):
                     os.fsync(handle)
         finally:
             os.close(handle)
-
-
-class naming:
-    """Gives an OSError of the body the name of the file: the system's calls on handles leave it out."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(self.path)

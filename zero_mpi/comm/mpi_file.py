@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.files import OutputFile
+from zero_mpi.errors import naming
 
 MOST_BYTES = 1 << 30  # in one call: counts are C ints in older interfaces
 CAUSES = {
@@ -64,12 +65,10 @@ class MPIFile(OutputFile):
 @contextlib.contextmanager
 def as_os_errors(path: Path) -> Iterator[None]:
     """Turn the library's error into an OSError with the file's name and the nearest cause."""
-    try:
-        yield
-    except MPI.Exception as error:
-        number = CAUSES.get(error.Get_error_class(), errno.EIO)
-        said = " ".join(error.Get_error_string().split())
-        raise OSError(number, f"{os.strerror(number)} ({said})", str(path)) from error
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+    with naming(path):
+        try:
+            yield
+        except MPI.Exception as error:
+            number = CAUSES.get(error.Get_error_class(), errno.EIO)
+            said = " ".join(error.Get_error_string().split())
+            raise OSError(number, f"{os.strerror(number)} ({said})") from error
