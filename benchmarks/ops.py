@@ -142,7 +142,7 @@ def flat(size: int) -> list[Row]:
         "beta1": 0.9,
         "beta2": 0.95,
         "eps": 1e-8,
-        "decay": 0.1,
+        "decay": np.array([0.1]),
         "step": 9,
     }
     return [

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zero_mpi import ops
 from zero_mpi.arrays import Array, zeros
 from zero_mpi.errors import UsageError
@@ -64,7 +66,7 @@ class ShardedAdamW:
         self.moments = {unit.name: Moments.like(unit.updated[0]) for unit in self.units}
         self._plain: list[Moments] = []
         self._plain_steps = 0
-        self._runs = {unit.name: decay_runs(unit) for unit in self.units}
+        self._decaying = {unit.name: decaying_chunks(unit) for unit in self.units}
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -89,31 +91,23 @@ class ShardedAdamW:
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
         parameters, gradients, _ = unit.updated
-        for run, decays in self._runs[unit.name]:
-            self._update(parameters, gradients, self.moments[unit.name], run, lr, scale, decays, self.steps)
+        moments, decay = self.moments[unit.name], self.weight_decay * self._decaying[unit.name]
+        self._update(parameters, gradients, moments, lr, scale, decay, self.steps)
 
     def _update(
-        self,
-        p: Array,
-        g: Array,
-        moments: Moments,
-        run: slice,
-        lr: float,
-        scale: float,
-        decays: bool,
-        step: int,
+        self, p: Array, g: Array, moments: Moments, lr: float, scale: float, decay: Array, step: int
     ) -> None:
         ops.adamw(
-            p[run],
-            g[run],
-            moments.first[run],
-            moments.second[run],
+            p,
+            g,
+            moments.first,
+            moments.second,
             grad_scale=scale,
             lr=lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
             eps=self.eps,
-            decay=self.weight_decay if decays else 0.0,
+            decay=decay,
             step=step,
         )
 
@@ -136,33 +130,19 @@ class ShardedAdamW:
             raise ValueError("step_on_params: the arrays are not those of the first call")
         self._plain_steps += 1
         for p, g, moments in zip(params, grads, self._plain, strict=True):
-            whole = slice(0, p.size)
-            self._update(
-                p.reshape(-1),
-                g.reshape(-1),
-                moments,
-                whole,
-                self.lr if lr is None else lr,
-                1.0,
-                p.ndim >= 2,
-                self._plain_steps,
-            )
+            rate, decay = self.lr if lr is None else lr, np.array([self.weight_decay * (p.ndim >= 2)])
+            self._update(p.reshape(-1), g.reshape(-1), moments, rate, 1.0, decay, self._plain_steps)
 
     def memory_bytes(self) -> int:
         """Bytes of moments on this rank."""
         return sum(moments.nbytes for moments in [*self.moments.values(), *self._plain])
 
 
-def decay_runs(unit: ShardedUnit) -> list[tuple[slice, bool]]:
-    """The part that the optimizer updates as runs of equal decay; gaps are zeros and may be included."""
-    runs: list[tuple[slice, bool]] = []
-    for segment in unit.unit.segments(unit.updated[2]):
-        decays = unit.unit.params[segment.name].decays
-        if runs and runs[-1][1] == decays:
-            runs[-1] = (slice(runs[-1][0].start, segment.where.stop), decays)
-        else:
-            runs.append((segment.where, decays))
-    return runs
+def decaying_chunks(unit: ShardedUnit) -> Array:
+    """1 for each of the fixed chunks of what the optimizer updates that decays, else 0: (chunks,) float64."""
+    part, whole = unit.updated[2], unit.unit
+    chunks = [np.full(whole.chunks(name), param.decays, np.float64) for name, param in whole.params.items()]
+    return np.concatenate(chunks)[part.start // whole.quantum : -(-part.stop // whole.quantum)]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

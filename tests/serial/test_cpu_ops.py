@@ -436,7 +436,7 @@ def test_an_update_has_the_same_bits_however_it_is_cut(cuts):
         "beta1": 0.9,
         "beta2": 0.95,
         "eps": 1e-8,
-        "decay": 0.1,
+        "decay": np.array([0.1]),
         "step": 3,
     }
     whole, pieces = state(), state()
@@ -450,6 +450,22 @@ def test_an_update_has_the_same_bits_however_it_is_cut(cuts):
     plain = state()
     reference.adamw(*plain, **options)
     close(tuple(whole), tuple(plain), 1e-6)
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations):
+    def state() -> list[np.ndarray]:
+        return [numbers(5 * 1024, seed=seed) for seed in range(3)] + [numbers(5 * 1024, seed=3) ** 2]
+
+    options = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3}
+    decay = np.array([0.1, 0.0, 0.0, 0.3, 0.1])
+    whole, pieces = state(), state()
+    operations.adamw(*whole, **options, decay=decay)
+    for run in range(5):
+        parts = [x[1024 * run : 1024 * (run + 1)] for x in pieces]
+        operations.adamw(*parts, **options, decay=decay[run : run + 1])
+    assert [x.tobytes() for x in whole] == [x.tobytes() for x in pieces]
+    assert not np.array_equal(pieces[0][:1024], state()[0][:1024])
 
 
 def test_a_chunks_sum_of_squares_depends_on_its_elements_alone():

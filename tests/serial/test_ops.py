@@ -434,7 +434,8 @@ def test_chunks_of_rows_are_even_and_bounded(n, vocabulary):
 
 # ------------------------------------------------------------------------- optimizer and flat buffers
 
-SETTINGS = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "decay": 0.2, "step": 3}
+SETTINGS = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3}
+SETTINGS |= {"decay": np.array([0.2]), "step": 3}
 
 
 def flat_state(size: int, kind: type = np.float32) -> list[np.ndarray]:

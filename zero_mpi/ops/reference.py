@@ -324,19 +324,21 @@ def adamw(
     beta1: float,
     beta2: float,
     eps: float,
-    decay: float,
+    decay: Array,
     step: int,
 ) -> None:
     """One AdamW update, in place in p, m and v; all flat and of one size.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
     p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
+    decay (n,), float64: of each of n runs of one length that p consists of.
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
     stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
     """
     xp = namespace(p)
     root_c2 = math.sqrt(1.0 - beta2**step)
     rate = lr / (1.0 - beta1**step)
+    keep, run = (1.0 - lr * decay).astype(p.dtype), run_length(p, decay)
     for start in range(0, p.size, ADAMW_BLOCK):
         part = slice(start, start + ADAMW_BLOCK)
         d = g[part] * grad_scale
@@ -352,8 +354,15 @@ def adamw(
         d += eps
         xp.divide(mb, d, out=d)
         d *= rate
-        pb *= 1.0 - lr * decay
+        pb *= keep[(start + xp.arange(pb.size)) // run]
         pb -= d
+
+
+def run_length(p: Array, runs: Array) -> int:
+    """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
+    length = max(1, int(p.size) // max(1, int(runs.size)))
+    assert length * runs.size == p.size or p.size == 0, f"{p.size} elements are not {runs.size} equal runs"
+    return length
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:

@@ -15,12 +15,13 @@ from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, FLOAT32, INTEGER, filled, given, kernel, single
 
 
-@kernel(filled(1), given(1), filled(1), filled(1), *[FLOAT] * 9, liberties=False)
+@kernel(filled(1), given(1), filled(1), filled(1), given(1), *[FLOAT] * 8, liberties=False)
 def update(
     p: Array,
     g: Array,
     m: Array,
     v: Array,
+    keep: Array,
     scale: float,
     beta1: float,
     rest1: float,
@@ -29,16 +30,20 @@ def update(
     root_c2: float,
     eps: float,
     rate: float,
-    keep: float,
 ) -> None:
-    """The update of `reference.adamw`, element by element."""
-    for i in range(p.size):
-        d = g[i] * scale
-        first = m[i] * beta1 + rest1 * d
-        second = v[i] * beta2 + rest2 * (d * d)
-        m[i] = first
-        v[i] = second
-        p[i] = p[i] * keep - rate * (first / (np.sqrt(second) / root_c2 + eps))
+    """The update of `reference.adamw`, element by element; keep (n,): of each of n runs of one length."""
+    if keep.size == 0:
+        return
+    length = p.size // keep.size
+    for run in range(keep.size):
+        kept = keep[run]
+        for i in range(run * length, (run + 1) * length):
+            d = g[i] * scale
+            first = m[i] * beta1 + rest1 * d
+            second = v[i] * beta2 + rest2 * (d * d)
+            m[i] = first
+            v[i] = second
+            p[i] = p[i] * kept - rate * (first / (np.sqrt(second) / root_c2 + eps))
 
 
 @kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
@@ -63,7 +68,7 @@ def adamw(
     beta1: float,
     beta2: float,
     eps: float,
-    decay: float,
+    decay: Array,
     step: int,
 ) -> None:
     """`reference.adamw`."""
@@ -85,10 +90,15 @@ def adamw(
             step=step,
         )
         return
+    if not single(p, g, m, v) or not all(array.flags.c_contiguous for array in (p, g, m, v)):
+        rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
+        reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, **rates)
+        return
+    reference.run_length(p, decay)
     root_c2 = math.sqrt(1.0 - beta2**step)
     rate = lr / (1.0 - beta1**step)
-    numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate, 1.0 - lr * decay)
-    update(p, g, m, v, *np.array(numbers, np.float32))
+    numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
+    update(p, g, m, v, (1.0 - lr * decay).astype(np.float32), *np.array(numbers, np.float32))
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:
