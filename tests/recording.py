@@ -52,7 +52,8 @@ class RecordingComm(Comm):
         return self._start("reduce_scatter", label, sent, handle)
 
     def allreduce(self, array, label=""):
-        return self._start("allreduce", label, 0, self.inner.allreduce(array, label))
+        gives = array.nbytes if self.size > 1 else 0
+        return self._start("allreduce", label, gives, self.inner.allreduce(array, label))
 
     def broadcast(self, array, root=0, label=""):
         return self._start("broadcast", label, 0, self.inner.broadcast(array, root, label))

@@ -146,12 +146,12 @@ def make_folder(out: Path) -> None:
 
 def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm:
     """The transport between the ranks. Collective; raises UsageError on all ranks alike."""
-    if world.mpi is None:
+    if world.mpi is None or (world.size == 1 and config.transport == "auto"):
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
 
     comm: Comm | None = None
-    if config.transport == "shared" or (config.transport == "auto" and world.size > 1):
+    if config.transport != "mpi":
         comm = make_shared(world, config, model, notes)
     elif world.size > 1:
         notes.append("transport: mpi")

@@ -97,7 +97,8 @@ class Trainer:
 
     def step(self) -> bool:
         """One optimizer step and its record. Returns whether to stop."""
-        begun, number = time.perf_counter(), self.progress.step
+        begun, number, meter = time.perf_counter(), self.progress.step, self.session.comm.meter
+        waited, sent = meter.wait_seconds, meter.sent_bytes
         self.watchdog.beat(f"step {number + 1}")
         self.rounds(number)
         loss, stop, failed = self.accumulator.totals(self.wants_to_stop(), self.saver.failed)
@@ -124,6 +125,8 @@ class Trainer:
             "tokens": self.progress.tokens,
             "tokens_per_second": tokens / took,
             "step_seconds": took,
+            "wait_seconds": meter.wait_seconds - waited,
+            "sent_bytes": meter.sent_bytes - sent,
             "skipped": optimizer.skipped,
         }
         if number + 1 == self.config.steps or self.due(self.config.eval_every):

@@ -56,6 +56,21 @@ def communicator(name):
     return SerialComm() if name == "serial" else SharedComm(threaded=False)
 
 
+@pytest.mark.parametrize("name", ["exact", "exact thread", "shared"])
+def test_a_wait_for_a_late_rank_is_counted(name):
+    comm = communicator(name)
+    comm.barrier()
+    before = comm.meter.wait_seconds
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+    full = np.ones(4 * comm.size, np.float32)
+    partition = Partition(full.size, comm.size)
+    comm.reduce_scatter(full, np.empty(4, np.float32), partition).wait()
+    waited = comm.allgather_object(comm.meter.wait_seconds - before)
+    assert all(seconds > 0.15 for seconds in waited[:-1])
+    assert waited[-1] < 0.15
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
     """The progress threads end with the module."""

@@ -444,7 +444,8 @@ def test_which_transport_auto_takes(transport):
     comm = make_comm(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
     takes_shared = transport == "auto" and comm.size > 1
     assert isinstance(comm, SharedComm) == takes_shared
-    assert comm.exact == takes_shared, "over shared memory, fast is exact"
+    assert isinstance(comm, SerialComm) == (transport == "auto" and comm.size == 1)
+    assert comm.exact == (transport == "auto"), "over shared memory, and alone, fast is exact"
     assert [note.partition(",")[0] for note in notes] == (
         [] if comm.size == 1 else [f"transport: {'shared' if takes_shared else 'mpi'}"]
     )

@@ -20,8 +20,11 @@ def recorded(comm, config, strategy, *, micro_batches=None, **options):
     count = micro_batches or comm.size
     accumulator = GradAccum(module, count)
     comm.log.clear()
+    before = comm.inner.meter.sent_bytes
     tiny.run_step(module, accumulator, config, 0, count)
     optimizer.step()
+    counted = comm.inner.meter.sent_bytes - before
+    assert counted == sum(event.sent for event in comm.log), "the transport's own account"
     return [event for event in comm.log if event.label != "vector"], module
 
 

@@ -11,6 +11,7 @@ from zero_mpi import records
 from zero_mpi.records import Records, keep_until, line
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
+COSTS = {"wait_seconds", "sent_bytes"}
 
 
 def record(step, **more):
@@ -59,7 +60,9 @@ def test_the_command_records_what_is_promised(tmp_path):
     flags += ["--batch-size", "4", "--micro-batch", "2", "--data", *write_text(tmp_path)]
     train(2, tmp_path / "out", *SIZES, *flags)
     found = read(tmp_path / "out")
-    assert all(entry.keys() >= FIELDS for entry in found)
+    assert all(entry.keys() >= FIELDS | COSTS for entry in found)
+    assert len({entry["sent_bytes"] for entry in found}) == 1, "the same every step"
+    assert all(0 < entry["wait_seconds"] < entry["step_seconds"] for entry in found)
     assert [(entry["step"], entry["tokens"]) for entry in found] == [(1, 64), (2, 128), (3, 192)]
     assert ["val_loss" in entry for entry in found] == [False, True, True]
     assert [entry["lr"] for entry in found] == pytest.approx([0.001, 0.002, 0.003])

@@ -19,6 +19,7 @@ import numpy as np
 
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Partition:
     def part(self, rank: int) -> slice:
         """The slice of the flat buffer that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def outside(self, rank: int) -> int:
+        """Elements that others own."""
+        return self.length - self.counts[rank]
 
     def cut(self, most: int) -> Iterator[Piece]:
         """The buffer in contiguous pieces of at most `most` elements."""
@@ -106,6 +111,12 @@ class Comm(ABC):
     rank: int
     size: int
     exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
+    sums_in_place = False  # `full` may be `out` where nothing was added yet: one rank's sum is its own
+
+    @cached_property
+    def meter(self) -> Meter:
+        """What this rank's communication has cost so far."""
+        return Meter()
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:

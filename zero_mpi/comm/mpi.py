@@ -27,6 +27,7 @@ from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imp
 from zero_mpi.arrays import Array, empty  # noqa: E402
 from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
 from zero_mpi.comm.files import OutputFile  # noqa: E402
+from zero_mpi.comm.meter import Meter  # noqa: E402
 from zero_mpi.comm.progress import PAUSE, Progress  # noqa: E402
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
@@ -44,8 +45,8 @@ class Transfer(Handle):
     The lock lets the progress thread and the owner push the same transfer.
     """
 
-    def __init__(self, running: Running) -> None:
-        self._running, self._lock, self._done = running, threading.Lock(), False
+    def __init__(self, running: Running, meter: Meter) -> None:
+        self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
         self._error: BaseException | None = None
         self._requests: list[Any] = []
         self._advance()  # the first requests start now, in program order
@@ -69,7 +70,7 @@ class Transfer(Handle):
             self._lock.release()
 
     def wait(self) -> None:
-        with self._lock:
+        with self._meter, self._lock:
             while not self._done:
                 MPI.Request.Waitall(self._requests)
                 self._advance()
@@ -116,7 +117,7 @@ class MPIComm(Comm):
         return all(self.allgather_object(pays))
 
     def _start(self, running: Running) -> Handle:
-        transfer = Transfer(running)
+        transfer = Transfer(running, self.meter)
         if transfer.test():
             transfer.wait()  # nothing to wait for, but an error would come out
             return DONE
@@ -127,6 +128,7 @@ class MPIComm(Comm):
         self._progress.push()
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        self.meter.sent_bytes += partition.counts[self.rank] * full.itemsize * (self.size - 1)
         return self._start(self._allgather(shard, full, partition))
 
     def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
@@ -150,6 +152,8 @@ class MPIComm(Comm):
         label: str = "",
     ) -> Handle:
         contributors = self.size if contributors is None else contributors
+        if self.rank < contributors or not self.exact:
+            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
         if self.exact:
             return self._start(self._exact_reduce(full, out, partition, contributors, accumulate))
         return self._start(self._fast_reduce(full, out, partition, accumulate))
@@ -236,6 +240,7 @@ class MPIComm(Comm):
                 np.add(target, arrives, out=target)
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
+        self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
         return self._start(self._allreduce(array))
 
     def _allreduce(self, array: Array) -> Running:
@@ -269,10 +274,11 @@ class MPIComm(Comm):
 
     def _finish(self, request: Any) -> None:
         """Wait for one request: at once, or so that other threads and ranks keep the cores."""
-        if not self._patient:
-            request.Wait()
-        while self._patient and not request.Test():
-            time.sleep(PAUSE)
+        with self.meter:
+            if not self._patient:
+                request.Wait()
+            while self._patient and not request.Test():
+                time.sleep(PAUSE)
 
     def _gathering(self) -> Any:
         """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.arrays import Array
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum
+from zero_mpi.arrays import Array, BufferPool, zeros
+from zero_mpi.comm.base import DONE, Comm, Handle, Memory, Partition, Piece, ordered_sum
 from zero_mpi.comm.files import OutputFile, PlainFile
 
 
 class SerialComm(Comm):
     """A group of one rank; needs no MPI."""
 
-    rank, size, exact = 0, 1, True
+    rank, size, exact, sums_in_place = 0, 1, True, True
+
+    def memory(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Memory:
+        return Memory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if shard is not None:
@@ -30,7 +34,8 @@ class SerialComm(Comm):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        ordered_sum(out, [full] if contributors != 0 else [], accumulate)
+        if full.ctypes.data != out.ctypes.data:
+            ordered_sum(out, [full] if contributors != 0 else [], accumulate)
         return DONE
 
     def allreduce(self, array: Array, label: str = "") -> Handle:

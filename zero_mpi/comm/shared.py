@@ -120,6 +120,7 @@ class SharedComm(Comm):
             self._node.Free()
             raise
         self._inner = MPIComm(world, threaded=threaded)
+        self.meter = self._inner.meter
         self._crowded = self.size > len(os.sched_getaffinity(0))
         self._started = self._writes = 0  # reductions; times that this rank has published
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
@@ -140,7 +141,8 @@ class SharedComm(Comm):
             self.progress()
             return ready()
 
-        wait_until(pushed, self._crowded)
+        with self.meter:
+            wait_until(pushed, self._crowded)
 
     def progress(self) -> None:
         self._add_what_is_posted()
@@ -224,6 +226,8 @@ class SharedComm(Comm):
                     full, out, partition, contributors=contributors, accumulate=accumulate, label=label
                 )
             )
+        if self.rank < contributors:
+            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
         number, self._started = self._started, self._started + 1
         if number >= ENTRIES:  # its entry of the table is used again
             self.wait_until(lambda: self.is_complete(number - ENTRIES))

@@ -71,7 +71,8 @@ class ShardedUnit:
         if unit.trainable:
             shared = whole if keeps_gradient else None
             self.gradient = self._own(self.full_gradient if self._allreduces else shared)
-        self._gradient_buffer: Array | None = None
+        self._gradient_buffer: Array | None = None  # lent by the pool
+        self._whole_gradient = zeros(0)  # of this round
         self._gradient_views: Views | None = None
         self._reduce: Handle | None = None
         self.contributions = 0  # rounds that are in `gradient`
@@ -156,9 +157,12 @@ class ShardedUnit:
         self.wait_reduce()
         if self.full_gradient is not None and self._common_gradient is None:
             buffer = self.full_gradient
+        elif self.comm.sums_in_place and self.contributions == 0:
+            buffer = self.gradient
         else:
             buffer = self._gradient_buffer = self._gradient_pool.take(self.unit.length)
-        buffer[: self.unit.length].fill(0)
+        self._whole_gradient = buffer[: self.unit.length]
+        self._whole_gradient.fill(0)
         key = id(buffer)
         if key not in self._views:
             self._views[key] = self.unit.views(buffer)
@@ -172,7 +176,7 @@ class ShardedUnit:
                 "last=False to backward for every micro-batch but the last"
             )
         self.gradients()
-        whole, self._gradient_views = self._whole_gradient(), None
+        whole, self._gradient_views = self._whole_gradient, None
         label = f"gradients {self.name}"
         if self._allreduces:
             self._reduce = self.comm.allreduce(whole, label)
@@ -186,11 +190,6 @@ class ShardedUnit:
                 label=label,
             )
         self.contributions += 1
-
-    def _whole_gradient(self) -> Array:
-        whole = self.full_gradient if self._gradient_buffer is None else self._gradient_buffer
-        assert whole is not None, f"unit {self.name} has no gradient"
-        return whole[: self.unit.length]
 
     def wait_reduce(self) -> None:
         """Return when the reduction that was started is complete."""
