@@ -113,8 +113,10 @@ def norm_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     return {
         "rms_norm": lambda: [x, w, 1e-3],
         "rms_norm_backward": lambda: [dy, x, w, r, sums],
+        "rms_norm_backward, plus": lambda: [dy, x, w, r, sums, dy + x],
         "layer_norm": lambda: [x, w, b, 1e-3],
         "layer_norm_backward": lambda: [dy, x, w, mean, root, sums, b],
+        "layer_norm_backward, plus": lambda: [dy, x, w, mean, root, sums, b, dy + x],
     }
 
 
@@ -137,6 +139,8 @@ def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, C
     targets, dw, db = ids(outputs, *lead), numbers(outputs, inputs, seed=1), numbers(outputs, seed=1)
     return {
         "linear": lambda: [x, w, b],
+        "linear, plus": lambda: [x, w, b, dy],
+        "linear, plus, no bias": lambda: [x, w, None, dy],
         "linear_backward_x": lambda: [dy, w],
         "linear_backward_x, into": lambda: [dy, w, numbers(*lead, inputs, seed=4)],
         "linear_backward_w": lambda: [dy, x, dw],
@@ -249,6 +253,15 @@ def test_gradients_may_be_views_of_any_kind():
         close(np.array(dx), numbers(6, 7) + wide(dy) @ wide(numbers(5, 7)))
         close(np.array(dw), numbers(5, 7) + dy.T.astype(np.float64) @ x)
         close(np.array(db), numbers(5) + dy.sum(axis=0, dtype=np.float64))
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_pairs_are_turned_where_they_lie(operations, interleaved):
+    angle, x = numbers(5, 3), numbers(2, 5, 3, 6)
+    elsewhere = operations.rope(x, np.cos(angle), np.sin(angle), interleaved)
+    assert operations.rope(x, np.cos(angle), np.sin(angle), interleaved, x) is x
+    assert x.tobytes() == elsewhere.tobytes()
 
 
 def test_float64_goes_to_the_reference():

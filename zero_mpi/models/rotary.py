@@ -191,7 +191,12 @@ class RotaryModel(ModelConfig):
             self.norm(f"{prefix}.attn_norm"),
             ProjectQKV(prefix, width, heads, bias="attn_q" in self.biases),
             *norms,
-            RoPE(self.rope_freq_base, interleaved=self.interleaved, factors=self.rope_factors),
+            RoPE(
+                self.rope_freq_base,
+                interleaved=self.interleaved,
+                factors=self.rope_factors,
+                in_place=True,  # projections and norms of heads keep what they are given, not what they give
+            ),
             CausalAttention(self.key_length**-0.5),
             MergeHeads(),
             self.linear(prefix, "attn_output", heads.query * heads.value_width, width),

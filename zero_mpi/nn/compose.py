@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from zero_mpi import ops
@@ -14,6 +15,16 @@ class Chain(Layer):
     def __init__(self, *layers: Layer) -> None:
         self.layers = layers
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
+
+    @cached_property
+    def but_last(self) -> Chain:
+        """All layers before the last one."""
+        return Chain(*self.layers[:-1])
+
+    @cached_property
+    def but_first(self) -> Chain:
+        """All layers after the first one."""
+        return Chain(*self.layers[1:])
 
     def params(self) -> dict[str, Param]:
         return {name: param for layer in self.layers for name, param in layer.params().items()}
@@ -30,18 +41,30 @@ class Chain(Layer):
             dy = layer.backward(p, kept, dy, g)
         return dy
 
+    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
+        if not self.layers:
+            return super().forward_onto(p, x, base)
+        x, saved = self.but_last.forward(p, x)
+        y, kept = self.layers[-1].forward_onto(p, x, base)
+        return y, [*saved, kept]
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
+        if not self.layers:
+            return super().backward_onto(p, saved, dy, g, base)
+        dy = self.but_first.backward(p, saved[1:], dy, g)
+        return self.layers[0].backward_onto(p, saved[0], dy, g, base)
+
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
         if not self.layers:
             return super().loss(p, x, targets, scale, g)
-        before = Chain(*self.layers[:-1])
-        y, saved = before.forward(p, x)
+        y, saved = self.but_last.forward(p, x)
         loss, dy = self.layers[-1].loss(p, y, targets, scale, g)
-        return loss, before.backward(p, saved, dy, g)
+        return loss, self.but_last.backward(p, saved, dy, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
         if not self.layers:
             return super().evaluate(p, x, targets, scale)
-        y, _ = Chain(*self.layers[:-1]).forward(p, x)
+        y, _ = self.but_last.forward(p, x)
         return self.layers[-1].evaluate(p, y, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
@@ -65,11 +88,10 @@ class Residual(Wrapper):
     """y = x + inner(x)."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, saved = self.inner.forward(p, x)
-        return ops.add(x, y), saved
+        return self.inner.forward_onto(p, x, x)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return ops.add(dy, self.inner.backward(p, saved, dy, g))
+        return self.inner.backward_onto(p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         return ops.add(x, self.inner.infer(p, x, cache))

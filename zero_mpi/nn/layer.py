@@ -69,6 +69,15 @@ class Layer:
         """dx; adds the parameters' gradients into g. x and dy stay as they are."""
         raise NotImplementedError
 
+    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
+        """(base + y, saved). A layer that can add where it writes y overrides it."""
+        y, saved = self.forward(p, x)
+        return ops.add(base, y), saved
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
+        """base + dx. A layer that can add where it writes dx overrides it."""
+        return ops.add(base, self.backward(p, saved, dy, g))
+
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
         """(loss, dx): forward, the cross-entropy of y as logits, and backward, in one.
 

@@ -25,6 +25,9 @@ class Linear(Layer):
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return ops.linear(x, p[self.weight], self._bias(p)), x
 
+    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
+        return ops.linear(x, p[self.weight], self._bias(p), base), x
+
     def _bias(self, p: Weights) -> Any:
         return p[self.bias] if self.bias else None
 

@@ -22,8 +22,11 @@ class RMSNorm(Layer):
         return y, (x, r)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return self.backward_onto(p, saved, dy, g, None)
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
         x, r = saved
-        return ops.rms_norm_backward(dy, x, p[self.weight], r, g.get(self.weight))
+        return ops.rms_norm_backward(dy, x, p[self.weight], r, g.get(self.weight), base)
 
 
 class LayerNorm(Layer):
@@ -40,5 +43,9 @@ class LayerNorm(Layer):
         return y, (x, mean, r)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return self.backward_onto(p, saved, dy, g, None)
+
+    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
         x, mean, r = saved
-        return ops.layer_norm_backward(dy, x, p[self.weight], mean, r, g.get(self.weight), g.get(self.bias))
+        dw, db = g.get(self.weight), g.get(self.bias)
+        return ops.layer_norm_backward(dy, x, p[self.weight], mean, r, dw, db, base)

@@ -40,12 +40,13 @@ def add_into(out: Array, x: Array) -> None:
 # ---------------------------------------------------------------------------------------------- linear
 
 
-def linear(x: Array, w: Array, b: Array | None = None) -> Array:
-    """y (..., O) = x (..., C) @ w (O, C) transposed + b (O,)."""
-    y = rows(x) @ w.T
-    if b is not None:
-        y += b
-    return y.reshape(*x.shape[:-1], w.shape[0])
+def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
+    """y (..., O) = x (..., C) @ w (O, C) transposed + b (O,) + plus (..., O)."""
+    y = (rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
+    for addend in (b, plus):
+        if addend is not None:
+            y += addend
+    return y
 
 
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
@@ -111,13 +112,16 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     return x * r * w, r
 
 
-def rms_norm_backward(dy: Array, x: Array, w: Array, r: Array, dw: Array | None) -> Array:
-    """dx of `rms_norm`; adds the gradient of w into dw (C,) unless that is None."""
+def rms_norm_backward(
+    dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
+) -> Array:
+    """dx of `rms_norm`, + plus; adds the gradient of w into dw (C,) unless that is None."""
     n = x * r
     if dw is not None:
         dw += rows(dy * n).sum(axis=0)
     d = dy * w
-    return r * (d - n * (d * n).mean(axis=-1, keepdims=True))
+    dx = r * (d - n * (d * n).mean(axis=-1, keepdims=True))
+    return dx if plus is None else plus + dx
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
@@ -133,16 +137,24 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
 
 
 def layer_norm_backward(
-    dy: Array, x: Array, w: Array, mean: Array, r: Array, dw: Array | None, db: Array | None
+    dy: Array,
+    x: Array,
+    w: Array,
+    mean: Array,
+    r: Array,
+    dw: Array | None,
+    db: Array | None,
+    plus: Array | None = None,
 ) -> Array:
-    """dx of `layer_norm`; adds the gradients of w and b into dw and db (C,) unless None."""
+    """dx of `layer_norm`, + plus; adds the gradients of w and b into dw and db (C,) unless None."""
     n = (x - mean) * r
     if dw is not None:
         dw += rows(dy * n).sum(axis=0)
     if db is not None:
         db += rows(dy).sum(axis=0)
     d = dy * w
-    return r * (d - d.mean(axis=-1, keepdims=True) - n * (d * n).mean(axis=-1, keepdims=True))
+    dx = r * (d - d.mean(axis=-1, keepdims=True) - n * (d * n).mean(axis=-1, keepdims=True))
+    return dx if plus is None else plus + dx
 
 
 # ----------------------------------------------------------------------------------------- activations
@@ -183,22 +195,21 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
 # -------------------------------------------------------------------------------------- rotary position
 
 
-def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, D/2).
 
     `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + D/2]), its
-    NEOX order. Backward is the same with -sin. Su et al., "RoFormer", 2021.
+    NEOX order. Backward is the same with -sin. `out` takes the result and may be x itself.
+    Su et al., "RoFormer", 2021.
     """
-    xp = namespace(x)
-    y = xp.empty_like(x)
+    y = namespace(x).empty_like(x) if out is None else out
     half = x.shape[-1] // 2
     first, second = slice(half), slice(half, None)
     if interleaved:
         first, second = slice(0, None, 2), slice(1, None, 2)
     a, b = x[..., first], x[..., second]
     c, s = cos[:, None, :], sin[:, None, :]
-    y[..., first] = a * c - b * s
-    y[..., second] = b * c + a * s
+    y[..., first], y[..., second] = a * c - b * s, b * c + a * s
     return y
 
 

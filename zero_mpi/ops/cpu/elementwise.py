@@ -67,8 +67,8 @@ def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array)
         dup[i] = d * v * s
 
 
-@kernel(given(3), given(2), given(2), TRUTH, filled(3))
-def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool, y: Array) -> None:
+@kernel(filled(3), given(2), given(2), TRUTH)
+def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     """Turn the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
     n, heads = x.shape[:2]
     positions, half = cos.shape
@@ -78,13 +78,14 @@ def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool, y: Array) ->
             if interleaved:
                 for j in range(half):
                     a, b = x[i, h, 2 * j], x[i, h, 2 * j + 1]
-                    y[i, h, 2 * j] = a * cos[t, j] - b * sin[t, j]
-                    y[i, h, 2 * j + 1] = b * cos[t, j] + a * sin[t, j]
+                    x[i, h, 2 * j] = a * cos[t, j] - b * sin[t, j]
+                    x[i, h, 2 * j + 1] = b * cos[t, j] + a * sin[t, j]
             else:
+                first, second = x[i, h, :half], x[i, h, half:]
                 for j in range(half):
-                    a, b = x[i, h, j], x[i, h, half + j]
-                    y[i, h, j] = a * cos[t, j] - b * sin[t, j]
-                    y[i, h, half + j] = b * cos[t, j] + a * sin[t, j]
+                    a, b = first[j], second[j]
+                    first[j] = a * cos[t, j] - b * sin[t, j]
+                    second[j] = b * cos[t, j] + a * sin[t, j]
 
 
 def add(x: Array, y: Array) -> Array:
@@ -135,15 +136,14 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     return dgate, dup
 
 
-def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """`reference.rope`."""
-    if not single(x, cos, sin):
-        return reference.rope(x, cos, sin, interleaved)
-    y = recycled(x.shape)
+    if not single(x, cos, sin) or not (out is None or (single(out) and out.flags.c_contiguous)):
+        return reference.rope(x, cos, sin, interleaved, out)
+    y = recycled(x.shape) if out is None else out
+    if y is not x:
+        y[...] = x
     if x.size:
-        contiguous = np.ascontiguousarray
-        turned = (-1, *x.shape[2:])
-        turn_pairs(
-            contiguous(x).reshape(turned), contiguous(cos), contiguous(sin), interleaved, y.reshape(turned)
-        )
+        cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
+        turn_pairs(y.reshape(-1, *x.shape[2:]), cos, sin, interleaved)
     return y

@@ -36,14 +36,15 @@ def update(
         return
     length = p.size // keep.size
     for run in range(keep.size):
-        kept = keep[run]
-        for i in range(run * length, (run + 1) * length):
-            d = g[i] * scale
-            first = m[i] * beta1 + rest1 * d
-            second = v[i] * beta2 + rest2 * (d * d)
-            m[i] = first
-            v[i] = second
-            p[i] = p[i] * kept - rate * (first / (np.sqrt(second) / root_c2 + eps))
+        kept, here = keep[run], slice(run * length, (run + 1) * length)
+        pr, gr, mr, vr = p[here], g[here], m[here], v[here]  # loops over whole arrays become vector code
+        for i in range(pr.size):
+            d = gr[i] * scale
+            first = mr[i] * beta1 + rest1 * d
+            second = vr[i] * beta2 + rest2 * (d * d)
+            mr[i] = first
+            vr[i] = second
+            pr[i] = pr[i] * kept - rate * (first / (np.sqrt(second) / root_c2 + eps))
 
 
 @kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})

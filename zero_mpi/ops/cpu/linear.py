@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from zero_mpi.arrays import Array, recycled
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
-from zero_mpi.ops.cpu.jit import FLOAT32, ONE, ZERO, filled, flat, given, kernel, matrix
+from zero_mpi.ops.cpu.jit import FLOAT32, ONE, ZERO, filled, flat, given, kernel, matrix, single
 from zero_mpi.ops.reference import rows
 
 
@@ -17,6 +19,14 @@ def add_row(b: Array, y: Array) -> None:
             y[i, j] += b[j]
 
 
+@kernel(given(1), given(2), filled(2))
+def add_row_and(b: Array, plus: Array, y: Array) -> None:
+    """y (N, O) += b (O,) + plus (N, O), in one pass."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] = (y[i, j] + b[j]) + plus[i, j]
+
+
 @kernel(given(2), filled(1))
 def add_columns(x: Array, out: Array) -> None:
     """out (O,) += the sum of x (N, O) over its rows, first to last."""
@@ -25,15 +35,20 @@ def add_columns(x: Array, out: Array) -> None:
             out[j] += x[i, j]
 
 
-def linear(x: Array, w: Array, b: Array | None = None) -> Array:
+def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
     """`reference.linear`."""
-    if not x.dtype == w.dtype == FLOAT32:
-        return reference.linear(x, w, b)
+    if not x.dtype == w.dtype == FLOAT32 or not (plus is None or single(plus)):
+        return reference.linear(x, w, b, plus)
     y = recycled((*x.shape[:-1], w.shape[0]))
     out = rows(y)
     multiply(fitting(rows(x)), fitting(w).T, ZERO, out)
-    if b is not None:
-        add_row(flat(b), out)
+    if plus is None:
+        if b is not None:
+            add_row(flat(b), out)
+    elif b is not None:
+        add_row_and(flat(b), matrix(plus), out)
+    else:
+        np.add(y, plus, out=y)
     return y
 
 

@@ -6,7 +6,20 @@ import numpy as np
 
 from zero_mpi.arrays import Array, recycled
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import FLOAT, FLOAT32, ONE, ZERO, f4, filled, flat, given, kernel, matrix, single
+from zero_mpi.ops.cpu.jit import (
+    FLOAT,
+    FLOAT32,
+    ONE,
+    TRUTH,
+    ZERO,
+    f4,
+    filled,
+    flat,
+    given,
+    kernel,
+    matrix,
+    single,
+)
 
 
 @kernel(given(2), given(1), FLOAT, filled(2), filled(1))
@@ -23,9 +36,11 @@ def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
             y[i, j] = x[i, j] * q * w[j]
 
 
-@kernel(given(2), given(2), given(1), given(1), filled(2), filled(1))
-def rms_backward(dy: Array, x: Array, w: Array, r: Array, dx: Array, dw: Array) -> None:
-    """dx = r (d - n mean(d n)) with d = dy w and n = x r; dw += the sum of dy n over rows."""
+@kernel(given(2), given(2), given(1), given(1), TRUTH, given(2), filled(2), filled(1))
+def rms_backward(
+    dy: Array, x: Array, w: Array, r: Array, adds: bool, plus: Array, dx: Array, dw: Array
+) -> None:
+    """dx = r (d - n mean(d n)) with d = dy w and n = x r, + plus if `adds`; dw += sums of dy n over rows."""
     n, width = x.shape
     for i in range(n):
         q = r[i]
@@ -34,7 +49,8 @@ def rms_backward(dy: Array, x: Array, w: Array, r: Array, dx: Array, dw: Array) 
             along += dy[i, j] * w[j] * x[i, j]
         c = along * q * q * q / f4(width)
         for j in range(width):
-            dx[i, j] = q * w[j] * dy[i, j] - c * x[i, j]
+            inner = q * w[j] * dy[i, j] - c * x[i, j]
+            dx[i, j] = plus[i, j] + inner if adds else inner
             dw[j] += dy[i, j] * x[i, j] * q
 
 
@@ -58,11 +74,23 @@ def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Arra
             y[i, j] = (x[i, j] - middle) * q * w[j] + b[j]
 
 
-@kernel(given(2), given(2), given(1), given(1), given(1), filled(2), filled(1), filled(1))
+@kernel(*[given(2)] * 2, *[given(1)] * 3, TRUTH, given(2), filled(2), filled(1), filled(1))
 def layer_backward(
-    dy: Array, x: Array, w: Array, mean: Array, r: Array, dx: Array, dw: Array, db: Array
+    dy: Array,
+    x: Array,
+    w: Array,
+    mean: Array,
+    r: Array,
+    adds: bool,
+    plus: Array,
+    dx: Array,
+    dw: Array,
+    db: Array,
 ) -> None:
-    """dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r; dw, db += sums over rows."""
+    """dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r, + plus if `adds`.
+
+    dw, db += sums over rows.
+    """
     n, width = x.shape
     for i in range(n):
         q, middle = r[i], mean[i]
@@ -75,7 +103,8 @@ def layer_backward(
         along *= q * q / f4(width)
         for j in range(width):
             centred = x[i, j] - middle
-            dx[i, j] = q * (dy[i, j] * w[j] - total - centred * along)
+            inner = q * (dy[i, j] * w[j] - total - centred * along)
+            dx[i, j] = plus[i, j] + inner if adds else inner
             dw[j] += dy[i, j] * centred * q
             db[j] += dy[i, j]
 
@@ -99,12 +128,19 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     return y, r
 
 
-def rms_norm_backward(dy: Array, x: Array, w: Array, r: Array, dw: Array | None) -> Array:
+def addend(plus: Array | None, dy: Array) -> tuple[bool, Array]:
+    """Whether something is added to dx, and what; else an array of the same shape that is not looked at."""
+    return (False, dy) if plus is None else (True, matrix(plus))
+
+
+def rms_norm_backward(
+    dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
+) -> Array:
     """`reference.rms_norm_backward`."""
-    if not single(dy, x, w) or not room(dw):
-        return reference.rms_norm_backward(dy, x, w, r, dw)
-    dx = recycled(x.shape)
-    rms_backward(matrix(dy), matrix(x), flat(w), flat(r), matrix(dx), spare(dw, w))
+    if not single(dy, x, w) or not room(dw, plus):
+        return reference.rms_norm_backward(dy, x, w, r, dw, plus)
+    dx, d = recycled(x.shape), matrix(dy)
+    rms_backward(d, matrix(x), flat(w), flat(r), *addend(plus, d), matrix(dx), spare(dw, w))
     return dx
 
 
@@ -118,12 +154,19 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
 
 
 def layer_norm_backward(
-    dy: Array, x: Array, w: Array, mean: Array, r: Array, dw: Array | None, db: Array | None
+    dy: Array,
+    x: Array,
+    w: Array,
+    mean: Array,
+    r: Array,
+    dw: Array | None,
+    db: Array | None,
+    plus: Array | None = None,
 ) -> Array:
     """`reference.layer_norm_backward`."""
-    if not single(dy, x, w) or not room(dw, db):
-        return reference.layer_norm_backward(dy, x, w, mean, r, dw, db)
-    dx = recycled(x.shape)
+    if not single(dy, x, w) or not room(dw, db, plus):
+        return reference.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
+    dx, d = recycled(x.shape), matrix(dy)
     sums = spare(dw, w), spare(db, w)
-    layer_backward(matrix(dy), matrix(x), flat(w), flat(mean), flat(r), matrix(dx), *sums)
+    layer_backward(d, matrix(x), flat(w), flat(mean), flat(r), *addend(plus, d), matrix(dx), *sums)
     return dx
