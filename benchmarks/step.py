@@ -1,10 +1,12 @@
-"""How long a training step takes: tokens a second, share of the sgemm peak, bytes sent, memory.
+"""How long a training step takes: tokens a second, share of the sgemm peak, waits, bytes sent, memory.
 
     mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard --transport auto
 
-The variants take turns, round by round; medians are shown. The peak is that of products of 1024 x 1024
-matrices on all ranks at once, measured in the same run. GEMM share: how long the step's products with weights
-alone would take at that peak, over the time of the step.
+The variants take turns, round by round; medians of the slowest rank's steps are shown. The peak is that of
+products of 1024 x 1024 matrices on all ranks at once, measured in the same run. GEMM share: how long the
+step's products with weights alone would take at that peak, over the time of the step. Wait: of the rank that
+waits longest. Memory is the process's, so it is a variant's own where only one is run: peak RSS of the
+largest rank, PSS of all ranks (shared memory counts once), activations that a rank ever held.
 """
 
 import argparse
@@ -14,13 +16,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi.arrays import recycled_stats
 from zero_mpi.config import Config, Parser
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES
@@ -30,6 +34,7 @@ from zero_mpi.sharding import strategy_named
 
 GEMM = 1024
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
+SIZES = ("vocabulary", "layers", "width", "heads", "ffn", "context", "batch")
 
 
 def make_parser() -> Parser:
@@ -40,6 +45,8 @@ def make_parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W1")
+    for size in SIZES:
+        parser.add_argument(f"--{size}", type=int, help="other than the workload's")
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=["full-shard"])
     parser.add_argument("--transport", nargs="+", choices=("auto", "mpi", "shared"), default=["auto"])
     parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
@@ -55,7 +62,7 @@ def make_parser() -> Parser:
 
 @dataclass
 class Run:
-    """One variant: its name, and what a step of it is."""
+    """One variant: its name, what a step of it is, and what its steps took."""
 
     name: tuple[str, str, str]
     comm: Comm
@@ -63,6 +70,19 @@ class Run:
     optimizer: ShardedAdamW
     accumulator: GradAccum
     workload: Workload
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    sent: int = 0  # bytes of the last step
+
+    def timed_step(self, number: int) -> None:
+        """One step, all ranks at once, with its costs noted."""
+        self.comm.barrier()
+        meter = self.comm.meter
+        waited, sent, begun = meter.wait_seconds, meter.sent_bytes, time.perf_counter()
+        self.step(number)
+        self.seconds.append(time.perf_counter() - begun)
+        self.waits.append(meter.wait_seconds - waited)
+        self.sent = meter.sent_bytes - sent
 
     def step(self, number: int) -> float:
         """One step; returns the loss."""
@@ -81,9 +101,15 @@ def micro_batch(workload: Workload, rank: int, number: int) -> tuple[np.ndarray,
     return drawn[:, :-1], drawn[:, 1:]
 
 
+def sized(options: argparse.Namespace) -> Workload:
+    """The workload, with the sizes that the flags change."""
+    changed = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    return replace(WORKLOADS[options.workload], **changed)
+
+
 def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
     """Every variant that the flags name."""
-    workload = WORKLOADS[options.workload]
+    workload = sized(options)
     model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
     for transport, reduction, strategy in product(options.transport, options.reduction, options.strategy):
         config = Config(
@@ -117,7 +143,6 @@ def gemm_rate(comm: Comm, repeats: int = 7) -> float:
 def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
     """What each variant reached."""
     runs = list(make_runs(world, options))
-    times: dict[tuple[str, str, str], list[float]] = {variant.name: [] for variant in runs}
     peak = 0.0
     for variant in runs:
         for number in range(options.warmup):
@@ -126,20 +151,31 @@ def measure(world: World, options: argparse.Namespace) -> list[dict[str, object]
         peak = max(peak, gemm_rate(runs[0].comm))
         for variant in runs:
             for number in range(options.steps):
-                variant.comm.barrier()
-                begun = time.perf_counter()
-                variant.step(number)
-                times[variant.name].append(time.perf_counter() - begun)
-    memory = max(runs[0].comm.allgather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
-    return [result(variant, times[variant.name], peak, memory) for variant in runs]
+                variant.timed_step(number)
+    memory = runs[0].comm.allgather_object((peak_rss(), pss(), recycled_stats().held / 2**20))
+    return [result(variant, peak, memory) for variant in runs]
 
 
-def result(variant: Run, times: list[float], peak: float, memory: float) -> dict[str, object]:
+def peak_rss() -> float:
+    """The most memory that this process ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def pss() -> float:
+    """This process's memory in MiB, shared pages divided by those who share them."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.partition("Pss:")[2].split()[0]) / 1024
+
+
+def median_of_longest(comm: Comm, values: list[float]) -> float:
+    """The median over steps of the longest of all ranks."""
+    return statistics.median(max(together) for together in zip(*comm.allgather_object(values), strict=True))
+
+
+def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) -> dict[str, object]:
     """One line of the table."""
-    slowest = statistics.median(
-        max(together) for together in zip(*variant.comm.allgather_object(times), strict=True)
-    )
-    workload = variant.workload
+    comm, workload = variant.comm, variant.workload
+    slowest = median_of_longest(comm, variant.seconds)
     return {
         "strategy": variant.name[0],
         "transport": variant.name[1],
@@ -149,7 +185,11 @@ def result(variant: Run, times: list[float], peak: float, memory: float) -> dict
         "tokens_per_second": variant.comm.size * workload.tokens / slowest,
         "gemm_share": workload.gemm_flop / peak / slowest,
         "peak_gflops": peak / 1e9,
-        "rss_mb": memory,
+        "wait_ms": 1e3 * median_of_longest(comm, variant.waits),
+        "sent_mb": max(comm.allgather_object(variant.sent)) / 1e6,
+        "rss_mb": max(rss for rss, _, _ in memory),
+        "pss_of_all_mb": sum(pss for _, pss, _ in memory),
+        "activations_mb": max(held for _, _, held in memory),
     }
 
 
@@ -170,12 +210,16 @@ def print_table(workload: str, results: list[dict[str, object]]) -> None:
     """For people."""
     head = results[0]
     print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s a rank")
-    columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>11} {'RSS MB':>7}"
-    print(f"{'strategy':14} {'transport':10} {'reduction':10} {columns}")
+    columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>10} {'wait ms':>8} {'sent MB':>8} {'RSS MB':>7}"
+    print(
+        f"{'strategy':14} {'transport':10} {'reduction':10} {columns} {'PSS of all':>10} {'activations':>11}"
+    )
     for line in results:
         print(
             f"{line['strategy']:14} {line['transport']:10} {line['reduction']:10} {line['ms']:9.1f} "
-            f"{line['tokens_per_second']:9.0f} {line['gemm_share']:11.2f} {line['rss_mb']:7.0f}"
+            f"{line['tokens_per_second']:9.0f} {line['gemm_share']:10.2f} {line['wait_ms']:8.1f} "
+            f"{line['sent_mb']:8.1f} {line['rss_mb']:7.0f} {line['pss_of_all_mb']:10.0f} "
+            f"{line['activations_mb']:11.0f}"
         )
 
 

@@ -25,6 +25,8 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_")  # a person's, not a job's
 
+REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
+
 _set_for_this_process: set[str] = set()
 _running: set[int] = set()
 
@@ -51,17 +53,22 @@ def prepare_process() -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what an outer job or `prepare_process` put into it."""
+    """This process's environment without what an outer job or `prepare_process` put into it.
+
+    In it the reference computes, unless a test adds COMPILED: to load compiled operations takes each rank
+    longer than a small job's steps.
+    """
     in_job = inside_job()
 
     def of_outer_job(name: str) -> bool:
         return in_job and bool(JOB_VARIABLES.match(name)) and not SETTINGS.match(name)
 
-    return {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _set_for_this_process and not of_outer_job(name)
     }
+    return kept | REFERENCE
 
 
 def launcher() -> list[str]:

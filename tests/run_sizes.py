@@ -76,7 +76,10 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
         command = [*jobs.launcher(), "-n", str(ranks), *command, "--with-mpi"]
     if timeout <= 0:
         return jobs.TIMED_OUT, "no time left: see ZERO_MPI_SUITE_TIMEOUT"
-    status, output, _ = jobs.run_command([*command, *paths, *options], timeout=timeout, cwd=ROOT, merge=True)
+    operations = {"ZERO_MPI_OPS": os.environ.get("ZERO_MPI_OPS", "auto")}
+    status, output, _ = jobs.run_command(
+        [*command, *paths, *options], timeout=timeout, env=operations, cwd=ROOT, merge=True
+    )
     if status == jobs.TIMED_OUT:
         output += f"\nended after {timeout:.0f} s"
     return status, output

@@ -5,16 +5,17 @@ files as bytes with those of the same training on one rank. The sizes are odd on
 that nothing divides, three heads on one key/value head, micro-batches that do not come out even.
 """
 
+import functools
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from jobs import launcher, run_command, run_job
+from jobs import COMPILED, REFERENCE, launcher, run_command, run_job
 
 SIZES = ["--layers", "2", "--dim", "48", "--heads", "3", "--ffn", "97", "--context", "16"]
 # A short warm-up: with the default one, the weights would hardly move in a few steps.
@@ -71,14 +72,24 @@ def write_text(folder: Path, documents: int = 4, seed: int = 0) -> list[str]:
     return [str(path) for path in paths]
 
 
-def train(ranks: int, out: Path, *flags: str, script: Path | None = None, timeout: float = 50) -> str:
+def train(
+    ranks: int,
+    out: Path,
+    *flags: str,
+    script: Path | None = None,
+    timeout: float = 50,
+    operations: Mapping[str, str] = REFERENCE,
+) -> str:
     """Train into `out`, on success only. Returns what was printed; `script` instead of the plain command."""
     start = [str(script)] if script else ["-m", "zero_mpi.train"]
     status, printed, errors = run_job(
-        ranks, [*start, "--out", str(out), *flags], timeout=timeout, cwd=out.parent
+        ranks, [*start, "--out", str(out), *flags], timeout=timeout, env=operations, cwd=out.parent
     )
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
+
+
+train_compiled = functools.partial(train, operations=COMPILED)  # bits are to be those of what people run
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
@@ -125,7 +136,7 @@ def reference(text, tmp_path_factory) -> Reference:
         flags += ["--batch-size", size, "--micro-batch", micro]
         if (model, batch) not in made:
             made[model, batch] = tmp_path_factory.mktemp("one-rank") / "out"
-            train(1, made[model, batch], *flags)
+            train_compiled(1, made[model, batch], *flags)
         return made[model, batch], flags
 
     return find
@@ -138,7 +149,7 @@ def test_same_bytes_as_on_one_rank(
     expected, flags = reference(model, batch)
     flags += ["--strategy", strategy, "--prefetch", prefetch, "--bucket-mb", bucket]
     flags += ["--recompute"] if recompute == "yes" else []
-    printed = train(int(ranks), tmp_path / "out", *flags, "--transport", transport)
+    printed = train_compiled(int(ranks), tmp_path / "out", *flags, "--transport", transport)
     assert f"transport: {transport}" in printed
     assert_same_run(tmp_path / "out", expected)
 
@@ -148,8 +159,8 @@ def test_more_ranks_than_rows(strategy, text, tmp_path):
     """Keys and values of two rows, norms of six elements, over eight ranks: most own nothing of them."""
     flags = ["--data", *text, *SETTINGS, "--layers", "1", "--context", "16", "--batch-size", "3"]
     flags += ["--micro-batch", "1", "--dim", "6", "--heads", "3", "--kv-heads", "1", "--ffn", "5"]
-    train(1, tmp_path / "one", *flags)
-    train(8, tmp_path / "eight", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    train_compiled(1, tmp_path / "one", *flags)
+    train_compiled(8, tmp_path / "eight", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
     shapes = {t.shape for t in tensors(tmp_path / "one" / "latest" / "model.gguf").values()}
     assert {(2, 6), (6,)} <= shapes
     assert_same_run(tmp_path / "eight", tmp_path / "one")
@@ -159,8 +170,8 @@ def test_more_ranks_than_rows(strategy, text, tmp_path):
 def test_qwen_on_three_ranks(arch, text, tmp_path):
     flags = ["--data", *text, *SIZES, *SETTINGS, "--arch", arch, "--kv-heads", "1", "--tied"]
     flags += ["--batch-size", "7", "--micro-batch", "2"]
-    train(1, tmp_path / "one", *flags)
-    train(3, tmp_path / "three", *flags, "--recompute", "--prefetch", "2")
+    train_compiled(1, tmp_path / "one", *flags)
+    train_compiled(3, tmp_path / "three", *flags, "--recompute", "--prefetch", "2")
     assert_same_run(tmp_path / "three", tmp_path / "one")
 
 
@@ -172,7 +183,7 @@ def test_qwen_on_three_ranks(arch, text, tmp_path):
 def test_however_a_checkpoint_is_written_it_is_the_same(how, strategy, reference, tmp_path):
     """A save after every step; in the background it overlaps with the next one."""
     expected, flags = reference("llama-tied", "7/2")
-    train(3, tmp_path / "out", *flags, *how, "--strategy", strategy, "--save-every", "1")
+    train_compiled(3, tmp_path / "out", *flags, *how, "--strategy", strategy, "--save-every", "1")
     assert_same_run(tmp_path / "out", expected)
 
 
@@ -190,7 +201,7 @@ def test_equality_is_of_something_that_moves(reference, text, tmp_path):
     losses = [float(loss) for _, loss, _ in fields(expected)]
     assert len(losses) == 3
     assert losses[2] < losses[0] - 0.1
-    train(1, tmp_path / "out", *flags, "--seed", "1")
+    train_compiled(1, tmp_path / "out", *flags, "--seed", "1")
     assert fields(tmp_path / "out")[0] != fields(expected)[0]
     assert files(tmp_path / "out")["model.gguf"] != files(expected)["model.gguf"]
 
@@ -198,14 +209,14 @@ def test_equality_is_of_something_that_moves(reference, text, tmp_path):
 def test_without_a_launcher_it_is_the_run_of_one_rank(reference, tmp_path):
     expected, flags = reference("llama", "7/2")
     command = [sys.executable, "-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags]
-    assert run_command(command, timeout=50, cwd=tmp_path)[::2] == (0, "")
+    assert run_command(command, timeout=50, env=COMPILED, cwd=tmp_path)[::2] == (0, "")
     assert_same_run(tmp_path / "out", expected)
 
 
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 def test_strategies_on_one_rank_are_the_same_run(strategy, reference, tmp_path):
     expected, flags = reference("gpt2", "7/2")
-    train(1, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    train_compiled(1, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
     assert_same_run(tmp_path / "out", expected)
 
 
@@ -218,13 +229,13 @@ def frozen_run(text, tmp_path_factory) -> tuple[Path, list[str]]:
     out = tmp_path_factory.mktemp("frozen") / "out"
     flags = ["--data", *text, *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
     flags += ["--freeze", "token_embd.*", "blk.0.*"]
-    train(1, out, *flags)
+    train_compiled(1, out, *flags)
     return out, flags
 
 
 def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run, tmp_path):
     out, flags = frozen_run
-    train(1, tmp_path / "start", *flags, "--steps", "0")
+    train_compiled(1, tmp_path / "start", *flags, "--steps", "0")
     before = tensors(tmp_path / "start" / "latest" / "model.gguf")
     after = tensors(out / "latest" / "model.gguf")
     assert list(before) == list(after)
@@ -239,5 +250,5 @@ def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run,
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 def test_a_run_with_frozen_tensors_is_the_same_on_three_ranks(strategy, frozen_run, tmp_path):
     expected, flags = frozen_run
-    train(3, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
+    train_compiled(3, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
     assert_same_run(tmp_path / "out", expected)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import run_job
+from jobs import COMPILED, run_job
 from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
 
@@ -29,7 +29,7 @@ def finetune(ranks: int, folder: Path, *flags: str) -> Path:
     """Run the example with a few small steps. Returns the newest checkpoint."""
     small = ["--context", "24", "--batch-size", "2", "--eval-windows", "2", "--sample", "0"]
     status, printed, errors = run_job(
-        ranks, [str(EXAMPLE), *small, "--warmup", "1", *flags], timeout=300, cwd=folder
+        ranks, [str(EXAMPLE), *small, "--warmup", "1", *flags], timeout=300, env=COMPILED, cwd=folder
     )
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     return folder / "runs" / "smollm2" / "latest"

@@ -1,0 +1,164 @@
+"""What gathering and reducing a unit take: our transports, the MPI library's own calls, a copy in memory.
+
+    mpirun -n 2 python benchmarks/collectives.py [--most-mb 256]
+
+One line a size of the whole buffer, in microseconds: the median, over repeats, of the slowest rank. All start
+together. `copy` is one rank's memcpy of as many bytes, done by all ranks at once. Over shared memory a gather
+copies nothing: what is timed is to say that the own slice is written and to see that all others are.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from zero_mpi import Comm, Partition
+from zero_mpi.config import Parser
+from zero_mpi.launch import World, run
+
+COLUMNS = {
+    "copy": ("copy",),
+    "all-gather": ("library", "mpi", "shared"),
+    "reduce-scatter": ("library", "mpi fast", "mpi exact", "shared"),
+    "all-reduce": ("library",),
+}
+QUANTUM = 256  # elements; slices of the smallest buffer are not empty
+BUDGET = 0.3  # seconds for the repeats of a figure
+FEWEST, MOST = 3, 200
+
+Operation = Callable[[], object]
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="mpirun -n N python benchmarks/collectives.py",
+        description="Time gathers and reductions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--least-kb", type=int, default=1)
+    parser.add_argument("--most-mb", type=int, default=256)
+    return parser
+
+
+def sizes(options: argparse.Namespace) -> Iterator[int]:
+    """Bytes of a buffer, four times as many each time."""
+    size = options.least_kb << 10
+    while size <= options.most_mb << 20:
+        yield size
+        size *= 4
+
+
+def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation]:
+    """The MPI library's blocking calls."""
+    from mpi4py import MPI
+
+    whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
+    mine = np.empty(partition.counts[rank], np.float32)
+    places = [whole, partition.counts, partition.bounds[:-1], MPI.FLOAT]
+    return {
+        "all-gather library": lambda: raw.Allgatherv(MPI.IN_PLACE, places),
+        "reduce-scatter library": lambda: raw.Reduce_scatter(whole, mine, partition.counts),
+        "all-reduce library": lambda: raw.Allreduce(MPI.IN_PLACE, whole),
+        "copy copy": lambda: np.copyto(other, whole),
+    }
+
+
+def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operation]:
+    """Our transport over messages."""
+    comm = comms["exact"]
+    whole, mine = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
+
+    def reduce(kind: str) -> Operation:
+        return lambda: comms[kind].reduce_scatter(whole, mine, partition).wait()
+
+    return {
+        "all-gather mpi": lambda: comm.allgather(None, whole, partition).wait(),
+        "reduce-scatter mpi fast": reduce("fast"),
+        "reduce-scatter mpi exact": reduce("exact"),
+    }
+
+
+def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
+    """Our transport over shared memory; nothing where there is not enough of it."""
+    from zero_mpi.comm.window import NoSharedMemory
+
+    if comm is None:
+        return {}
+    try:
+        memory = comm.memory([partition], [partition.length])
+    except NoSharedMemory:
+        return {}
+    slot, mine = memory.buffers.take(partition.length), np.zeros(partition.counts[comm.rank], np.float32)
+    whole = memory.wholes[0]
+    slot.fill(1)
+
+    def gather() -> None:
+        assert whole is not None
+        comm.publish()
+        comm.await_published()
+
+    return {
+        "all-gather shared": gather,
+        "reduce-scatter shared": lambda: comm.reduce_scatter(slot, mine, partition).wait(),
+    }
+
+
+def measure(comm: Comm, operation: Operation) -> float:
+    """Microseconds of an operation that all ranks do together."""
+    seconds: list[float] = []
+    repeats = FEWEST
+    while len(seconds) < repeats:
+        comm.barrier()
+        begun = time.perf_counter()
+        operation()
+        seconds.append(time.perf_counter() - begun)
+        if len(seconds) == FEWEST:  # the first ones also warm up
+            longest = max(comm.allgather_object(min(seconds)))
+            repeats = FEWEST + int(min(MOST, max(FEWEST, BUDGET / longest)))
+    of_all = comm.allgather_object(seconds[FEWEST:])
+    return 1e6 * statistics.median(max(together) for together in zip(*of_all, strict=True))
+
+
+def make_comms() -> tuple[dict[str, Comm], Comm | None]:
+    """Over messages, both ways to reduce, and over shared memory if the ranks share a node."""
+    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.shared import SharedComm
+    from zero_mpi.comm.window import NoSharedMemory
+
+    comms: dict[str, Comm] = {kind: MPIComm(exact=kind == "exact") for kind in ("exact", "fast")}
+    try:
+        return comms, SharedComm()
+    except NoSharedMemory:
+        return comms, None
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    options = world.together(lambda: make_parser().parse_args(arguments))
+    if world.mpi is None:
+        raise SystemExit("start it by mpirun: there is nothing to measure in one process")
+    comms, node = make_comms()
+    names = [f"{kind} {name}" for kind, ways in COLUMNS.items() for name in ways]
+    if world.rank == 0:
+        print(
+            f"{world.size} ranks, microseconds; {world.mpi.Get_library_version().split(chr(10))[0].strip()}"
+        )
+        print(f"{'':8}" + "".join(f"{kind:>{11 * len(ways)}}" for kind, ways in COLUMNS.items()))
+        print(f"{'KB':>8}" + "".join(f"{name:>11}" for ways in COLUMNS.values() for name in ways))
+    for size in sizes(options):
+        partition = Partition(size // 4, world.size, min(QUANTUM, max(1, size // 4 // world.size)))
+        operations = library(world.mpi.COMM_WORLD, partition, world.rank)
+        operations |= messages(comms, partition) | shared(node, partition)
+        found = {name: measure(comms["exact"], operations[name]) for name in names if name in operations}
+        if world.rank == 0:
+            columns = (f"{found[name]:11.0f}" if name in found else f"{'-':>11}" for name in names)
+            print(f"{size >> 10:8}" + "".join(columns), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run("collectives", command, sys.argv[1:])

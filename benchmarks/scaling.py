@@ -1,0 +1,98 @@
+"""How training steps grow with ranks, context, vocabulary and depth: time, traffic and memory.
+
+    python benchmarks/scaling.py [--sweep ranks context vocabulary layers] [--steps 3]
+
+Every line is a job of `step.py`. A sweep changes one size of a workload. Ranks: the batch is per rank, so
+twice the ranks on the same cores take twice the time; the memory of all ranks together shows what is there
+once. Context: the tokens of a step stay the same, so that a column that grows is a cost of the context.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Line:
+    """A job: how many ranks, and flags of step.py."""
+
+    ranks: int
+    flags: tuple[str, ...]
+
+
+def line(ranks: int, **flags: int | str) -> Line:
+    """A line from its flags."""
+    return Line(ranks, tuple(text for name, value in flags.items() for text in (f"--{name}", str(value))))
+
+
+SWEEPS = {
+    "ranks": [line(ranks, workload=w) for w in ("W3", "W1") for ranks in (1, 2, 4, 8)],
+    "context": [
+        line(2, workload="W1", layers=2, context=t, batch=8192 // t) for t in (256, 512, 1024, 2048, 4096)
+    ],
+    "vocabulary": [
+        line(2, workload="W3", vocabulary=v, context=128, batch=8) for v in (256, 4096, 32768, 131072)
+    ],
+    "layers": [line(2, workload="W3", layers=layers) for layers in (4, 12, 24, 48)],
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Time training steps of growing sizes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--sweep", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS))
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a job")
+    parser.add_argument("--most", type=int, help="only the first so many lines of a sweep")
+    return parser
+
+
+def run_once(chosen: Line, steps: int) -> dict[str, float]:
+    """What a job printed."""
+    beside = Path(sys.executable).parent / "mpirun"
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    command = [launcher, "-n", str(chosen.ranks), sys.executable, str(HERE / "step.py"), *chosen.flags]
+    done = subprocess.run(
+        [*command, "--steps", str(steps), "--json"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    if done.returncode or not lines:
+        raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr.strip()}")
+    return dict(json.loads(lines[-1]))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One table a sweep."""
+    options = make_parser().parse_args(arguments)
+    for name in options.sweep:
+        columns = ("ms", "tokens/s", "wait ms", "sent MB", "RSS MB", "PSS of all", "activations")
+        print(f"{name + ', full-shard':44} {'ranks':>5} " + " ".join(f"{column:>11}" for column in columns))
+        for chosen in SWEEPS[name][: options.most]:
+            found = run_once(chosen, options.steps)
+            keys = (
+                "ms",
+                "tokens_per_second",
+                "wait_ms",
+                "sent_mb",
+                "rss_mb",
+                "pss_of_all_mb",
+                "activations_mb",
+            )
+            print(
+                f"{' '.join(chosen.flags):44} {chosen.ranks:5} "
+                + " ".join(f"{found[key]:11.1f}" for key in keys),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""From the third step on nothing large is allocated, and long contexts and large vocabularies stay bounded.
+
+Activations lie in recycled memory, whose pool must stop growing; what is allocated elsewhere is small things
+that Python and NumPy make. The bounds are formulas of sizes; they are held against what the pool of a fresh
+process ever held.
+"""
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
+from zero_mpi.arrays import recycled_stats
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.ops import backend
+
+needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the reference operations make new arrays")
+
+SIZES = {"layers": 2, "dim": 64, "heads": 4, "ffn": 160, "context": 96, "vocab_size": 512}
+MODELS = {
+    "llama": Llama.from_flags(SIZES | {"kv_heads": 2, "tied": False}),
+    "gpt2": GPT2.from_flags(SIZES | {"tied": True}),
+}
+SMALL = (
+    64 << 10
+)  # bytes at a time; an activation has 4 * 2 * 96 * 64 = 48 KiB or a multiple, there are dozens
+
+
+def make_step(config, rows):
+    """A training step on random tokens."""
+    module = ShardedModule(config.stages(), SerialComm())
+    module.initialize(seed=0)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 1)
+    drawn = np.random.default_rng(0).integers(config.vocab_size, size=(rows, config.context_length + 1))
+    criterion = CrossEntropy(drawn[:, 1:], 1.0 / drawn[:, 1:].size)
+
+    def step():
+        accumulator.accumulate(drawn[:, :-1], criterion)
+        accumulator.total_loss()
+        optimizer.step(max_norm=1.0)
+
+    return step
+
+
+@needs_numba
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_allocates_nothing_large(name):
+    step = make_step(MODELS[name], rows=2)
+    for _ in range(3):
+        step()
+    fresh = recycled_stats().fresh
+    tracemalloc.start()
+    try:
+        step()
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        step()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert recycled_stats().fresh == fresh, "no block is new"
+    assert peak - before < SMALL
+
+
+def held_after_steps(name, sizes, rows):
+    """Bytes of recycled memory that a fresh process holds after two steps."""
+    code = (
+        "import test_steady_state as t\n"
+        f"step = t.make_step(t.{name}.from_flags({sizes!r}), rows={rows})\n"
+        "step(), step()\n"
+        "print(t.recycled_stats().held)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+        timeout=120,
+    )
+    return int(done.stdout)
+
+
+def environment():
+    """Where this file and what it imports are found."""
+    here = Path(__file__).resolve().parent
+    return os.environ | {"PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}"}
+
+
+@needs_numba
+def test_a_context_of_4096_takes_memory_of_its_length_and_not_of_its_square():
+    """Per token: 16 numbers a column of the model, 6 a column of the feed-forward, logits and their slope."""
+    sizes = SIZES | {"layers": 1, "heads": 8, "kv_heads": 8, "context": 4096, "tied": False}
+    tokens, square = 4096, 4 * 8 * 4096**2
+    bound = 4 * tokens * (16 * sizes["dim"] + 6 * sizes["ffn"] + 2 * sizes["vocab_size"])
+    held = held_after_steps("Llama", sizes, 1)
+    assert held < 1.25 * bound < square / 4
+
+
+@needs_numba
+def test_a_vocabulary_of_128k_never_has_all_logits():
+    sizes = SIZES | {"layers": 1, "context": 1024, "vocab_size": 131072, "tied": True}
+    logits = 4 * 1024 * 131072
+    held = held_after_steps("GPT2", sizes, 1)
+    assert held < (64 << 20) + 4 * 1024 * (16 * sizes["dim"] + 4 * sizes["ffn"]) + (16 << 20) < logits / 4
