@@ -1,16 +1,25 @@
 """The benchmarks run and print their tables; how fast they are is not for a test to say."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "checkpoint.py"
+from zero_mpi import SerialComm, ShardedModule
+from zero_mpi.models import ARCHITECTURES
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "checkpoint.py"
 ROW = re.compile(
     r"(?P<name>\S.*?)  +(?P<speed>\d+\.\d+) +(?P<ratio>\d+\.\d+) +\d+\.\d+\.\.\d+\.\d+ +\d+\.\d+"
 )
+GPT2_OF_TWO_LAYERS = {
+    "layers": 2, "dim": 128, "heads": 4, "ffn": 512, "context": 64, "vocab_size": 256
+}  # fmt: skip
 ROWS = [
     "plain write and fsync",
     "save, gather",
@@ -39,6 +48,60 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_
     assert re.match(r"of the last load, \d+% came from the disk$", disk)
     assert re.match(r"index of SmolLM2-135M: (\d\.\d+ s|not measured)", index)
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_mpiexec
+def test_steps_are_timed_for_each_variant():
+    flags = ["--workload", "W3", "--layers", "1", "--steps", "2", "--warmup", "1"]
+    variants = ["--strategy", "full-shard", "no-shard", "--transport", "mpi", "shared"]
+    status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags, *variants], timeout=60)
+    assert (status, errors) == (0, "")
+    head, columns, *rows = printed.splitlines()
+    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s a rank$", head)
+    assert columns.split()[-3:] == ["of", "all", "activations"]
+    cells = [row.split() for row in rows]
+    assert [tuple(row[:2]) for row in cells] == [
+        ("full-shard", "mpi"), ("no-shard", "mpi"), ("full-shard", "shared"), ("no-shard", "shared")
+    ]  # fmt: skip
+    assert all(float(cell) > 0 for row in cells for cell in row[3:6])
+
+
+@needs_mpiexec
+def test_step_sends_what_the_formula_says():
+    """Bytes of a step of full-shard on 2 ranks over messages, as ARCHITECTURE.md has them."""
+    flags = ["--workload", "W3", "--layers", "2", "--steps", "1", "--transport", "mpi", "--json"]
+    status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags], timeout=60)
+    assert (status, errors) == (0, "")
+    found = json.loads(printed)
+    module = ShardedModule(ARCHITECTURES["gpt2"].from_flags(GPT2_OF_TWO_LAYERS).stages(), SerialComm())
+    half = {unit.name: unit.unit.partition(2).counts[0] for unit in module.units}
+    lengths = {unit.name: unit.unit.length for unit in module.units}
+    gathers = {name: 2 if name.startswith("blk") or name == "output_norm" else 1 for name in lengths}
+    vectors = 8 * (2 + module.chunk_count)  # losses and norms, float64
+    sent = 4 * sum(gathers[name] * half[name] + lengths[name] - half[name] for name in lengths) + vectors
+    assert found["sent_mb"] == pytest.approx(sent / 1e6, rel=1e-3)
+
+
+@needs_mpiexec
+def test_sizes_are_swept():
+    command = [sys.executable, BENCHMARKS / "scaling.py", "--sweep", "layers", "--most", "1", "--steps", "1"]
+    status, printed, errors = run_command(command, timeout=60)
+    assert (status, errors) == (0, "")
+    head, row = printed.splitlines()
+    assert head.startswith("layers, full-shard")
+    assert row.startswith("--workload W3 --layers 4 ")
+    assert len(row.split()) == 4 + 8
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_are_timed_by_size(ranks):
+    flags = ["--least-kb", "1", "--most-mb", "1"]
+    status, printed, errors = run_job(ranks, [BENCHMARKS / "collectives.py", *flags], timeout=60)
+    assert (status, errors) == (0, "")
+    rows = [line.split() for line in printed.splitlines()[3:]]
+    assert [row[0] for row in rows] == ["1", "4", "16", "64", "256", "1024"]
+    assert all(len(row) == 10 and float(cell) >= 0 for row in rows for cell in row)
 
 
 @needs_mpiexec
