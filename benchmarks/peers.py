@@ -8,19 +8,15 @@ this. Ratios are tokens a second, ours over theirs.
 """
 
 import argparse
-import json
 import os
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
-HERE = Path(__file__).resolve().parent
 Variant = tuple[str, ...]
 
 
@@ -41,10 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def ours(workload: str, strategy: str, options: argparse.Namespace) -> list[str]:
     """The command of one of our runs."""
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    flags = ["--workload", workload, "--strategy", strategy, "--steps", str(options.steps), "--json"]
-    return [launcher, "-n", str(options.ranks), sys.executable, str(HERE / "step.py"), *flags]
+    flags = ["--workload", workload, "--strategy", strategy, "--steps", str(options.steps)]
+    return step_command(options.ranks, flags)
 
 
 def theirs(workload: str, mode: str, ranks: int, threads: int, options: argparse.Namespace) -> list[str]:
@@ -65,17 +59,6 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
     chosen = {name: command for name, command in peers.items() if not options.peers or name in options.peers}
     own = {f"ours {strategy}": ours(workload, strategy, options) for strategy in ("full-shard", "no-shard")}
     return own | chosen
-
-
-def run_once(command: list[str]) -> dict[str, float] | None:
-    """What a run printed, or None if it failed (a peer that is not there)."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, stdin=subprocess.DEVNULL)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:  # torch's processes sometimes abort when they part, after the result
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"failed: {' '.join(command[-8:])}: {last}", file=sys.stderr)
-        return None
-    return dict(json.loads(lines[-1]))
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

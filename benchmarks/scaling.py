@@ -8,15 +8,11 @@ once. Context: the tokens of a step stay the same, so that a column that grows i
 """
 
 import argparse
-import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from step_jobs import run_once, step_command
 
 
 @dataclass(frozen=True)
@@ -56,20 +52,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_once(chosen: Line, steps: int) -> dict[str, float]:
-    """What a job printed."""
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    command = [launcher, "-n", str(chosen.ranks), sys.executable, str(HERE / "step.py"), *chosen.flags]
-    done = subprocess.run(
-        [*command, "--steps", str(steps), "--json"], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
-    if done.returncode or not lines:
-        raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr.strip()}")
-    return dict(json.loads(lines[-1]))
-
-
 def main(arguments: Sequence[str]) -> None:
     """One table a sweep."""
     options = make_parser().parse_args(arguments)
@@ -77,7 +59,10 @@ def main(arguments: Sequence[str]) -> None:
         columns = ("ms", "tokens/s", "wait ms", "sent MB", "RSS MB", "PSS of all", "activations")
         print(f"{name + ', full-shard':44} {'ranks':>5} " + " ".join(f"{column:>11}" for column in columns))
         for chosen in SWEEPS[name][: options.most]:
-            found = run_once(chosen, options.steps)
+            flags = [*chosen.flags, "--steps", str(options.steps)]
+            found = run_once(step_command(chosen.ranks, flags))
+            if found is None:
+                raise SystemExit(1)
             keys = (
                 "ms",
                 "tokens_per_second",

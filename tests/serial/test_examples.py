@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import launcher, run_job
+from jobs import run_job
+from test_command_bits import needs_mpiexec
 
 import zero_mpi
 from zero_mpi import config, export, generate
@@ -17,17 +18,6 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
-
-
-def no_launcher() -> bool:
-    """Whether jobs cannot be started here."""
-    try:
-        return not launcher()
-    except FileNotFoundError:
-        return True
-
-
-needs_mpiexec = pytest.mark.skipif(no_launcher(), reason="no mpiexec")
 
 
 def run_script(path: Path, ranks: int, folder: Path) -> str:

@@ -3,7 +3,6 @@
 Each test writes a tiny suite into a folder, with this project's conftest.py, and runs it as a job.
 """
 
-import os
 import shutil
 import sys
 import time
@@ -14,17 +13,10 @@ import jobs
 import pytest
 from jobs import run_command, run_job
 from run_sizes import NO_VERDICT, read_verdict
+from test_command_bits import needs_mpiexec
 
 TESTS = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovider"]
-needs_mpiexec = pytest.mark.skipif(
-    not (
-        os.environ.get("ZERO_MPI_MPIEXEC")
-        or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-        or shutil.which("mpiexec")
-    ),
-    reason="no mpiexec",
-)
 
 FAULTY = """
 import os

@@ -1,0 +1,28 @@
+"""Starting the jobs whose results a benchmark compares: each prints one JSON object a line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def step_command(ranks: int, flags: Sequence[str]) -> list[str]:
+    """`mpirun -n ranks python step.py FLAGS --json`; mpirun is that beside this python, else that on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    return [launcher, "-n", str(ranks), sys.executable, str(HERE / "step.py"), *flags, "--json"]
+
+
+def run_once(command: Sequence[str]) -> dict[str, float] | None:
+    """What a job printed last; None, and a line on stderr, if it came to no result."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, stdin=subprocess.DEVNULL)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:  # the status does not tell: torch's processes may abort when they part, after the result
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        print(f"failed: {' '.join(command[-8:])}: {last}", file=sys.stderr)
+        return None
+    return dict(json.loads(lines[-1]))
