@@ -87,7 +87,6 @@ def pointwise(n: int, width: int) -> list[Row]:
     angle = numbers(256, 32)
     return [
         row("add", x, y, moved=[x, x, x]),
-        row("add_into", x.copy(), y, moved=[x, x, x]),
         row("gelu", x, moved=[x, x]),
         row("gelu_backward", y, x, moved=[x, x, x]),
         row("swiglu", x, y, moved=[x, x, x]),

@@ -125,7 +125,6 @@ def pointwise_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     x, y, z = 4 * numbers(*shape), numbers(*shape, seed=1), numbers(*shape, seed=2)
     return {
         "add": lambda: [x, y],
-        "add_into": lambda: [x, y],
         "gelu": lambda: [x],
         "gelu_backward": lambda: [y, x],
         "swiglu": lambda: [x, y],
@@ -203,7 +202,6 @@ CASES = [
     for name, make in cases.items()
 ]
 WRITTEN = {  # which arguments an operation adds into
-    "add_into": [0],
     "linear_backward_x": [2],
     "linear_backward_w": [2],
     "linear_backward_b": [1],

@@ -17,7 +17,6 @@ import numpy as np
 from zero_mpi.ops import code_cache, reference
 
 add = singledispatch(reference.add)
-add_into = singledispatch(reference.add_into)
 linear = singledispatch(reference.linear)
 linear_backward_x = singledispatch(reference.linear_backward_x)
 linear_backward_w = singledispatch(reference.linear_backward_w)

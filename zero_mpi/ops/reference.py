@@ -32,11 +32,6 @@ def add(x: Array, y: Array) -> Array:
     return x + y
 
 
-def add_into(out: Array, x: Array) -> None:
-    """out += x, in place."""
-    out += x
-
-
 # ---------------------------------------------------------------------------------------------- linear
 
 

@@ -7,7 +7,6 @@ memory. A kernel runs on one thread, and BLAS on as many as the rank has.
 from zero_mpi.ops.cpu.attention import causal_attention, causal_attention_backward
 from zero_mpi.ops.cpu.elementwise import (
     add,
-    add_into,
     gelu,
     gelu_backward,
     rope,
@@ -22,7 +21,6 @@ from zero_mpi.ops.cpu.norm import layer_norm, layer_norm_backward, rms_norm, rms
 
 OPERATIONS = (
     add,
-    add_into,
     adamw,
     causal_attention,
     causal_attention_backward,

@@ -95,11 +95,6 @@ def add(x: Array, y: Array) -> Array:
     return np.add(x, y, out=recycled(x.shape))  # NumPy's own loop is as good as any
 
 
-def add_into(out: Array, x: Array) -> None:
-    """`reference.add_into`."""
-    np.add(out, x, out=out)
-
-
 def gelu(x: Array) -> Array:
     """`reference.gelu`."""
     if not single(x):
