@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from zero_mpi import Comm
 from zero_mpi.comm import Handle
+from zero_mpi.comm.forwarding import Forwarding
 
 
 class Event(NamedTuple):
@@ -28,12 +28,12 @@ class Waited(Handle):
         return self.handle.test()
 
 
-class RecordingComm(Comm):
+class RecordingComm(Forwarding):
     """Passes everything on to another communicator."""
 
     def __init__(self, inner):
+        super().__init__(inner)
         self.inner, self.log = inner, []
-        self.rank, self.size, self.exact = inner.rank, inner.size, inner.exact
 
     def _start(self, kind, label, sent, handle):
         self.log.append(Event(kind, label, sent))
@@ -62,31 +62,17 @@ class RecordingComm(Comm):
         self.log.append(Event("gather", label, 0 if self.rank == root else part.nbytes))
         self.inner.gather(part, room, piece, root, label)
 
-    def gather_object(self, value, root=0):
-        return self.inner.gather_object(value, root)
-
     def background(self):
         other = RecordingComm(self.inner.background())
         other.log = self.log
         return other
 
-    def create_file(self, path):
-        return self.inner.create_file(path)
+    def node_owners(self):
+        owners = self.inner.node_owners()
+        return self if owners is self.inner else owners
 
-    def broadcast_object(self, value, root=0):
-        return self.inner.broadcast_object(value, root)
-
-    def allgather_object(self, value):
-        return self.inner.allgather_object(value)
-
-    def barrier(self):
-        self.inner.barrier()
-
-    def progress(self):
-        self.inner.progress()
-
-    def memory(self, wholes, buffers):
-        return self.inner.memory(wholes, buffers)
+    def memory(self, wholes, buffers, gathers=()):
+        return self.inner.memory(wholes, buffers, gathers)
 
     def publish(self):
         self.inner.publish()
@@ -96,6 +82,3 @@ class RecordingComm(Comm):
 
     def await_readers(self):
         self.inner.await_readers()
-
-    def close(self):
-        self.inner.close()

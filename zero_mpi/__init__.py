@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zero_mpi.sharding import (
         DDP,
         FULL_SHARD,
+        HYBRID_SHARD,
         NO_SHARD,
         SHARD_GRAD_OP,
         ShardedLinear,
@@ -44,6 +45,7 @@ PUBLIC = {
     "clip_grad_norm": "optim",
     "DDP": "sharding",
     "FULL_SHARD": "sharding",
+    "HYBRID_SHARD": "sharding",
     "NO_SHARD": "sharding",
     "SHARD_GRAD_OP": "sharding",
     "ShardInfo": "sharding",
@@ -55,6 +57,7 @@ PUBLIC = {
 __all__ = [
     "DDP",
     "FULL_SHARD",
+    "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
     "Comm",

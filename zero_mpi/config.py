@@ -86,7 +86,11 @@ class Config:
     grad_clip: float = flag(1.0, float, "optimizer", "largest global norm of the gradient; 0: no clipping")
 
     strategy: str = flag(
-        "full-shard", str, "sharding", "what is sharded", choices=("full-shard", "shard-grad-op", "no-shard")
+        "full-shard",
+        str,
+        "sharding",
+        "what is sharded; hybrid-shard: full-shard inside each node, replicated between nodes",
+        choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
     )
     bucket_mb: float = flag(25.0, float, "sharding", "MiB per bucket of no-shard")
     prefetch: int = flag(1, int, "sharding", "stages that parameters are gathered ahead")
@@ -102,7 +106,7 @@ class Config:
         "auto",
         str,
         "sharding",
-        "mpi: messages; shared: memory that the ranks of one node share; auto: shared where it is possible",
+        "mpi: messages; shared: memory that the ranks of a node share; auto: shared where it is possible",
         choices=("auto", "mpi", "shared"),
     )
     device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu"))

@@ -160,6 +160,7 @@ def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]
 
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm | None:
     """The transport over shared memory, with room for the model; None where it is not possible."""
+    from zero_mpi.comm.nodes import NodesComm, Wish
     from zero_mpi.comm.shared import SharedComm
     from zero_mpi.comm.window import NodesApart, NoSharedMemory
 
@@ -171,16 +172,25 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         bucket_mb=config.bucket_mb,
         frozen=config.freeze,
     )
+
+    def on_nodes_of(ranks: int) -> Wish:
+        if strategy.within_nodes:
+            return Wish(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
+        return Wish(buffers=layout.buffers, gathers=layout.gathers)
+
+    comm: SharedComm | NodesComm
     try:
-        comm = SharedComm(wholes=layout.wholes(strategy, world.size), buffers=layout.buffers)
+        try:
+            comm = SharedComm(wholes=layout.wholes(strategy, world.size), buffers=layout.buffers)
+        except NodesApart:
+            comm = NodesComm(wish=on_nodes_of)
     except NoSharedMemory as error:
         if config.transport == "shared" and isinstance(error, NodesApart):
             raise UsageError(f"--transport shared: {error}; use --transport auto or mpi") from error
         notes.append(f"transport: mpi, because {error}")
         return None
     exact = ", exact all the same" if config.reduction == "fast" else ""
-    mebibytes = comm.shared_bytes / 2**20
-    notes.append(f"transport: shared, {mebibytes:.1f} MiB of the node's shared memory{exact}")
+    notes.append(f"transport: {comm.about}{exact}")
     return comm
 
 

@@ -28,7 +28,9 @@ from zero_mpi import (
 )
 from zero_mpi.arrays import BufferPool
 from zero_mpi.comm import Partition, counters, patience, window
+from zero_mpi.comm.nodes import NodesComm
 from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.topology import PRETEND
 from zero_mpi.comm.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.config import Config
 from zero_mpi.errors import UsageError
@@ -39,6 +41,7 @@ from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import lay_out
 
 CONFIG = tiny.MODELS["llama"]
+SIZE = MPI.COMM_WORLD.Get_size()
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
 strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
@@ -417,24 +420,23 @@ class TwoNodes:
     def __getattr__(self, name):
         return getattr(MPI.COMM_WORLD, name)
 
-    def Split_type(self, kind):
-        return MPI.COMM_WORLD.Split(MPI.COMM_WORLD.Get_rank() % 2)
+    def Split_type(self, kind, key):
+        return MPI.COMM_WORLD.Split(MPI.COMM_WORLD.Get_rank() % 2, key)
 
 
 @pytest.mark.world(2, 3, 4, 8)
 def test_ranks_of_two_nodes_share_nothing(monkeypatch):
     with pytest.raises(NodesApart, match="the ranks are on 2 nodes, and memory is shared within one"):
         SharedComm(TwoNodes())
-
-    def apart(**request):
-        raise NodesApart("the ranks are on 2 nodes")
-
-    monkeypatch.setattr("zero_mpi.comm.shared.SharedComm", apart)
-    world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
+    odd = {2: "each node has one rank", 3: "unequal numbers"}.get(SIZE, "do not follow one another")
+    with pytest.raises(NodesApart, match=odd):
+        NodesComm(TwoNodes())
+    monkeypatch.setenv(PRETEND, "1")
+    world, notes = World(MPI.COMM_WORLD.Get_rank(), SIZE, MPI), []
     comm = make_comm(world, Config(transport="auto"), CONFIG, notes)
-    assert notes == ["transport: mpi, because the ranks are on 2 nodes"]
+    assert notes == ["transport: mpi, because each node has one rank"]
     comm.close()
-    with pytest.raises(UsageError, match=r"--transport shared: .* 2 nodes; use --transport auto or mpi"):
+    with pytest.raises(UsageError, match=r"--transport shared: each node has one rank; use .* auto or mpi"):
         make_comm(world, Config(transport="shared"), CONFIG, notes)
 
 

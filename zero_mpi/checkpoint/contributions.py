@@ -9,7 +9,7 @@ import numpy as np
 
 from zero_mpi.arrays import Array, empty
 from zero_mpi.checkpoint.digest import PIECE, piece_digests
-from zero_mpi.comm import Partition
+from zero_mpi.comm import Comm, Partition
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.state import held
@@ -45,23 +45,30 @@ class Contribution:
 
 def parameters_of(optimizer: ShardedAdamW) -> list[Contribution]:
     """The parameters' slices, views. What is being gathered is waited for."""
+    comm = optimizer.module.comm
     for unit in optimizer.module.units:
         unit.wait_gather()
-    return [contribution("", unit, *held(unit)) for unit in optimizer.module.units]
+    return [contribution(comm, "", unit, *held(unit)) for unit in optimizer.module.units]
 
 
 def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:
     """The moments' slices, views: all first ones, then all second ones."""
-    units = [(unit, optimizer.moments[unit.name]) for unit in optimizer.units]
-    first = [contribution(FIRST, unit, moments.first, unit.updated[2]) for unit, moments in units]
-    return first + [contribution(SECOND, unit, moments.second, unit.updated[2]) for unit, moments in units]
+    comm = optimizer.module.comm
+    units = [(unit, optimizer.moments[unit.name], unit.updated[2]) for unit in optimizer.units]
+    first = [contribution(comm, FIRST, unit, moments.first, part) for unit, moments, part in units]
+    return first + [contribution(comm, SECOND, unit, moments.second, part) for unit, moments, part in units]
 
 
-def contribution(prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
-    """This rank's slice of `values`, which are `part` of the unit: that slice, or the whole."""
+def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
+    """This rank's slice of `values`, which are `part` of the unit: that slice, or the whole.
+
+    Where every node has all slices, the first node's ranks give them.
+    """
+    owners = unit.partition.parts
     first = unit.part.start - part.start
     own = values[first : first + unit.part.stop - unit.part.start]
-    return Contribution(prefix, unit.unit, unit.partition, own)
+    partition = replace(unit.partition, idle=comm.size - owners)
+    return Contribution(prefix, unit.unit, partition, own if comm.rank < owners else own[:0])
 
 
 class Snapshot:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,19 +27,21 @@ class Partition:
     """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
 
     Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first. A rank
-    may own nothing.
+    may own nothing, and `idle` ranks after the others do.
     """
 
     length: int
     parts: int
     quantum: int = 1
+    idle: int = 0
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """parts + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        """parts + idle + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
         share, longer = divmod(-(-self.length // self.quantum), self.parts)
         offsets = (rank * share + min(rank, longer) for rank in range(self.parts + 1))
-        return tuple(min(offset * self.quantum, self.length) for offset in offsets)
+        bounds = tuple(min(offset * self.quantum, self.length) for offset in offsets)
+        return bounds + bounds[-1:] * self.idle
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -79,7 +81,9 @@ class Piece:
 
 
 class Handle:
-    """A collective under way."""
+    """A collective under way; `kind` and `label` tell who waits for it what it is."""
+
+    kind, label = "collective", ""
 
     def wait(self) -> None:
         """Return when it is complete; its buffers may then be used."""
@@ -97,12 +101,14 @@ class Memory:
     """What a transport gives a module to keep its units in.
 
     wholes    for each partition that was asked for: one array that all ranks see, of which each writes its
-              slice; or None, where each rank keeps its slice and what it gathers to itself
+              slice; or None, where each rank keeps its slice to itself
     buffers   where gradients are written before they are reduced
+    gathers   where parameters are gathered that have no whole
     """
 
     wholes: list[Array | None]
     buffers: BufferPool
+    gathers: BufferPool = field(default_factory=BufferPool)
 
 
 class Comm(ABC):
@@ -177,11 +183,21 @@ class Comm(ABC):
     def create_file(self, path: Path) -> OutputFile:
         """A new file that every rank writes its own ranges of. Collective; raises OSError."""
 
-    def memory(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Memory:
+    def node_owners(self) -> Comm:
+        """The ranks of this one's node as owners of slices that every node has, for HYBRID_SHARD. Collective.
+
+        Its collectives are those of the node, but a reduction sums over the ranks of all nodes, by which
+        `contributors` counts. Where there is one node only, the transport itself. Raises UsageError.
+        """
+        return self
+
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
         """Room for a module: for buffers that ranks own slices of, and for its gradients. Collective.
 
-        `buffers`: lengths of all that are ever lent at once, float32 elements. Raises UsageError where ranks
-        share memory and there is not enough of it.
+        `buffers`, `gathers`: lengths of all gradients and of all gathered units that are ever lent at once,
+        float32 elements. Raises UsageError where ranks share memory and there is not enough of it.
         """
         return Memory([None] * len(wholes), BufferPool())
 

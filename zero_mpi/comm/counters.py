@@ -12,13 +12,14 @@ from typing import Any
 from zero_mpi.comm.window import Window
 
 # Words of 8 bytes in a rank's part; each counter starts a cache line.
-POSTED, SUMMED, PUBLISHED, TABLE = 0, 8, 16, 24
+POSTED, SUMMED, PUBLISHED, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
+COUNTERS = range(POSTED, TABLE, 8)
 ENTRIES = 64
 WORDS = TABLE + ENTRIES
 
 
 class Counters:
-    """The counters POSTED, SUMMED and PUBLISHED of each rank, and a table of small numbers beside them.
+    """The counters POSTED, SUMMED, PUBLISHED, ... of each rank, and a table of small numbers beside them.
 
     Collective; raises NoSharedMemory on all ranks alike.
     """
@@ -30,7 +31,7 @@ class Counters:
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._mine, self._mine + WORDS):
             self._words[word] = 0
-        self._seen = {POSTED: 0, SUMMED: 0, PUBLISHED: 0}  # how far all ranks are known to have come
+        self._seen = dict.fromkeys(COUNTERS, 0)  # how far all ranks are known to have come
         self._window.fence()
         node.Barrier()
 

@@ -9,10 +9,8 @@ communicator of its own, so that parameters, gradients and control messages cann
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,56 +25,14 @@ from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imp
 from zero_mpi.arrays import Array, empty  # noqa: E402
 from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
 from zero_mpi.comm.files import OutputFile  # noqa: E402
-from zero_mpi.comm.meter import Meter  # noqa: E402
 from zero_mpi.comm.progress import PAUSE, Progress  # noqa: E402
+from zero_mpi.comm.transfer import Running, Transfer  # noqa: E402
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
 DEPTH = 2  # pieces of an exact reduction in flight
-
-Running = Iterator[list[Any]]
-
-
-class Transfer(Handle):
-    """Runs a generator that yields the requests it needs next; `test` and `wait` drive it.
-
-    The lock lets the progress thread and the owner push the same transfer.
-    """
-
-    def __init__(self, running: Running, meter: Meter) -> None:
-        self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
-        self._error: BaseException | None = None
-        self._requests: list[Any] = []
-        self._advance()  # the first requests start now, in program order
-
-    def _advance(self) -> None:
-        try:
-            self._requests = next(self._running)
-        except StopIteration:
-            self._done = True
-        except BaseException as error:  # raised where the owner waits, whoever pushed
-            self._done, self._error = True, error
-
-    def test(self) -> bool:
-        if not self._lock.acquire(blocking=False):
-            return False  # somebody else is at it
-        try:
-            while not self._done and MPI.Request.Testall(self._requests):
-                self._advance()
-            return self._done
-        finally:
-            self._lock.release()
-
-    def wait(self) -> None:
-        with self._meter, self._lock:
-            while not self._done:
-                MPI.Request.Waitall(self._requests)
-                self._advance()
-        if self._error is not None:
-            raise self._error
-
 
 def mpi_type(array: Array) -> Any:
     """The MPI type of an array's elements."""
@@ -102,6 +58,7 @@ class MPIComm(Comm):
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
+        self._owners: Comm | None = None
         self._patient = patient  # sleeps where others would spin
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
@@ -116,8 +73,9 @@ class MPIComm(Comm):
         pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
         return all(self.allgather_object(pays))
 
-    def _start(self, running: Running) -> Handle:
-        transfer = Transfer(running, self.meter)
+    def start(self, running: Running, kind: str = "transfer", label: str = "") -> Handle:
+        """Begin a transfer and look after it until it is complete."""
+        transfer = Transfer(running, self.meter, kind, label)
         if transfer.test():
             transfer.wait()  # nothing to wait for, but an error would come out
             return DONE
@@ -127,9 +85,13 @@ class MPIComm(Comm):
     def progress(self) -> None:
         self._progress.push()
 
+    def nudge(self) -> None:
+        """Let the library move what it still owes to others, though the request it is of was complete."""
+        self._control.Iprobe()
+
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         self.meter.sent_bytes += partition.counts[self.rank] * full.itemsize * (self.size - 1)
-        return self._start(self._allgather(shard, full, partition))
+        return self.start(self._allgather(shard, full, partition), "allgather", label)
 
     def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
         kind, requests = mpi_type(full), []
@@ -155,8 +117,10 @@ class MPIComm(Comm):
         if self.rank < contributors or not self.exact:
             self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
         if self.exact:
-            return self._start(self._exact_reduce(full, out, partition, contributors, accumulate))
-        return self._start(self._fast_reduce(full, out, partition, accumulate))
+            running = self._exact_reduce(full, out, partition, contributors, accumulate)
+        else:
+            running = self._fast_reduce(full, out, partition, accumulate)
+        return self.start(running, "reduce_scatter", label)
 
     def _exact_reduce(
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
@@ -241,7 +205,7 @@ class MPIComm(Comm):
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
-        return self._start(self._allreduce(array))
+        return self.start(self._allreduce(array), "allreduce", label)
 
     def _allreduce(self, array: Array) -> Running:
         kind = mpi_type(array)
@@ -252,7 +216,7 @@ class MPIComm(Comm):
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
         assert array.flags.c_contiguous, "a collective needs a contiguous array"
-        return self._start(self._broadcast(array.reshape(-1), root))
+        return self.start(self._broadcast(array.reshape(-1), root), "broadcast", label)
 
     def _broadcast(self, array: Array, root: int) -> Running:
         kind = mpi_type(array)
@@ -270,44 +234,57 @@ class MPIComm(Comm):
             send = [part, mpi_type(part)]
         if room is not None:
             receive = [room, piece.counts, piece.offsets, mpi_type(room)]
-        self._finish(self._parameters.Igatherv(send, receive, root))
+        self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
-    def _finish(self, request: Any) -> None:
+    def _finish(self, request: Any, kind: str, label: str = "") -> None:
         """Wait for one request: at once, or so that other threads and ranks keep the cores."""
-        with self.meter:
+        with self.meter.waiting(kind, label):
             if not self._patient:
                 request.Wait()
             while self._patient and not request.Test():
                 time.sleep(PAUSE)
 
-    def _gathering(self) -> Any:
+    def _gathering(self, kind: str) -> Any:
         """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""
         if self._patient:
-            self._finish(self._control.Ibarrier())
+            self._finish(self._control.Ibarrier(), kind)
         return self._control
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        found: list[Any] | None = self._gathering().gather(value, root)
+        with self.meter.waiting("gather_object"):
+            found: list[Any] | None = self._gathering("gather_object").gather(value, root)
         return found
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._gathering().bcast(value, root)
+        with self.meter.waiting("broadcast_object"):
+            return self._gathering("broadcast_object").bcast(value, root)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return list(self._gathering().allgather(value))
+        with self.meter.waiting("allgather_object"):
+            return list(self._gathering("allgather_object").allgather(value))
 
     def barrier(self) -> None:
-        self._finish(self._control.Ibarrier())
+        self._finish(self._control.Ibarrier(), "barrier")
 
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
 
+    def node_owners(self) -> Comm:
+        from zero_mpi.comm.node_owners import owners_by_messages
+
+        if self._owners is None:
+            self._owners = owners_by_messages(self, self._control)
+        return self._owners
+
     def create_file(self, path: Path) -> OutputFile:
         from zero_mpi.comm.mpi_file import MPIFile
 
-        return MPIFile(self._gathering(), path)
+        with self.meter.waiting("create_file", path.name):
+            return MPIFile(self._gathering("create_file"), path)
 
     def close(self) -> None:
+        if self._owners not in (None, self):
+            self._owners.close()
         self._progress.close()
         for comm in (self._parameters, self._gradients, self._control):
             comm.Free()

@@ -16,7 +16,9 @@ class SerialComm(Comm):
 
     rank, size, exact, sums_in_place = 0, 1, True, True
 
-    def memory(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Memory:
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
         return Memory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:

@@ -5,6 +5,7 @@ from zero_mpi.sharding.linear import ShardedLinear
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.strategy import (
     FULL_SHARD,
+    HYBRID_SHARD,
     NO_SHARD,
     SHARD_GRAD_OP,
     STRATEGIES,
@@ -16,6 +17,7 @@ from zero_mpi.sharding.unit import ShardInfo, Unit
 __all__ = [
     "DDP",
     "FULL_SHARD",
+    "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
     "STRATEGIES",

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Stage, stage_params
-from zero_mpi.sharding.schedule import Indices, Schedule, make_schedule
+from zero_mpi.sharding.schedule import Indices, Schedule, StagePlan, make_schedule
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit, units_by_bytes, units_by_scope
 
@@ -25,12 +25,16 @@ ROUNDS = 3  # of micro-batches in a step, after which the same buffers are lent 
 
 @dataclass(frozen=True)
 class Layout:
-    """units; the numbers of those that each stage uses; their schedule; lengths of gradient buffers."""
+    """units; the numbers of those that each stage uses; their schedule; lengths of what is lent at once.
+
+    buffers   of gradients, gathers   of parameters that are gathered
+    """
 
     units: list[Unit]
     uses: list[Indices]
     schedule: Schedule
     buffers: tuple[int, ...]
+    gathers: tuple[int, ...]
 
     def wholes(self, strategy: Strategy, ranks: int) -> list[Partition]:
         """Per unit, what of it is one array where ranks share memory: parameters, else summed gradients.
@@ -75,7 +79,8 @@ def lay_out(
         [unit.trainable for unit in units],
         prefetch,
     )
-    return Layout(units, uses, schedule, gradient_buffers(units, uses, schedule))
+    gathers = gather_buffers(units, schedule) if strategy.shards_parameters else ()
+    return Layout(units, uses, schedule, gradient_buffers(units, uses, schedule), gathers)
 
 
 class Rehearsal:
@@ -133,4 +138,66 @@ def gradient_buffers(units: Sequence[Unit], uses: Sequence[Indices], schedule: S
         for rounds in range(ROUNDS + 1):
             for idle in (False, True):
                 rehearsal.step(rounds, idle)
+    return tuple(sorted(rehearsal.lengths.values(), reverse=True))
+
+
+class GatherRehearsal:
+    """Takes and gives buffers of gathered parameters in the order of `ShardedModule`; computes nothing."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
+        self.units, self.schedule = units, schedule
+        self.pool = BufferPool()  # its memory is never touched, so it takes none
+        self.lengths: dict[int, int] = {}
+        self.open: dict[int, Array] = {}
+
+    def start(self, plan: StagePlan) -> None:
+        """Gather what a plan starts with."""
+        for unit in plan.start:
+            if unit not in self.open:
+                self.open[unit] = self.pool.take(self.units[unit].length)
+                self.lengths[id(self.open[unit])] = int(self.open[unit].size)
+
+    def drop(self, plan: StagePlan) -> None:
+        """Give up what a plan drops."""
+        for unit in plan.drop:
+            if unit in self.open:
+                self.pool.give(self.open.pop(unit))
+
+    def walk(self, plans: Sequence[StagePlan]) -> None:
+        """One pass over stages."""
+        for plan in plans:
+            self.start(plan)
+            self.drop(plan)
+
+    def end(self) -> None:
+        """Give up everything, as before an update."""
+        for unit in list(self.open):
+            self.pool.give(self.open.pop(unit))
+
+    def step(self, at_once: bool) -> None:
+        """A forward and a backward; `at_once`: the last stage runs both ways before it drops anything."""
+        *ascent, top = self.schedule.forward
+        descent = self.schedule.backward[self.schedule.last_backward :][::-1]
+        self.walk(ascent)
+        self.start(top)
+        if not at_once:
+            self.drop(top)
+        self.start(self.schedule.backward[-1])
+        self.drop(top)
+        self.walk(descent)
+
+
+def gather_buffers(units: Sequence[Unit], schedule: Schedule) -> tuple[int, ...]:
+    """Lengths of the buffers that a pool holds after steps and evaluations in any order, longest first."""
+    rehearsal = GatherRehearsal(units, schedule)
+    known = -1
+    while known != rehearsal.pool.nbytes:
+        known = rehearsal.pool.nbytes
+        for at_once in (True, False):
+            for ends in (True, False):
+                rehearsal.step(at_once)
+                if ends:
+                    rehearsal.end()
+                rehearsal.walk(schedule.evaluate)
+                rehearsal.start(schedule.forward[0])  # as `prefetch_forward_params` does
     return tuple(sorted(rehearsal.lengths.values(), reverse=True))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.arrays import Array
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.layout import BUCKET_MB, REDUCTIONS_IN_FLIGHT, is_trainable, lay_out
@@ -26,8 +26,8 @@ class ShardedModule(ShardedState):
     """The stages of a model over the ranks of `comm`, under a strategy.
 
     stages      list of Stage(scope, layer); parameters of one scope travel together
-    strategy    FULL_SHARD, SHARD_GRAD_OP or NO_SHARD
-    prefetch    how many stages ahead parameters are gathered (FULL_SHARD)
+    strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
+    prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
     bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
     frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
     by_rows     one unit a parameter, cut between rows (dimension 0)
@@ -56,13 +56,14 @@ class ShardedModule(ShardedState):
             self.stages, strategy, prefetch=prefetch, bucket_mb=bucket_mb, frozen=frozen, by_rows=by_rows
         )
         self._uses, self.schedule = layout.uses, layout.schedule
-        memory = comm.memory(layout.wholes(strategy, comm.size), layout.buffers)
-        self.parameter_pool, self.gradient_pool = pools = BufferPool(), memory.buffers
+        owners = comm.node_owners() if strategy.within_nodes else comm
+        memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
+        self.parameter_pool, self.gradient_pool = pools = memory.gathers, memory.buffers
         units = [
-            ShardedUnit(unit, comm, strategy, *pools, whole)
+            ShardedUnit(unit, owners, strategy, *pools, whole)
             for unit, whole in zip(layout.units, memory.wholes, strict=True)
         ]
-        super().__init__(params, units, comm, strategy)
+        super().__init__(params, units, comm, strategy, owners)
         self._saved: list[Any] | None = None
         self._reducing: deque[ShardedUnit] = deque()
         self._synced = False
@@ -93,7 +94,7 @@ class ShardedModule(ShardedState):
                 x, kept = stage.layer.forward(self._weights(uses), x)
             saved.append(kept if training else None)
             self._release(plan)
-            self.comm.progress()
+            self.owners.progress()
         return x, saved
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
@@ -124,7 +125,7 @@ class ShardedModule(ShardedState):
     def _finish_stage(self, plan: StagePlan, contributors: int | None, last: bool) -> None:
         self._release(plan)
         self._start_reductions(plan, self.comm.size if contributors is None else contributors, last)
-        self.comm.progress()
+        self.owners.progress()
 
     def forward_backward(
         self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
@@ -158,7 +159,7 @@ class ShardedModule(ShardedState):
             layer = self.stages[-1].layer
             loss = layer.evaluate(self._weights(self._uses[-1]), y, targets, scale)
         self._release(plan)
-        self.comm.progress()
+        self.owners.progress()
         return loss
 
     def _start_and_wait(self, plan: StagePlan) -> None:
@@ -242,7 +243,7 @@ class ShardedModule(ShardedState):
 
         The next forward waits for each unit where it needs it.
         """
-        self.comm.publish()
+        self.owners.publish()
         if self.strategy.shards_moments and not self.strategy.shards_parameters:
             for unit in self.units:
                 if unit.unit.trainable:

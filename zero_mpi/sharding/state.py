@@ -26,9 +26,15 @@ class ShardedState:
     """Access to the parameters and gradients that a list of units holds on this rank."""
 
     def __init__(
-        self, params: Mapping[str, Param], units: list[ShardedUnit], comm: Comm, strategy: Strategy
+        self,
+        params: Mapping[str, Param],
+        units: list[ShardedUnit],
+        comm: Comm,
+        strategy: Strategy,
+        owners: Comm | None = None,
     ) -> None:
         self.params, self.units, self.comm, self.strategy = params, units, comm, strategy
+        self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self._home = {name: unit for unit in units for name in unit.unit.params}
         self._chunk_places = self._number_chunks()
 
@@ -49,7 +55,7 @@ class ShardedState:
                 target, part = held(unit)
                 fill(unit, target, part, read)
         finally:  # a rank that cannot read must not leave the others waiting
-            self.comm.publish()
+            self.owners.publish()
 
     def drop_gathered(self) -> None:
         """Give up what was gathered from slices that are about to change.
@@ -66,7 +72,7 @@ class ShardedState:
             else:
                 unit.wait_update()
         if any(unit.in_use for unit in self.units):
-            self.comm.await_readers()
+            self.owners.await_readers()
             self._all_met()
 
     def _all_met(self) -> None:
@@ -104,7 +110,7 @@ class ShardedState:
             if not self.strategy.shards_parameters:
                 unit.start_update()
                 unit.wait_update()
-        self.comm.publish()
+        self.owners.publish()
 
     # -------------------------------------------------------------------------------------------- read
 
@@ -183,7 +189,7 @@ class ShardedState:
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.size:
                 sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
-        total = self.comm.sum_vector(sums)
+        total = self.owners.sum_vector(sums)
         if self.chunk_count:  # no rank has the sum before all have come here
             self._all_met()
         return float(np.sqrt(total.sum()))

@@ -1,7 +1,8 @@
 """Sharding strategies, as data: what of parameters, gradients and moments a rank holds only its slice of.
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
-training with replicated state (DDP).
+training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
+(Zhao et al., "PyTorch FSDP", 2023): parameters are gathered inside nodes only, whose memory is the limit.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ class Strategy:
         bool  # the optimizer updates its slice; otherwise gradients are gathered and all is updated
     )
     buckets: bool  # units are cut by bytes in reverse order, not by the model's scopes
+    within_nodes: bool = False  # slices are dealt out to the ranks of each node, not to all
 
 
 FULL_SHARD = Strategy("full-shard", shards_parameters=True, shards_moments=True, buckets=False)
 SHARD_GRAD_OP = Strategy("shard-grad-op", shards_parameters=False, shards_moments=True, buckets=False)
 NO_SHARD = Strategy("no-shard", shards_parameters=False, shards_moments=False, buckets=True)
+HYBRID_SHARD = Strategy(
+    "hybrid-shard", shards_parameters=True, shards_moments=True, buckets=False, within_nodes=True
+)
 
-STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)}
+STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD)}
 
 
 def strategy_named(name: str) -> Strategy:

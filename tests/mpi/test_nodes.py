@@ -1,0 +1,212 @@
+"""Several nodes: the bits of one process, whoever carries the sums, and every byte between nodes counted.
+
+Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster has real ones.
+"""
+
+import os
+import random
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
+from zero_mpi.comm import Partition, relay
+from zero_mpi.comm.node_owners import NodeOwners
+from zero_mpi.comm.nodes import NodesComm
+from zero_mpi.comm.topology import PRETEND, Topology
+from zero_mpi.comm.window import MPI, NodesApart
+from zero_mpi.errors import UsageError
+from zero_mpi.models import Llama
+from zero_mpi.sharding import STRATEGIES
+
+WORLD = MPI.COMM_WORLD
+DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
+ORDINARY, MANY_PIECES = relay.PIECE, 700  # elements
+
+
+@contextmanager
+def nodes_of(ranks):
+    """Every `ranks` ranks are a node."""
+    before = os.environ.get(PRETEND)
+    os.environ[PRETEND] = str(ranks)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PRETEND]
+        else:
+            os.environ[PRETEND] = before
+
+
+@contextmanager
+def transport(kind, ranks, **options):
+    """`shared`: memory that a node's ranks share; `mpi`: messages only."""
+    with nodes_of(ranks):
+        comm = NodesComm(**options) if kind == "shared" else MPIComm(**options)
+        yield comm
+        comm.close()
+
+
+def per_node():
+    """The ways to cut the world into like nodes of more than one rank."""
+    return [count for count in (2, 4) if WORLD.size % count == 0 and WORLD.size > count]
+
+
+def values(rank, length, round_=0):
+    return np.random.default_rng([rank, length, round_]).standard_normal(length, np.float32)
+
+
+def in_order(length, contributors, rounds):
+    """The sum of `values`, one after the other."""
+    total = np.zeros(length, np.float32)
+    for round_ in range(rounds):
+        for rank in range(contributors):
+            given = values(rank, length, round_)
+            total = given if rank == round_ == 0 else total + given
+    return total
+
+
+def reduce_rounds(comm, size, index, length, contributors, rounds, pool, dawdle=None):
+    """This rank's slice of the sums of some rounds."""
+    partition = Partition(length, size, 16)
+    out = np.full(partition.counts[index], np.nan, np.float32)
+    for round_ in range(rounds):
+        buffer = pool.take(length)
+        full = buffer[:length]
+        if dawdle is not None:
+            time.sleep(dawdle.random() * 2e-3)
+        full[:] = values(WORLD.rank, length, round_)
+        comm.reduce_scatter(full, out, partition, contributors=contributors, accumulate=round_ > 0).wait()
+        pool.give(buffer)
+    return out, partition.part(index)
+
+
+SUMS = [(5000, 1), (4096, 3), (1, 2), (40, 2), (0, 1), (100_000, 2)]
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
+def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
+    monkeypatch.setattr(relay, "PIECE", piece)
+    dawdle = random.Random(WORLD.rank)
+    for ranks in per_node():
+        with transport("shared", ranks) as comm:
+            for length, rounds in SUMS:
+                pool = comm.memory([], [length + 1000]).buffers
+                for contributors in range(1, comm.size + 1):
+                    given = length, contributors, rounds, pool, dawdle
+                    out, part = reduce_rounds(comm, comm.size, comm.rank, *given)
+                    expected = in_order(length, contributors, rounds)[part]
+                    assert out.tobytes() == expected.tobytes()
+                del pool
+
+
+@pytest.mark.world(2, 3, 4, 8)
+@pytest.mark.parametrize("kind", ["mpi", "shared"])
+@pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
+def test_every_node_gets_the_sums_of_all_ranks(monkeypatch, kind, piece):
+    monkeypatch.setattr(relay, "PIECE", piece)
+    dawdle = random.Random(WORLD.rank)
+    for ranks in per_node() if kind == "shared" else [1, *per_node()]:
+        with transport(kind, ranks) as comm:
+            owners = comm.node_owners()
+            assert isinstance(owners, NodeOwners)
+            assert owners.size == ranks
+            for length, rounds in SUMS:
+                pool = owners.memory([], [length + 1000]).buffers
+                for contributors in range(1, comm.size + 1):
+                    given = length, contributors, rounds, pool, dawdle
+                    out, part = reduce_rounds(owners, owners.size, owners.rank, *given)
+                    assert out.tobytes() == in_order(length, contributors, rounds)[part].tobytes()
+                del pool
+
+
+@pytest.mark.world(4, 8)
+def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_read():
+    dawdle = random.Random(WORLD.rank)
+    for ranks in per_node():
+        with transport("shared", ranks) as comm:
+            pool = comm.memory([], [], [3000, 5000]).gathers
+            for number in range(12):
+                length = (2900, 5000)[number % 2]
+                partition = Partition(length, comm.size, 16)
+                whole = values(number, length)
+                buffer = pool.take(length)
+                comm.allgather(whole[partition.part(comm.rank)], buffer[:length], partition).wait()
+                time.sleep(dawdle.random() * 3e-3)
+                assert buffer[:length].tobytes() == whole.tobytes()
+                pool.give(buffer)
+            spare = [pool.take(5000) for _ in range(3)]  # more than there is: private memory
+            handles = [comm.allgather(whole[partition.part(comm.rank)], room, partition) for room in spare]
+            for room, handle in zip(spare, handles, strict=True):
+                handle.wait()
+                assert room.tobytes() == whole.tobytes()
+                pool.give(room)
+            del pool, spare, buffer, room
+
+
+@pytest.mark.world(2, 3, 4, 8)
+@pytest.mark.timeout_seconds(300)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+@pytest.mark.parametrize("kind", ["mpi", "shared"])
+def test_training_has_the_bits_of_one_process(strategy, kind):
+    options = [
+        {"micro_batches": 5, "prefetch": 1},
+        {"micro_batches": 9, "prefetch": 2, "recompute": True},
+        {"micro_batches": 1, "prefetch": 0},
+        {"micro_batches": 3, "frozen": ["token_embd*", "blk.0.*"]},
+    ]
+    for ranks in per_node() if kind == "shared" else [1, *per_node()]:
+        with transport(kind, ranks) as comm:
+            for option in options:
+                assert tiny.train(comm, DEEP, strategy, **option) == alone(**option)
+
+
+@pytest.mark.world(4, 8)
+def test_a_thread_may_push_it_all(monkeypatch):
+    monkeypatch.setattr(relay, "PIECE", MANY_PIECES)
+    for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:
+        with transport(kind, 2, threaded=True) as comm:
+            assert tiny.train(comm, DEEP, strategy, micro_batches=9) == alone(micro_batches=9)
+
+
+KNOWN = {}
+
+
+def alone(**options):
+    """The run of one process."""
+    key = repr(sorted(options.items()))
+    if key not in KNOWN:
+        KNOWN[key] = tiny.train(SerialComm(), DEEP, **options)
+    return KNOWN[key]
+
+
+@pytest.mark.world(4, 8)
+def test_slices_within_nodes_take_a_nodes_part_of_the_memory():
+    with transport("shared", 2) as comm:
+        module = tiny.make(comm, DEEP, HYBRID_SHARD)
+        owned = sum(shard.size for shard in module.parameters())
+        total = sum(unit.unit.length for unit in module.units)
+        assert owned == pytest.approx(total / 2, rel=0.2)
+        assert module.owners.size == 2
+        state = module.state_dict()
+        assert all(state[name].shape == param.shape for name, param in module.params.items())
+        del module
+
+
+@pytest.mark.world(4, 8)
+def test_ranks_in_turn_on_the_nodes_are_refused():
+    turn = Topology(tuple(tuple(range(n, WORLD.size, 2)) for n in range(2)), WORLD.rank)
+    assert "do not follow one another" in turn.problem
+    ragged = Topology(((0,), tuple(range(1, WORLD.size))), WORLD.rank)
+    assert "unequal numbers" in ragged.problem
+    with nodes_of(3), pytest.raises(NodesApart, match="unequal numbers of ranks"):
+        NodesComm()
+    with nodes_of(3):
+        comm = MPIComm()
+        with pytest.raises(UsageError, match="hybrid-shard: the nodes have unequal numbers"):
+            comm.node_owners()
+        comm.close()

@@ -1,0 +1,113 @@
+"""The shared memory of a node's ranks: windows, cut into what a module keeps there, and counters beside them.
+
+A window holds arrays that all ranks of the node see (wholes), and for each rank a block of buffers that it
+writes and the others read (slots). What is asked for first is set aside at once, so that a job knows at its
+start whether there is room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Partition
+from zero_mpi.comm.counters import Counters
+from zero_mpi.comm.slots import FLOAT, SlotPool, padded
+from zero_mpi.comm.window import NoSharedMemory, Window
+
+Request = tuple[tuple[Partition, ...], tuple[int, ...]]
+Allotment = tuple[list[Array], SlotPool]
+
+
+class NodeMemory:
+    """Memory of the ranks of `node`, an MPI communicator that is given up with it.
+
+    `wholes`, `buffers`: what `allot` will be asked for first. Collective; raises NoSharedMemory on all ranks
+    alike where there is not enough.
+    """
+
+    def __init__(self, node: Any, wholes: Sequence[Partition], buffers: Sequence[int]) -> None:
+        self.node = node
+        self.rank, self.size = node.Get_rank(), node.Get_size()
+        self._windows: list[Window] = []
+        self._pools: list[weakref.ref[SlotPool]] = []
+        self._prepared: tuple[Request, Allotment] | None = None
+        try:
+            self.counters = Counters(node)
+        except NoSharedMemory:
+            node.Free()
+            raise
+        try:
+            if wholes or buffers:
+                self._prepared = (tuple(wholes), tuple(buffers)), self._allot(wholes, buffers)
+        except NoSharedMemory:
+            self.close()
+            raise
+
+    def allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
+        """Arrays of the lengths of `wholes`, zeros, of which each rank first writes its part; and a pool.
+
+        Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks alike.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == (tuple(wholes), tuple(buffers)):
+            return prepared[1]
+        prepared = None
+        self._free_unused()
+        return self._allot(wholes, buffers)
+
+    def _allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
+        """One window: first the wholes, then a block of buffers for each rank."""
+        starts = list(itertools.accumulate((padded(whole.length) for whole in wholes), initial=0))
+        block = sum(padded(length) for length in buffers)
+        blocks = [starts[-1] + rank * block for rank in range(self.size + 1)]
+        slices = [
+            (start + FLOAT.itemsize * part.start, start + FLOAT.itemsize * part.stop)
+            for start, part in zip(starts, (whole.part(self.rank) for whole in wholes), strict=False)
+        ]
+        window = Window(self.node, max(1, blocks[-1]), [*slices, (blocks[self.rank], blocks[self.rank + 1])])
+        memory = window.hand_over()
+        for first, last in slices:
+            memory[first:last] = 0
+        window.fence()
+        self.node.Barrier()  # others may write into what this rank has just made zeros
+        arrays = [
+            memory[start : start + FLOAT.itemsize * whole.length].view(FLOAT)
+            for start, whole in zip(starts, wholes, strict=False)
+        ]
+        pool = SlotPool([memory[start : start + block] for start in blocks[:-1]], self.rank, buffers)
+        self._windows.append(window)
+        self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
+        return arrays, pool
+
+    def _free_unused(self) -> None:
+        """Free the windows in which no rank has an array any more: modules that are gone. Collective."""
+        used = self.node.allgather([window.in_use for window in self._windows])
+        for window, in_use in zip(self._windows[:], zip(*used, strict=True), strict=True):
+            if not any(in_use):
+                window.free()
+                self._windows.remove(window)
+
+    def find(self, array: Array) -> tuple[SlotPool | None, int]:
+        """The pool that an array is of, and where in this rank's block it begins."""
+        for known in self._pools:
+            pool = known()
+            offset = None if pool is None else pool.offset(array)
+            if offset is not None:
+                return pool, offset
+        return None, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that all ranks of the node together have now."""
+        return self.counters.nbytes + sum(window.nbytes for window in self._windows)
+
+    def close(self) -> None:
+        """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
+        self._prepared = None
+        self._free_unused()
+        self.counters.close()
+        self.node.Free()

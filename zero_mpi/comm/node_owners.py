@@ -1,0 +1,95 @@
+"""Slices that are dealt out within each node and replicated between nodes (HYBRID_SHARD).
+
+The ranks of a node are the owners of the slices: to gather is the affair of the node alone, by its shared
+memory or by messages. Reductions sum over all ranks of all nodes, in their order, and bring each sum to its
+owner on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Comm, Handle, Memory, Partition
+from zero_mpi.comm.counters import ENTRIES, PUBLISHED
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.node_sums import NodeSums
+from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.errors import UsageError
+
+
+class NodeOwners(Pushing):
+    """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
+
+    def __init__(self, flat: MPIComm, sums: NodeSums) -> None:
+        super().__init__(MPIComm(sums.node, threaded=False), sums.topology.ranks_per_node)
+        self.meter = self._inner.meter = flat.meter
+        self.exact = True  # also where `fast` would do
+        self._flat, self._sums = flat, sums
+        self._writes = 0  # times that this rank has published
+
+    def progress(self) -> None:
+        self._flat.progress()
+        self._inner.progress()
+
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
+        if self._sums.memory is None:
+            return super().memory(wholes, buffers, gathers)
+        arrays, slots = self._sums.memory.allot(wholes, buffers)
+        return Memory(list(arrays), slots)
+
+    def publish(self) -> None:
+        self._writes += 1
+        if self._sums.memory is not None:
+            self._sums.memory.counters.raise_to(PUBLISHED, self._writes)
+
+    def await_published(self) -> None:
+        memory = self._sums.memory
+        if memory is not None and not memory.counters.all_reached(PUBLISHED, self._writes):
+            counters = memory.counters
+            self.wait_until(lambda: counters.all_reached(PUBLISHED, self._writes), "allgather", "parameters")
+
+    def await_readers(self) -> None:
+        if self._sums.memory is not None:
+            self._inner.barrier()
+
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        contributors = self._flat.size if contributors is None else contributors
+        number = self._sums.started
+        if number >= ENTRIES:
+            self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
+        return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, True, label))
+
+    def close(self) -> None:
+        """Give up the communicators of the node; the memory is the affair of whoever made it."""
+        self._inner.close()
+
+
+def owners_by_messages(flat: MPIComm, world: Any) -> Comm:
+    """The owners among the ranks of `world` where no memory is shared; `flat` itself on one node. Collective.
+
+    Raises UsageError where the nodes are not alike.
+    """
+    node = node_communicator(world)
+    topology = find_topology(world, node)
+    if topology.nodes == 1:
+        node.Free()
+        return flat
+    if topology.problem:
+        node.Free()
+        raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
+    lane = world.Split(topology.local, topology.node)
+    return NodeOwners(flat, NodeSums(flat, topology, lane, node, None))

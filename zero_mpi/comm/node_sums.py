@@ -1,0 +1,172 @@
+"""Reductions over several nodes: what a node's ranks give, brought to those that carry the sums.
+
+Where the ranks of a node share memory they write their gradients into slots and say so, and a carrier reads
+them there; a slot is free again once all carriers of the node have read it. Otherwise they send them.
+Between the nodes the sums travel as `relay` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero_mpi.arrays import Array, empty
+from zero_mpi.comm.base import Handle, Partition
+from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED, Counters
+from zero_mpi.comm.mpi import MPIComm, mpi_type
+from zero_mpi.comm.node_memory import NodeMemory
+from zero_mpi.comm.relay import DEPTH, PIECE, Relay, Source, Sum
+from zero_mpi.comm.slots import SlotPool
+from zero_mpi.comm.topology import Topology
+from zero_mpi.comm.transfer import Running
+
+TAGS = 1 << 14
+
+
+class NodeSums:
+    """The reductions of the ranks of `flat`, in their order.
+
+    flat       all ranks; its thread, or whoever waits, pushes the transfers
+    lane       the ranks of this one's position on all nodes, in the order of nodes
+    node       the ranks of this node
+    memory     what they share, or None
+    """
+
+    def __init__(
+        self, flat: MPIComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
+    ) -> None:
+        self.flat, self.topology, self.node, self.memory = flat, topology, node, memory
+        self.relay = Relay(lane, topology)
+        self.started = 0
+        self._settled = 0  # reductions of which this rank has read all that it carries, or received
+
+    def start(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        contributors: int,
+        accumulate: bool,
+        replicated: bool,
+        label: str,
+    ) -> Handle:
+        """Begin a reduction; see `Comm.reduce_scatter`, and `relay.Sum` for `replicated`. Collective."""
+        total = Sum(self.started, full, out, partition, contributors, accumulate, replicated)
+        self.started += 1
+        self._count(total)
+        running = [self.relay.collect(total), self._add(total, self._post(total))]
+        running += [] if self.memory else [self._give(total)]
+        return Together([self.flat.start(each, "reduce_scatter", label) for each in running], label)
+
+    def is_free(self, number: int) -> bool:
+        """Whether the table's entry of reduction `number` may be used again."""
+        return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
+
+    def _count(self, total: Sum) -> None:
+        elements = self.relay.given(total)
+        if self.topology.rank < total.contributors:
+            carried = sum(item.stop - item.start for item in self.relay.items(total, self.topology.local))
+            elements += total.partition.length - carried
+        self.flat.meter.sent_bytes += elements * total.full.itemsize
+
+    def _post(self, total: Sum) -> Source:
+        """Say where this rank's gradient lies; where those of the others will be found."""
+        node = self.topology.members[self.topology.node]
+        givers = [local for local, rank in enumerate(node) if rank < total.contributors]
+        if self.memory is None:
+            return Messages(self.node, self.topology.local, givers, total)
+        pool, offset = self.memory.find(total.full)
+        assert pool is not None, "a gradient lies in a slot where memory is shared"
+        self.memory.counters.note(total.number, offset)
+        self.memory.counters.raise_to(POSTED, total.number + 1)
+        return Slots(self.memory.counters, pool, givers, total)
+
+    def _add(self, total: Sum, source: Source) -> Running:
+        """Carry; then say that this rank reads no slots any more, in the order of reductions."""
+        yield from self.relay.carry(total, source)
+        if self.memory is not None:
+            counters = self.memory.counters
+            yield lambda: self._settled == total.number
+            self._settled += 1
+            counters.raise_to(SUMMED, self._settled)
+            yield lambda: counters.all_reached(SUMMED, total.number + 1)
+
+    def _give(self, total: Sum) -> Running:
+        """Send this rank's gradient to those of its node that carry it."""
+        requests: list[Any] = []
+        if self.topology.rank < total.contributors:
+            for local in others(self.topology.ranks_per_node, self.topology.local):
+                for item in self.relay.items(total, local):
+                    given = [total.full[item.span], mpi_type(total.full)]
+                    requests.append(self.node.Isend(given, local, total.number % TAGS))
+        yield requests
+
+
+class Slots:
+    """Gradients in the memory that the ranks of a node share."""
+
+    def __init__(self, counters: Counters, pool: SlotPool, givers: list[int], total: Sum) -> None:
+        self.counters, self.pool, self.givers, self.total = counters, pool, givers, total
+
+    def ready(self) -> bool:
+        return self.counters.all_reached(POSTED, self.total.number + 1)
+
+    def post(self, span: slice, room: int) -> list[Any]:
+        return []
+
+    def parts(self, span: slice, room: int) -> list[Array]:
+        number, full = self.total.number, self.total.full
+        return [
+            self.pool.of_rank(rank, self.counters.noted(rank, number), full, span) for rank in self.givers
+        ]
+
+
+class Messages:
+    """Gradients that the ranks of a node send to each other."""
+
+    def __init__(self, node: Any, local: int, givers: list[int], total: Sum) -> None:
+        self.node, self.local, self.givers, self.total = node, local, givers, total
+        self.rooms: dict[tuple[int, int], Array] = {}
+
+    def ready(self) -> bool:
+        return True
+
+    def room(self, number: int, rank: int, span: slice) -> Array:
+        """Where a rank's part of a piece arrives."""
+        assert number < DEPTH
+        if (number, rank) not in self.rooms:
+            self.rooms[number, rank] = empty(PIECE, self.total.full.dtype)
+        return self.rooms[number, rank][: span.stop - span.start]
+
+    def post(self, span: slice, room: int) -> list[Any]:
+        kind = mpi_type(self.total.full)
+        return [
+            self.node.Irecv([self.room(room, rank, span), kind], rank, self.total.number % TAGS)
+            for rank in self.givers
+            if rank != self.local
+        ]
+
+    def parts(self, span: slice, room: int) -> list[Array]:
+        own = self.total.full[span]
+        return [own if rank == self.local else self.room(room, rank, span) for rank in self.givers]
+
+
+class Together(Handle):
+    """Several transfers that are one for who waits."""
+
+    kind = "reduce_scatter"
+
+    def __init__(self, handles: list[Handle], label: str) -> None:
+        self._handles, self.label = handles, label
+
+    def test(self) -> bool:
+        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+def others(size: int, rank: int) -> Iterator[int]:
+    """The other ranks, the nearest neighbour first, so that not all begin with the same one."""
+    return ((rank + step) % size for step in range(1, size))

@@ -1,0 +1,204 @@
+"""Ranks of several nodes: what they gather lies once per node, and sums travel from node to node.
+
+*Gathers.* Each rank keeps its slice to itself. To gather a unit, the ranks of a lane bring their slices
+into a buffer that their node shares, so that every slice comes to a node once; when all ranks of the node
+have done that for their lanes, the buffer is whole. It is lent again when all of them have released it: all
+lend and give back in the same order, so a count tells.
+
+*Reductions* are those of `node_sums`. Everything else goes over MPI.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.comm.base import Comm, Handle, Memory, Partition
+from zero_mpi.comm.counters import ENTRIES, GATHERED, RELEASED, Counters
+from zero_mpi.comm.mpi import MPIComm, mpi_type
+from zero_mpi.comm.node_memory import NodeMemory
+from zero_mpi.comm.node_owners import NodeOwners
+from zero_mpi.comm.node_sums import NodeSums
+from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.comm.transfer import Running
+from zero_mpi.comm.window import NodesApart
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `memory` will be asked for: its arguments."""
+
+    wholes: Sequence[Partition] = ()
+    buffers: Sequence[int] = ()
+    gathers: Sequence[int] = ()
+
+
+class NodesComm(Pushing):
+    """The ranks of an MPI communicator (the world, unless another is given) on several like nodes.
+
+    `wish(ranks per node)`: what `memory` of this transport, or of its `node_owners`, will be asked for first.
+    Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing to share.
+    """
+
+    def __init__(
+        self, comm: Any = None, *, wish: Callable[[int], Wish] | None = None, threaded: bool | None = None
+    ) -> None:
+        world = MPI.COMM_WORLD if comm is None else comm
+        node = node_communicator(world)
+        self.topology = find_topology(world, node)
+        problem = self.topology.problem
+        if not problem and self.topology.ranks_per_node == 1:
+            problem = "each node has one rank"
+        if problem:
+            node.Free()
+            raise NodesApart(problem)
+        wanted = Wish() if wish is None else wish(self.topology.ranks_per_node)
+        wholes = [*wanted.wholes, *self._rooms(wanted.gathers)]
+        self._memory = NodeMemory(node, wholes, wanted.buffers)
+        flat = MPIComm(world, threaded=threaded)
+        super().__init__(flat, self.topology.ranks_per_node)
+        self.exact = True  # also where `fast` would do
+        self._flat = flat
+        self._lane = world.Split(self.topology.local, self.topology.node)
+        self._sums = NodeSums(flat, self.topology, self._lane, node, self._memory)
+        self._owners: NodeOwners | None = None
+        self._pools: list[weakref.ref[GatherPool]] = []
+        self._released = Released(self._memory.counters)
+        self._started = self._launched = self._gathered = 0  # gathers
+
+    def _rooms(self, gathers: Sequence[int]) -> list[Partition]:
+        """Buffers for gathered units: each rank of the node touches its part first."""
+        return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
+
+    def node_owners(self) -> Comm:
+        if self._owners is None:
+            self._owners = NodeOwners(self._flat, self._sums)
+        return self._owners
+
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
+        arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
+        pool = GatherPool(arrays, self._released)
+        self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
+        return Memory([None] * len(wholes), slots, pool)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that all ranks of this node together have now."""
+        return self._memory.nbytes
+
+    @property
+    def about(self) -> str:
+        """What it uses, for people."""
+        return (
+            f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
+            f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
+        )
+
+    # ---------------------------------------------------------------------------------------- gathering
+
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        pools = [pool for known in self._pools if (pool := known()) is not None]
+        lent_after = next((pool.lent_after(full) for pool in pools if pool.shares(full)), None)
+        if lent_after is None or shard is None:
+            return super().allgather(shard, full, partition, label)
+        self.meter.sent_bytes += shard.nbytes * (self.topology.nodes - 1)
+        number, self._started = self._started, self._started + 1
+        running = self._gather(number, lent_after, shard, full, partition)
+        return self.wrapped(self._flat.start(running, "allgather", label))
+
+    def _gather(
+        self, number: int, lent_after: int, shard: Array, full: Array, partition: Partition
+    ) -> Running:
+        counters = self._memory.counters
+        # Nonblocking collectives of the lane must begin in the same order on all its ranks.
+        yield lambda: self._launched == number and counters.all_reached(RELEASED, lent_after)
+        full[partition.part(self.rank)] = shard
+        lane = [ranks[self.topology.local] for ranks in self.topology.members]
+        counts = [partition.counts[rank] for rank in lane]
+        offsets = [partition.bounds[rank] for rank in lane]
+        request = self._lane.Iallgatherv(MPI.IN_PLACE, [full, counts, offsets, mpi_type(full)])
+        self._launched += 1
+        yield [request]
+        yield lambda: self._gathered == number
+        self._gathered += 1
+        counters.raise_to(GATHERED, self._gathered)
+        yield lambda: counters.all_reached(GATHERED, number + 1)
+
+    # --------------------------------------------------------------------------------------- reductions
+
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        contributors = self.size if contributors is None else contributors
+        if self._memory.find(full)[0] is None:
+            return super().reduce_scatter(
+                full, out, partition, contributors=contributors, accumulate=accumulate, label=label
+            )
+        if self._sums.started >= ENTRIES:
+            number = self._sums.started
+            self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
+        return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, False, label))
+
+    def close(self) -> None:
+        """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
+        if self._owners is not None:
+            self._owners.close()
+        self._memory.close()
+        self._lane.Free()
+        self._inner.close()
+
+
+class Released:
+    """Counts the buffers that this rank has given back; the others see it."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters, self.count = counters, 0
+
+    def add(self) -> int:
+        """One more. Returns how many they are now."""
+        self.count += 1
+        self._counters.raise_to(RELEASED, self.count)
+        return self.count
+
+
+class GatherPool(BufferPool):
+    """Buffers that the ranks of a node share, all of which lend and give back in the same order.
+
+    It grows by private memory, into which units are gathered without the help of the others. `released`
+    counts for all pools of a transport.
+    """
+
+    def __init__(self, arrays: Sequence[Array], released: Released) -> None:
+        super().__init__()
+        self._released = released
+        self._free += arrays
+        self._shared = {int(array.ctypes.data): 0 for array in arrays}  # where it was given back last
+
+    def give(self, buffer: Array) -> None:
+        """Take back a buffer that `take` lent; the others learn of it."""
+        super().give(buffer)
+        if self.shares(buffer):
+            self._shared[int(buffer.ctypes.data)] = self._released.add()
+
+    def shares(self, array: Array) -> bool:
+        """Whether the node's ranks share the memory of an array that was made of a buffer of this pool."""
+        return int(array.ctypes.data) in self._shared
+
+    def lent_after(self, array: Array) -> int:
+        """How many buffers all must have given back before this one may be written."""
+        return self._shared[int(array.ctypes.data)]

@@ -1,0 +1,55 @@
+"""A transport whose ranks do things for each other that no library does for them while they wait.
+
+So whoever waits goes on pushing everything that is under way: another rank may need it to get as far.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from zero_mpi.comm.base import DONE, Handle
+from zero_mpi.comm.forwarding import Forwarding
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.patience import wait_until
+
+
+class Pushing(Forwarding):
+    """Forwards to `inner`, and pushes while it waits."""
+
+    def __init__(self, inner: MPIComm, ranks_here: int) -> None:
+        super().__init__(inner)
+        self._library = inner
+        self._crowded = ranks_here > len(os.sched_getaffinity(0))
+
+    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
+        """Push on what is under way until `ready()`; `kind` and `label` say what is waited for."""
+
+        def pushed() -> bool:
+            self.progress()
+            if ready():
+                return True
+            self._library.nudge()
+            return False
+
+        with self.meter.waiting(kind, label):
+            wait_until(pushed, self._crowded)
+
+    def wrapped(self, inner: Handle) -> Handle:
+        return DONE if inner is DONE else Pushed(self, inner)
+
+
+class Pushed(Handle):
+    """A transfer; whoever waits for it pushes all others too."""
+
+    def __init__(self, comm: Pushing, inner: Handle) -> None:
+        self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
+
+    def test(self) -> bool:
+        self._comm.progress()
+        return self._inner.test()
+
+    def wait(self) -> None:
+        if not self._inner.test():
+            self._comm.wait_until(self._inner.test, self.kind, self.label)
+        self._inner.wait()  # complete: an error comes out

@@ -1,0 +1,82 @@
+"""Which ranks are on which node.
+
+What goes between nodes costs ten times what stays inside, so the transports that know several nodes let ranks
+of the same position on their nodes carry it, each its share: such ranks form a lane. That needs nodes with
+equally many ranks; and where sums pass from node to node in the order of ranks, each node's ranks must follow
+one another.
+
+With ZERO_MPI_RANKS_PER_NODE=n in the environment every n ranks count as a node of their own, whatever the
+hardware: for trying out on one machine what is meant for several.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import mpi4py
+
+mpi4py.rc.thread_level = "multiple"
+
+from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
+
+PRETEND = "ZERO_MPI_RANKS_PER_NODE"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """members: the ranks of each node in ascending order, nodes in the order of their first ranks."""
+
+    members: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)
+
+    @property
+    def local(self) -> int:
+        """This rank's position on its node."""
+        return self.members[self.node].index(self.rank)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.members)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the first node."""
+        return len(self.members[0])
+
+    @property
+    def problem(self) -> str:
+        """Why no lanes can be formed that keep the order of ranks, or an empty text."""
+        if self.nodes == 1:
+            return "there is one node"
+        counts = sorted({len(ranks) for ranks in self.members})
+        if len(counts) > 1:
+            return f"the nodes have unequal numbers of ranks ({counts[0]} to {counts[-1]})"
+        if list(chain.from_iterable(self.members)) != list(range(self.nodes * counts[0])):
+            return "the ranks of a node do not follow one another (fill one node after the other)"
+        return ""
+
+
+def node_communicator(world: Any) -> Any:
+    """The ranks of `world` that share this one's memory, in the same order. Collective."""
+    pretended = os.environ.get(PRETEND, "")
+    if pretended.isdigit() and int(pretended) > 0:
+        return world.Split(world.Get_rank() // int(pretended), world.Get_rank())
+    return world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
+
+
+def find_topology(world: Any, node: Any) -> Topology:
+    """The nodes of `world`, of which `node` is this rank's communicator. Collective."""
+    leader = node.bcast(world.Get_rank())
+    members: dict[int, list[int]] = {}
+    for rank, first in enumerate(world.allgather(leader)):
+        members.setdefault(first, []).append(rank)
+    return Topology(tuple(tuple(members[first]) for first in sorted(members)), world.Get_rank())

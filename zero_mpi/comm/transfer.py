@@ -1,0 +1,78 @@
+"""A transfer of several steps, as a generator that whoever has time pushes on.
+
+It yields what it needs next: a list of MPI requests that must be complete, or a function that says whether
+something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that goes on
+from node to node, moves by the thread of `progress`, by a test between layers, or in the wait of its owner.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mpi4py
+
+mpi4py.rc.thread_level = "multiple"
+
+from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
+
+from zero_mpi.comm.base import Handle  # noqa: E402
+from zero_mpi.comm.meter import Meter  # noqa: E402
+
+Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
+Running = Iterator[Needed]
+PAUSE = 2e-5  # seconds between looks at something that is no request
+
+
+class Transfer(Handle):
+    """Runs a generator that yields what it needs next; `test` and `wait` drive it.
+
+    The lock lets the progress thread and the owner push the same transfer.
+    """
+
+    def __init__(self, running: Running, meter: Meter, kind: str = "transfer", label: str = "") -> None:
+        self.kind, self.label = kind, label
+        self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
+        self._error: BaseException | None = None
+        self._needed: Needed = []
+        self._advance()  # the first requests start now, in program order
+
+    def _advance(self) -> None:
+        try:
+            self._needed = next(self._running)
+        except StopIteration:
+            self._done = True
+        except BaseException as error:  # raised where the owner waits, whoever pushed
+            self._done, self._error = True, error
+
+    def _may_advance(self) -> bool:
+        if callable(self._needed):
+            return self._needed()
+        return bool(MPI.Request.Testall(self._needed))
+
+    def test(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody else is at it
+        try:
+            while not self._done and self._may_advance():
+                self._advance()
+            return self._done
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        with self._meter.waiting(self.kind, self.label), self._lock:
+            while not self._done:
+                self._wait_for_needed()
+                self._advance()
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for_needed(self) -> None:
+        if not callable(self._needed):
+            MPI.Request.Waitall(self._needed)
+            return
+        while not self._needed():
+            time.sleep(PAUSE)
