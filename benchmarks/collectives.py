@@ -92,8 +92,8 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
         memory = comm.memory([partition], [partition.length])
     except NoSharedMemory:
         return {}
-    slot, mine = memory.buffers.take(partition.length), np.zeros(partition.counts[comm.rank], np.float32)
-    whole = memory.wholes[0]
+    pool, mine = memory.buffers, np.zeros(partition.counts[comm.rank], np.float32)
+    slot, whole = pool.take(partition.length), memory.wholes[0]
     slot.fill(1)
 
     def gather() -> None:
@@ -101,10 +101,11 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
         comm.publish()
         comm.await_published()
 
-    return {
-        "all-gather shared": gather,
-        "reduce-scatter shared": lambda: comm.reduce_scatter(slot, mine, partition).wait(),
-    }
+    def reduce() -> None:
+        assert pool.lent == 1  # only a slot of a pool that is there is reduced where it lies
+        comm.reduce_scatter(slot, mine, partition).wait()
+
+    return {"all-gather shared": gather, "reduce-scatter shared": reduce}
 
 
 def measure(comm: Comm, operation: Operation) -> float:

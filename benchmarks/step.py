@@ -33,7 +33,7 @@ from zero_mpi.session import make_comm, set_threads
 from zero_mpi.sharding import strategy_named
 
 GEMM = 1024
-STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
+STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard")
 SIZES = ("vocabulary", "layers", "width", "heads", "ffn", "context", "batch")
 
 

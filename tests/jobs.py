@@ -2,9 +2,11 @@
 
 A job is `mpiexec -n RANKS python ARGS...` in a session of its own, without stdin, with output that goes
 to files, so that neither a rank that hangs nor one that outlives its launcher can block the caller.
-The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the one on PATH.
+The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the one on PATH. What tests must
+know of the difference between MPICH's and Open MPI's is here: `ranks_said`, `hands_sigterm_on`.
 """
 
+import functools
 import os
 import re
 import shlex
@@ -24,6 +26,15 @@ JOB_VARIABLES = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI)_|MPI_LOCAL(NRANKS|R
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 SETTINGS = re.compile(r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_")  # a person's, not a job's
+
+# What Open MPI's launcher and its MPI_Abort say on stderr in any job whose status is not 0: lines between two
+# rules, at times with a null byte after them. MPICH's says it on stdout or not at all. Warnings, which look
+# alike, stay.
+NOTES = re.compile(
+    r"(?m)^-{60,}\n"
+    r"(?:\w+ (?:detected that one or more|has exited due to|noticed that) process|MPI_ABORT was invoked on )"
+    r"(?:.*\n)*?-{60,}\n\0?"
+)
 
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
@@ -90,13 +101,24 @@ def run_job(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> tuple[int, str, str]:
-    """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, stderr).
+    """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, what the ranks said on stderr).
 
     `env` is added to the cleaned environment. A job past `timeout` seconds is killed, status `TIMED_OUT`.
     """
-    return run_command(
-        [*launcher(), "-n", str(ranks), sys.executable, *args], timeout=timeout, env=env, cwd=cwd
-    )
+    command = [*launcher(), "-n", str(ranks), sys.executable, *args]
+    status, printed, errors = run_command(command, timeout=timeout, env=env, cwd=cwd)
+    return status, printed, ranks_said(errors) if status else errors
+
+
+def ranks_said(errors: str) -> str:
+    """The stderr of a job that failed, without what its launcher adds to any failure."""
+    return NOTES.sub("", errors)
+
+
+@functools.cache
+def hands_sigterm_on() -> bool:
+    """MPICH's launcher tells the ranks; Open MPI's kills them."""
+    return "HYDRA" in run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
 
 
 def run_command(

@@ -88,12 +88,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoint.state": (*TRAINING, "checkpoint.contributions"),
     "checkpoint.saver": (*TRAINING, "checkpoint.contributions", "checkpoint.pair", "checkpoint.state"),
     "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
-    "watchdog": BASE,
+    "batch": (),
+    "rollcall": BASE,
+    "status": BASE,
+    "watchdog": (*BASE, "comm.*", "rollcall"),
     "records": BASE,
     "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.weights"),
 }
-COMMANDS = ("train", "generate", "export", "inspect", "inspection", "compare", "cli", "__main__")
-RUN = ("config", "launch", "resume", "session", "source")
+COMMANDS = ("train", "generate", "export", "hostfile", "inspect", "inspection", "compare", "cli", "__main__")
+COMMANDS += ("plan.*", "doctor.*")
+RUN = ("config", "launch", "resume", "session", "source", "uniform")
 LAYERS |= dict.fromkeys(RUN, ANYTHING)
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 

@@ -12,6 +12,9 @@ COMMANDS = {
     "generate": "text from a GGUF model",
     "inspect": "what a model file or checkpoint holds, and whether it is sound",
     "export": "a model as F16, BF16, Q8_0, ... or safetensors",
+    "plan": "memory, traffic and time of a run, before it is started",
+    "hostfile": "a hostfile in the form that MPICH or Open MPI reads",
+    "doctor": "whether a job would run well on these hosts, and what to do where not",
 }
 
 

@@ -128,8 +128,18 @@ class Config:
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
-    timeout: float = flag(600.0, float, "records", "seconds without progress after which the job is ended")
-    max_time: str | None = flag(None, str, "records", "save and stop in time, such as 3h50m; exit status 75")
+    timeout: float = flag(
+        600.0, float, "records", "seconds without progress after which the job is ended; 0: never"
+    )
+    check_collectives: bool = flag(
+        False, bool, "records", "compare what the ranks start before each collective: slow, to find a fault"
+    )
+    max_time: str | None = flag(
+        None,
+        str,
+        "records",
+        "save and stop within this time of the start, such as 3h50m, or of a batch job; exit status 75",
+    )
 
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must keep, beside the model's sizes."""

@@ -13,10 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from zero_mpi import environment
+from zero_mpi.comm.meter import Meter
 from zero_mpi.errors import JobError, UsageError
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
@@ -29,20 +30,40 @@ STAGGER = (
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a command runs on. `mpi` is mpi4py's MPI module, or None for a single process."""
+    """The ranks that a command runs on. `mpi` is mpi4py's MPI module, or None for a single process.
+
+    at_end: called with the exit status and the reason when this rank ends the command, or rank 0 for all of
+    them: with 0 or 75 once all ranks have come to the end, with another status before they are ended.
+    """
 
     rank: int
     size: int
     mpi: Any = None
     farewell: Any = None  # a communicator for the end alone
+    meter: Meter = field(default_factory=Meter, compare=False)
+    at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
+
+    def tell(self, status: int, reason: str = "") -> None:
+        """Tell those who want to know the end."""
+        for listener in self.at_end:
+            listener(status, reason)
+
+    def kill(self, status: int) -> NoReturn:
+        """End all ranks at once, from any thread."""
+        if self.mpi is not None:
+            self.mpi.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks. Collective."""
+        if self.mpi is None:
+            return [value]
+        with self.meter.waiting("the agreement of all ranks"):
+            return list(self.mpi.COMM_WORLD.allgather(value))
 
     def agree(self, problem: UsageError | None) -> None:
         """Raise the first rank's problem on all ranks, if any has one. Collective."""
-        if self.mpi is None:
-            problems: list[UsageError | None] = [problem]
-        else:
-            problems = self.mpi.COMM_WORLD.allgather(problem)
-        for rank, found in enumerate(problems):
+        for rank, found in enumerate(self.everyone(problem)):
             if found is not None:
                 where = f"rank {rank}: " if rank else ""
                 raise UsageError(f"{where}{found}")
@@ -59,7 +80,10 @@ class World:
 
     def share(self, value: Any) -> Any:
         """Rank 0's value on all ranks. Collective."""
-        return value if self.mpi is None else self.mpi.COMM_WORLD.bcast(value)
+        if self.mpi is None:
+            return value
+        with self.meter.waiting("the word of rank 0"):
+            return self.mpi.COMM_WORLD.bcast(value)
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
         """action() on one rank of each node first and then on its others, which find what it prepared."""
@@ -70,7 +94,8 @@ class World:
         for turn in (True, False):
             if (node.Get_rank() == 0) == turn:
                 action()
-            node.Barrier()
+            with self.meter.waiting("the turns of the ranks of a node"):
+                node.Barrier()
         node.Free()
 
     def on_root(self, action: Callable[[], Any]) -> Any:
@@ -117,19 +142,15 @@ def run(
         if not alone or environment.under_launcher():
             world = find_world()
         status = command(world, arguments)
-    except UsageError as error:
+    except (UsageError, JobError) as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {error}")
-        problem = f" ({error})"
-        status = BAD_USAGE
-    except JobError as error:
-        if world.rank == 0:
-            say(f"zero_mpi {name}: error: {error}")
-        status = FAILED
+        problem, status = str(error), FAILED if isinstance(error, JobError) else BAD_USAGE
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else FAILED
-    except BaseException:
-        abort(world)
+        problem = f"exit with status {status}" if status else ""
+    except BaseException as error:
+        abort(world, error)
     finish(world, status, problem)
 
 
@@ -139,15 +160,15 @@ def say(text: str) -> None:
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
-def abort(world: World) -> NoReturn:
-    """Print the current exception with this rank's number and end the whole job."""
+def abort(world: World, error: BaseException) -> NoReturn:
+    """Print an exception with this rank's number and end the whole job."""
     time.sleep(STAGGER * min(world.rank, 20))
-    text = traceback.format_exc().rstrip()
+    text = "".join(traceback.format_exception(error)).rstrip()
     say(f"{text}\nzero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job")
+    world.tell(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}")
     if world.mpi is not None:
         time.sleep(DRAIN)
-        world.mpi.COMM_WORLD.Abort(FAILED)
-    os._exit(FAILED)
+    world.kill(FAILED)
 
 
 def leave_together(world: World, status: int, problem: str) -> None:
@@ -157,20 +178,28 @@ def leave_together(world: World, status: int, problem: str) -> None:
     that is done has patience, for another may still be writing.
     """
     request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
-    while not request.Test():
-        if status != 0 and time.monotonic() > until:
-            say(f"zero_mpi: rank {world.rank} of {world.size} left alone{problem}; ending the job")
-            time.sleep(DRAIN)
-            world.mpi.COMM_WORLD.Abort(FAILED)
-        time.sleep(0.01)
+    with world.meter.waiting("the end of the other ranks"):
+        while not request.Test():
+            if status != 0 and time.monotonic() > until:
+                why = f" ({problem})" if problem else ""
+                say(f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job")
+                world.tell(FAILED, f"rank {world.rank} left alone{why}")
+                time.sleep(DRAIN)
+                world.kill(FAILED)
+            time.sleep(0.01)
 
 
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """End this process with `status`, which all ranks have agreed on."""
     sys.stdout.flush()
     sys.stderr.flush()
+    fine = status in (0, REQUEUE)
+    if world.rank == 0 and not fine:
+        world.tell(status, problem)
     if world.farewell is not None:
         leave_together(world, status, problem)
+    if world.rank == 0 and fine:  # now that all ranks have come here
+        world.tell(status)
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
     sys.exit(status)

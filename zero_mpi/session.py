@@ -15,16 +15,17 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import __version__, environment, ops
-from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
+from zero_mpi.checkpoint.state import ID, Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
+from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config import Config, thread_count, write_toml
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
-from zero_mpi.resume import check_resume, find_start
+from zero_mpi.resume import Start, check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.source import (
@@ -35,6 +36,7 @@ from zero_mpi.source import (
     open_init,
     read_model,
 )
+from zero_mpi.uniform import check_inputs
 
 
 @dataclass
@@ -69,7 +71,10 @@ def prepare(world: World, config: Config) -> Session:
     model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    check_inputs(world, what_was_read(config, start, init, model, tokenizer))
     comm = make_comm(world, config, model, notes)
+    if config.check_collectives:
+        comm = CheckedComm(comm)
     corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
     module = make_module(config, model, comm)
     optimizer = ShardedAdamW(
@@ -235,6 +240,8 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
             bucket_mb=config.bucket_mb,
             frozen=config.freeze,
         )
+    except UsageError:  # of the strategy
+        raise
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
     if not any(unit.unit.trainable for unit in module.units):
@@ -272,6 +279,22 @@ def describe(
         "cpu": platform.machine(),
     }
     return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
+
+
+def what_was_read(
+    config: Config,
+    start: Start | None,
+    init: WeightSource | None,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
+    return {
+        f"the checkpoint of --resume {config.resume}": start and start.state.metadata.get(ID),
+        f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
+        "the model's sizes": [(key, as_json(value)) for key, value in dataclasses.asdict(model).items()],
+        f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
+    }
 
 
 def as_json(value: Any) -> Any:

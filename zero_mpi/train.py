@@ -8,40 +8,51 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import platform
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.arrays import Array
+from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
 from zero_mpi.data import unigram_entropy
-from zero_mpi.launch import REQUEUE, World, run
+from zero_mpi.launch import BAD_USAGE, REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
 from zero_mpi.records import Records
+from zero_mpi.rollcall import RollCall
 from zero_mpi.session import Session, prepare
+from zero_mpi.status import DONE, FAILED, STOPPED, Status
 from zero_mpi.textmodel import TextModel
+from zero_mpi.uniform import check_installation, check_not_alone, check_settings
 from zero_mpi.watchdog import Watchdog
 
-SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before --max-time
+SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before the time is up
 SHORTEST_SAVE = 1.0  # seconds
+SLOW_DISK = 200e6  # bytes a second; what the first save is taken to write
 
 
 class Trainer:
     """Runs a session to its last step."""
 
-    def __init__(self, world: World, session: Session, watchdog: Watchdog) -> None:
+    def __init__(self, world: World, session: Session, watchdog: Watchdog, status: Status) -> None:
         config = session.config
-        self.world, self.session, self.config, self.watchdog = world, session, config, watchdog
+        self.world, self.session, self.config = world, session, config
+        self.watchdog, self.status = watchdog, status
         self.progress = session.progress
+        status.at(self.progress.step)
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
         self.rate = make_schedule(
             config.schedule,
@@ -63,8 +74,9 @@ class Trainer:
             tick=self.saving,
         )
         self.waits_for_save = False
-        self.started, self.longest_step = time.monotonic(), 0.0
-        self.limit = seconds(config.max_time)
+        self.longest_step = self.longest_evaluation = 0.0
+        self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
+        self.ended_by = ""
         self.signalled = False
         self.saved_step = self.progress.step if self.progress.step else -1
         self.val_loss: float | None = None
@@ -90,7 +102,9 @@ class Trainer:
         self.announce()
         self.records.close()
         if stopped and self.progress.step < self.config.steps:
-            self.records.say(f"stopped after step {self.progress.step}; run the same command to go on")
+            self.records.say(
+                f"stopped after step {self.progress.step}{self.ended_by}; run the same command to go on"
+            )
             return REQUEUE
         self.close()
         return 0
@@ -115,6 +129,7 @@ class Trainer:
             updates=optimizer.steps,
             samples=self.progress.samples + self.session.loader.batch_size,
         )
+        self.status.at(number + 1)
         took = time.perf_counter() - begun
         self.longest_step = max(self.longest_step, took)
         record = {
@@ -131,6 +146,7 @@ class Trainer:
         }
         if number + 1 == self.config.steps or self.due(self.config.eval_every):
             record |= self.evaluate()
+            self.longest_evaluation = max(self.longest_evaluation, time.perf_counter() - begun - took)
         self.records.step(record)
         self.announce()
         return stop > 0
@@ -165,10 +181,15 @@ class Trainer:
 
     def wants_to_stop(self) -> bool:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
-        if self.limit is None or self.world.rank != 0:
-            return self.signalled
-        needed = 2 * self.longest_step + SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest)
-        return self.signalled or time.monotonic() - self.started + needed > self.limit
+        if self.world.rank == 0 and self.limit.left() < self.needed():
+            self.ended_by = f" in time for {self.limit.name}"
+        return self.signalled or bool(self.ended_by)
+
+    def needed(self) -> float:
+        """Seconds that one more step and the last checkpoint may take."""
+        state = 3 * self.session.module.replicated_memory_bytes  # parameters and two moments
+        save = max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
+        return 2 * self.longest_step + self.longest_evaluation + SAVE_MARGIN * save
 
     def save(self) -> None:
         """Write a checkpoint of the step just done, or begin to."""
@@ -268,9 +289,34 @@ def read_flags(world: World, arguments: Sequence[str]) -> Config:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """The whole run. Returns the exit status."""
+    check_not_alone(world)
+    check_installation(world)
     config = world.together(lambda: read_flags(world, arguments))
-    watchdog = Watchdog(world.rank, config.timeout)
-    return Trainer(world, prepare(world, config), watchdog).run()
+    watchdog, status = stand_guard(world, config)
+    check_settings(world, config)
+    return Trainer(world, prepare(world, config), watchdog, status).run()
+
+
+def stand_guard(world: World, config: Config) -> tuple[Watchdog, Status]:
+    """What ends the job where it stands still, and what tells the world how it fares. Collective."""
+    out, watchdog = Path(config.out), Watchdog(world.rank, config.timeout)
+    places = world.everyone(f"process {os.getpid()} on {platform.node()}")
+    roll = RollCall(out, world.rank, job=world.share(f"{places[0]}, {time.time_ns()}"))
+    if world.rank == 0:
+        roll.clear()  # what a job left that was killed while it stood still
+    status = Status(out, world.rank, world.size, config.steps)
+    world.at_end.append(partial(record_end, status))
+    watchdog.gather(roll, places, partial(status.end, FAILED), world.kill)
+    status.begin()
+    return watchdog, status
+
+
+def record_end(status: Status, code: int, reason: str) -> None:
+    """What the exit status means for status.json."""
+    if code == BAD_USAGE:
+        status.refused(reason)
+    else:
+        status.end({0: DONE, REQUEUE: STOPPED}.get(code, FAILED), reason)
 
 
 def main() -> None:

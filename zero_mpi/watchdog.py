@@ -1,19 +1,33 @@
 """Ends a job that has stopped getting anywhere, and says where each rank stands.
 
-The main thread names what it does (`beat`); a thread looks at the clock. Past the limit it writes one line
-and all stacks and ends the process, not through MPI, whose lock another thread may hold; the launcher then
-ends the other ranks.
+The main thread names what it does (`beat`), and every wait for other ranks leaves its name and time in a
+`Meter`. One thread looks at both. Where nothing changes it signs the roll call; past the limit it speaks for
+all ranks, if no other does, and ends the job. Files may hang as well: a second thread, which uses none, ends
+the job some seconds later, whatever the first one does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from zero_mpi.comm.meter import collective, meters
+from zero_mpi.rollcall import RollCall, Standing, report, shown_stacks, verdict
 
 STATUS = 86  # of a job that was ended for standing still
 LOOK = 0.5  # seconds between looks
+GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a word about the others
+SIGNS, JOINS = 1 / 2, 1 / 8  # parts of the limit: when a rank calls the roll, and when it joins one
+SUSPENDED = 2.0  # seconds (at most half the limit) that a look is late by if the process was stopped
+DRAIN = 0.2  # seconds for the launcher to pass on what was said
+WATCHERS = (__file__, " in _renew")  # the second is that of status.json
+PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 
 class Watchdog:
@@ -21,23 +35,143 @@ class Watchdog:
 
     def __init__(self, rank: int, limit: float) -> None:
         self.rank, self.limit = rank, limit
-        self._what, self._since = "start", time.monotonic()
+        self._doing, self._since = "start", time.perf_counter()
+        self._roll: RollCall | None = None
+        self._places: Sequence[str] = []
+        self._tell: Callable[[str], None] = lambda reason: None
+        self._kill: Callable[[int], object] = os._exit
+        self._signed: float | None = None  # what `_changed` was when this rank signed
+        self._joins_at_once = False  # it has signed, got on a little, and others still stand
         if limit > 0:
-            threading.Thread(target=self._watch, name="zero_mpi watchdog", daemon=True).start()
+            for run, name in ((self._watch, "watchdog"), (self._last_resort, "last resort")):
+                threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True).start()
+
+    def gather(
+        self,
+        roll: RollCall,
+        places: Sequence[str],
+        tell: Callable[[str], None],
+        kill: Callable[[int], object],
+    ) -> None:
+        """From now on ranks know of each other.
+
+        `places`: process and host of each rank. When this one ends the job `tell` is given the reason, and
+        `kill` the status with which all ranks are to end.
+        """
+        self._places, self._tell, self._kill, self._roll = places, tell, kill, roll
 
     def beat(self, what: str) -> None:
         """The main thread begins `what`."""
-        self._what, self._since = what, time.monotonic()
+        self._doing, self._since = what, time.perf_counter()
+
+    @property
+    def _changed(self) -> float:
+        """When anything moved last in this process."""
+        return max([self._since, *(meter.changed for meter in meters())])
+
+    def standing(self, with_stacks: bool = True) -> Standing:
+        """Where this process stands."""
+        known = sorted(meters(), key=lambda meter: meter.changed)
+        waits = " and ".join(collective(meter.what) for meter in known if meter.waits)
+        left = [collective(meter.what) for meter in known if not meter.waits and any(meter.what)]
+        age = time.perf_counter() - self._changed
+        return Standing(self._doing, waits, left[-1] if left else "", age, stacks() if with_stacks else "")
+
+    # --------------------------------------------------------------------------- with the other ranks
 
     def _watch(self) -> None:
+        before = time.perf_counter()
         while True:
-            time.sleep(min(LOOK, self.limit / 4))
-            waited = time.monotonic() - self._since
-            if waited > self.limit:
-                self._end(waited)
+            look = min(LOOK, self.limit / 16)
+            time.sleep(look)
+            now = time.perf_counter()
+            if now - before > look + min(SUSPENDED, self.limit / 2):
+                self._since = now  # the whole process was stopped: nobody in it is to blame
+            before, changed = now, self._changed
+            try:
+                if now - changed > self.limit:
+                    self._speak(changed, now - changed)
+                self._answer(changed, now - changed, look)
+            except OSError:  # no files: the last resort needs none
+                continue
 
-    def _end(self, waited: float) -> None:
-        text = f"zero_mpi: rank {self.rank}: no progress for {waited:.0f} s in {self._what}; ending the job\n"
-        os.write(2, text.encode())
+    def _answer(self, changed: float, age: float, look: float) -> None:
+        """Sign or leave the roll call."""
+        if self._roll is None:
+            return
+        if self._signed is not None and self._signed != changed:
+            self._signed, self._joins_at_once = None, True
+            self._roll.leave()
+        elif self._signed is None and age > self.limit * SIGNS:
+            self._sign(changed)
+        elif self._signed is None and age > (2 * look if self._joins_at_once else self.limit * JOINS):
+            if self._roll.is_on():
+                self._sign(changed)
+            self._joins_at_once = False
+
+    def _sign(self, changed: float) -> None:
+        assert self._roll is not None
+        self._roll.sign(self.standing())
+        self._signed = changed
+
+    def _speak(self, changed: float, age: float) -> None:
+        """Tell where all ranks stand and end the job, unless another rank does."""
+        if self._roll is None:
+            self._end(age)
+        if self._signed != changed:
+            self._sign(changed)
+        if not self._roll.claim():
+            time.sleep(GRACE)  # the one that speaks is about to end the job
+            self._end(age)
+        self._sign(changed)
+        found = self._roll.read()
+        reason = f"no progress for {age:.1f} s: {verdict(found, len(self._places))}"
+        lines = [f"{reason}; ending the job", *report(found, self._places)]
+        say("".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(found))
+        self._tell(reason)
+        self._roll.clear()
+        self._leave()
+
+    # ----------------------------------------------------------------------------------------- alone
+
+    def _last_resort(self) -> None:
+        late = False
+        while True:
+            time.sleep(LOOK)
+            age = time.perf_counter() - self._changed
+            if late and age > self.limit + GRACE:
+                self._end(age)
+            late = age > self.limit + GRACE  # twice: after a stop of the process the other thread looks first
+
+    def _end(self, age: float) -> NoReturn:
+        """End this process, without files."""
+        place = self.standing(with_stacks=False).place
+        say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job\n")
         faulthandler.dump_traceback(file=2, all_threads=True)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        """End the job through the launcher, or this process alone where a lock or a lost host is in the way.
+
+        An exit alone would not do: srun lets the other ranks be, and MPICH's mpiexec may return the signal by
+        which it ended one of them.
+        """
+        time.sleep(DRAIN)
+        threading.Thread(target=self._kill, args=(STATUS,), daemon=True).start()
+        time.sleep(PATIENCE)
         os._exit(STATUS)
+
+
+def say(text: str) -> None:
+    """To stderr, in one write so that lines of several ranks do not mix."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def stacks() -> str:
+    """Where the threads of this process are, but for those that only watch."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    return "\n\n".join(thread for thread in threads if not any(name in thread for name in WATCHERS))

@@ -10,8 +10,10 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
-from zero_mpi import config, export, generate
+from zero_mpi import config, export, generate, hostfile
 from zero_mpi import inspect as inspect_command
+from zero_mpi.doctor import command as doctor
+from zero_mpi.plan import options as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -77,7 +79,7 @@ def test_readme_python_runs_and_prints_once(block, tmp_path):
 
 def test_flags_in_readme_exist():
     own = {config.spelled(name) for name in config.FIELDS} | {"--config", "--help"}
-    for command in (generate, export, inspect_command):
+    for command in (generate, export, inspect_command, doctor, plan_options, hostfile):
         own |= set(command.make_parser().format_help().replace("[", " ").replace("]", " ").split())
     own |= {"--with-mpi", "--shm-size"}  # of pytest-mpi, of docker
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))

@@ -4,6 +4,7 @@ Faults are put into the real command by small scripts, at a place and on a rank 
 rank fails the others wait for it in a collective: without the runtime's care each of these jobs would hang.
 """
 
+import json
 import re
 import subprocess
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from jobs import TIMED_OUT, run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+
+from zero_mpi import watchdog
 
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
@@ -74,9 +77,16 @@ def tracebacks(errors: str) -> int:
     return errors.count("Traceback (most recent call last)")
 
 
+def outcome(out: Path) -> tuple[str, str]:
+    """State and reason in status.json."""
+    said = json.loads((out / "status.json").read_text())
+    return said["state"], said["reason"]
+
+
 def assert_one_line(errors: str) -> None:
-    """What all ranks know of is said once, without a traceback."""
-    assert len(errors.splitlines()) == 1, errors
+    """What all ranks know of is said once, without a traceback. Some launchers add lines of their own."""
+    assert tracebacks(errors) == 0, errors
+    assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, errors
     assert errors.startswith("zero_mpi train: error: ")
 
 
@@ -111,6 +121,7 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(rank, flags, tmp_pa
     assert "RuntimeError: the fault" in errors
     assert f"zero_mpi: rank {rank} of 3 failed" in errors
     assert len(fields(tmp_path / "out")) == 2
+    assert outcome(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "KeyboardInterrupt()", "AssertionError('ours')"])
@@ -154,6 +165,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     status, _ = run_script(4, tmp_path, script, *flags, "--steps", "6", "--save-every", "3")
     assert status != 0
     assert len(fields(tmp_path / "out")) == 5
+    assert outcome(tmp_path / "out") == ("running", ""), "nobody was left to say anything else; it grows old"
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")
@@ -211,6 +223,9 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(small_disk, flag
     assert status not in (0, 2, 75, TIMED_OUT)
     assert_one_line(errors)
     assert "No space left on device" in errors
+    state, reason = outcome(small_disk / "out")
+    assert state == "failed"
+    assert reason in errors
     state = ["--resume", str(small_disk / "out" / "latest")]
     assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "4", *state)
     assert fields(tmp_path / "out") == fields(tmp_path / "whole")[2:]
@@ -220,19 +235,136 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(small_disk, flag
 # standing still
 
 
-@pytest.mark.parametrize(("rank", "where"), [(0, "rank == 0"), (1, "rank == 1")])
-def test_a_rank_that_sleeps_for_ever_is_noticed(rank, where, flags, tmp_path):
-    """One of the ranks, the sleeper or one that waits for it, says so; the stacks show which is which."""
-    script = FAULTY.format(step=2, where=where, fault="self.watchdog.beat('a nap'); time.sleep(1000)")
-    begun = time.monotonic()
-    status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5", "--timeout", "2")
-    assert time.monotonic() - begun > 2
-    assert status not in (0, 2, 75)
-    lines = re.findall(r"zero_mpi: rank (\d): no progress for \d s in (.+); ending the job", errors)
-    assert lines
-    said = {int(number): what for number, what in lines}
-    assert said.items() <= {rank: "a nap", 1 - rank: "step 3"}.items()
-    assert "Current thread" in errors or "Thread 0x" in errors
+# Makes one rank stand still while the others go on into the collectives of step 3.
+HANGING = """
+import os, signal, time
+import numpy as np
+from zero_mpi import train
+
+rounds = train.Trainer.rounds
+
+def stop(self):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def read_for_ever(self):
+    self.session.loader.micro = lambda step, i: time.sleep(1000)
+
+def meet_alone(self):
+    self.session.comm.barrier()
+
+def standing_rounds(self, number):
+    if number == 2:
+        self.watchdog.limit = {limit}  # the start of a job may take longer on a busy machine
+        if self.world.rank == {rank}:
+            {fault}(self)
+    rounds(self, number)
+
+train.Trainer.rounds = standing_rounds
+train.main()
+"""
+TIMEOUT = 1.5
+
+
+def hang(ranks: int, folder: Path, rank: int, fault: str, *flags: str, limit: str = str(TIMEOUT)) -> str:
+    """What a job says whose `rank` stands still in step 3; it ends with 86 as soon as it has said it."""
+    script = folder / "hanging.py"
+    script.write_text(HANGING.format(rank=rank, fault=fault, limit=limit))
+    settings = ["--steps", "5", "--save-every", "1", "--timeout", "2.5"]
+    status, _, errors = run_job(ranks, [str(script), *flags, *settings], timeout=60, cwd=folder)
+    ended = time.time()
+    assert status == watchdog.STATUS, f"status {status}\n{errors}"
+    assert errors.count("ending the job") == 1, errors
+    assert ended - (folder / "out" / "status.json").stat().st_mtime < AT_ONCE
+    return errors
+
+
+def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> None:
+    """The reason is said and recorded, with an age just past the limit, and the roll call is over."""
+    said = re.search(r"zero_mpi: no progress for (.+) s: (.+); ending the job", errors)
+    assert said, errors
+    assert limit <= float(said[1]) < limit + 2
+    assert reason in said[2]
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 3, 0), ("shared", 4, 3)])
+def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, flags, tmp_path):
+    """By SIGSTOP in the middle of a run; what was saved before is sound, and the run goes on from it."""
+    errors = hang(ranks, tmp_path, rank, "stop", *flags, "--transport", transport)
+    assert_told(errors, tmp_path / "out", f"no sign of life from rank {rank}")
+    assert re.search(rf"zero_mpi: rank {rank} \(process \d+ on \S+\): no sign of life", errors)
+    others = re.findall(r"zero_mpi: (ranks? .+): step 3, waiting in (.+), for", errors)
+    assert others, errors
+    assert not any(re.match(rf"ranks? (.*\b)?{rank}\b", who) for who, _ in others)
+    assert "wait" in errors[errors.index("stacks of rank") :]
+    assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "3")
+    if transport == "mpi":
+        train(1, tmp_path / "whole", *flags[:-2], "--steps", "3")
+        assert_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 2, 1), ("shared", 3, 1)])
+def test_a_rank_that_reads_for_ever_is_named_with_its_stack(transport, ranks, rank, flags, tmp_path):
+    """While it loads data it is in no collective; the first stack that is shown is its own."""
+    limit = {} if transport == "shared" else {"limit": "self.config.timeout"}
+    errors = hang(ranks, tmp_path, rank, "read_for_ever", *flags, "--transport", transport, **limit)
+    said = f"rank {rank} in no collective (step 3"
+    assert_told(errors, tmp_path / "out", said, 2.5 if limit else TIMEOUT)
+    assert re.search(rf"zero_mpi: rank {rank} \(process \d+ on \S+\): step 3, in no collective", errors)
+    assert re.search(r"zero_mpi: ranks? .+: step 3, waiting in \w+ of (gradients|parameters|updated)", errors)
+    first = errors.split("stacks of ")[1]
+    assert first.startswith(f"rank {rank}:")
+    assert "<lambda>" in first
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("mpi", 3), ("shared", 3)])
+def test_a_rank_in_another_collective_is_told_from_the_others(transport, ranks, flags, tmp_path):
+    errors = hang(ranks, tmp_path, 1, "meet_alone", *flags, "--transport", transport)
+    assert_told(errors, tmp_path / "out", "different collectives; --check-collectives names")
+    assert re.search(r"zero_mpi: rank 1 \(process \d+ on \S+\): step 3, waiting in barrier, for", errors)
+    assert re.search(r"zero_mpi: rank.* [02]\b.*: step 3, waiting in \w+ of (gradients|parameters) ", errors)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "shared"])
+def test_checked_collectives_name_the_first_difference(transport, flags, tmp_path):
+    """At once, instead of a wait for the limit: one line, the same for all ranks."""
+    script = HANGING.format(rank=1, fault="meet_alone", limit=60)
+    checks = ["--check-collectives", "--transport", transport]
+    status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5", *checks)
+    assert status == 1, errors
+    assert_one_line(errors)
+    assert "is barrier on rank 1, where 2 of 3 ranks start" in errors
+    state, reason = outcome(tmp_path / "out")
+    assert state == "failed"
+    assert reason in errors
+
+
+def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
+    """Where nothing can be written, as where a file system hangs, the job ends all the same."""
+    in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
+    sooner = "from zero_mpi import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
+    script = FAULTY.format(step=2, where="True", fault=f"{in_the_way}; {sooner}; time.sleep(99)")
+    status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5")
+    assert status == watchdog.STATUS
+    assert re.search(r"zero_mpi: rank \d: no progress for .+ s: step 2, in no collective.*; ending", errors)
+    assert "Thread 0x" in errors
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
+    """A batch system may stop all of its processes and let them go on later: nobody stands still."""
+    script = tmp_path / "suspended.py"
+    suspend = "kill -STOP {pids}; sleep 3; kill -CONT {pids}"
+    fault = (
+        "import subprocess; pids = ' '.join(map(str, self.session.comm.allgather_object(os.getpid()))); "
+        f"rank == 0 and subprocess.Popen({suspend!r}.format(pids=pids), shell=True); "
+        "self.watchdog.limit = 1.5; [time.sleep(0.1) for _ in range(10)]"
+    )
+    script.write_text(FAULTY.format(step=2, where="True", fault=fault))
+    train(2, tmp_path / "out", *flags[:-2], "--steps", "5", script=script)
+    assert len(fields(tmp_path / "out")) == 5
 
 
 def test_the_watchdog_lets_a_slow_run_be(flags, tmp_path):

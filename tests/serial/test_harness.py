@@ -215,6 +215,37 @@ def test_verdict_of_a_part(status, output, expected):
     assert (verdict.status, verdict.counts) == expected
 
 
+RULE = "-" * 74 + "\n"
+SAID = "zero_mpi: rank 1 of 3 failed\n"
+WARNING = f"{RULE}WARNING: no device was found\n\n  Local host: node1\n{RULE}"
+NOTES = [  # of Open MPI 5.0
+    "prterun detected that one or more processes exited with non-zero status,\nthus\n\n  Exit code:    75\n",
+    'prterun has exited due to process rank 1 with PID 0 on node n calling\n"abort". This may have\n',
+    "prterun noticed that process rank 1 with PID 12628 on node n exited on\nsignal 9 (Killed).\n",
+    "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n\nNOTE: that\n",
+]
+
+
+@pytest.mark.parametrize("end", ["", "\0"])
+@pytest.mark.parametrize("notes", [[note] for note in NOTES] + [NOTES[::-1]])
+def test_what_a_launcher_adds_is_told_from_what_ranks_say(notes, end):
+    added = "".join(f"{RULE}{note}{RULE}" for note in notes) + end
+    assert jobs.ranks_said(f"{WARNING}{SAID}{added}{SAID}") == f"{WARNING}{SAID}{SAID}"
+
+
+@needs_mpiexec
+def test_of_a_failed_job_only_its_own_words_are_left():
+    """A rank ends by a status of its own, or by a signal, while the other waits."""
+    script = (
+        "import os, sys\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    print('the end', file=sys.stderr, flush=True)\n    {}\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+    )
+    for fault, statuses in ("os._exit(86)", {86}), ("os.kill(os.getpid(), 9)", {9, 137}):
+        status, _, errors = run_job(2, ["-c", script.format(fault)], timeout=30)
+        assert (status in statuses, errors) == (True, "the end\n"), status
+
+
 def test_job_past_its_time_leaves_nothing_behind(tmp_path):
     script = (
         "import subprocess, sys\nfrom pathlib import Path\n"

@@ -1,29 +1,48 @@
-"""The example hostfiles are read by the launcher that is installed."""
+"""Hostfiles: those that lie here are read by launchers, and either form is turned into the other."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jobs import launcher, run_command
 
+from zero_mpi.errors import UsageError
+from zero_mpi.hostfile import LINES, Host, command, read_hosts
+from zero_mpi.launch import World
+
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
+TWICE_TWO = [Host("node1", 2), Host("node2", 2)]
+
+
+def installed_launcher() -> str:
+    """The launcher beside this python, or skip."""
+    try:
+        return launcher()[0]
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def hosts_of(text: str) -> list[Host]:
+    """The hosts of a text."""
+    return read_hosts(text.splitlines(), "FILE")
+
+
+def convert(
+    *arguments: str | Path, text: str | None = None, folder: Path | None = None
+) -> tuple[int, str, str]:
+    """`python -m zero_mpi.hostfile ARGUMENTS`, with `text` as standard input."""
+    job = [sys.executable, "-m", "zero_mpi.hostfile", *map(str, arguments)]
+    if text is not None:
+        job = ["sh", "-c", 'printf %s "$0" | "$@"', text, *job]
+    return run_command(job, timeout=30, cwd=folder)
 
 
 def test_local8_runs_ranks_on_this_machine():
-    try:
-        start = launcher()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    command = [
-        *start,
-        "--hostfile",
-        FOLDER / "local8",
-        "-n",
-        "2",
-        "python3",
-        "-c",
-        "import os; os.write(1, b'here\\n')",
-    ]
-    status, output, errors = run_command(command, timeout=40)
+    job = [installed_launcher(), "--hostfile", FOLDER / "local8", "-n", "2", "python3"]
+    status, output, errors = run_command([*job, "-c", "import os; os.write(1, b'here\\n')"], timeout=40)
     assert status == 0, output + errors
     assert output.split() == ["here", "here"]
 
@@ -35,15 +54,163 @@ def lines(name: str) -> list[str]:
 
 def test_local8_has_eight_slots_in_the_form_both_launchers_read():
     assert lines("local8") == ["localhost"] * 8
+    assert hosts_of((FOLDER / "local8").read_text()) == [Host("localhost", 8)]
 
 
-def test_two_nodes_have_two_slots_each_in_the_form_of_their_launcher():
-    assert lines("two_nodes.mpich") == ["node1:2", "node2:2"]
-    assert lines("two_nodes.openmpi") == ["node1 slots=2", "node2 slots=2"]
+@pytest.mark.parametrize(("name", "count"), [("two_nodes", 2), ("four_nodes", 4)])
+def test_nodes_have_two_slots_each_in_the_form_of_their_launcher(name, count):
+    nodes = [f"node{number + 1}" for number in range(count)]
+    assert lines(f"{name}.mpich") == [f"{node}:2" for node in nodes]
+    assert lines(f"{name}.openmpi") == [f"{node} slots=2" for node in nodes]
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
 def test_every_hostfile_shows_its_command_in_whole_line_comments(path):
     comments = [line for line in path.read_text().splitlines() if "#" in line]
     assert all(line.startswith("#") for line in comments)  # MPICH reads no comment after a name
-    assert any(f"hostfiles/{path.name} -n " in line for line in comments)
+    ranks = sum(host.slots for host in hosts_of(path.read_text()))
+    assert any(f"hostfiles/{path.name} -n {ranks} " in line for line in comments)
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1:2\nnode2:2\n", TWICE_TWO),
+        ("node1 slots=2\nnode2 slots=2", TWICE_TWO),
+        ("node1\nnode1\nnode2\nnode2\n", TWICE_TWO),  # $PBS_NODEFILE
+        ("node1\r\nnode2\r\n", [Host("node1"), Host("node2")]),
+        ("node1\nnode2\nnode1\n", [Host("node1", 2), Host("node2")]),
+        ("  # ours\n\n\tnode1:2  # rack 1\nnode2\tslots = 2\t#rack 2\n", TWICE_TWO),
+        ("node1:2\nnode2 slots=1\nnode2", TWICE_TWO),
+        ("a.example.org SLOTS=3", [Host("a.example.org", 3)]),
+        ("10.0.0.7:016", [Host("10.0.0.7", 16)]),
+        ("a_b-c slots=2 max-slots=4", [Host("a_b-c", 2, 4)]),
+        ("a max_slots=4 slots=2", [Host("a", 2, 4)]),
+        ("a max-slots=1", [Host("a", 1, 1)]),
+        ("a slots=1 max-slots=2\na slots=2 max-slots=3", [Host("a", 3, 5)]),
+        ("a slots=1 max-slots=2\na", [Host("a", 2)]),
+    ],
+)
+def test_forms_that_are_read(text, hosts):
+    assert hosts_of(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("a:", "a:0", "a:two", "a:-1", "a:2:2", "a:2.5", "a:9999999999", ":2", "fe80::1", "[::1]:2"),
+        *("a slots", "a slots=", "a slots=0", "a slots=x", "a slots=-1", "a slots=2 slots=2", "a slots=2,b"),
+        *("a 2", "a b", "a,b", "me@a:2", "-a", "^a", "+n1", "a slot=2", "a slots=2 user=me", "node[1-4]"),
+        *("a:2 slots=2", "a:2 max-slots=4", "a slots=4 max-slots=2", "a max-slots=0", "a slots=2 = 3", "ä:2"),
+    ],
+)
+def test_other_lines_are_refused_with_their_number(line):
+    with pytest.raises(UsageError, match=r"^FILE:3: expected .*, got ") as caught:
+        hosts_of(f"# nodes\nnode1:2\n{line}\nnode2:2\n")
+    assert repr(line) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
+def test_a_file_without_a_host_is_refused(text):
+    with pytest.raises(UsageError, match=r"^FILE: names no host; expected "):
+        hosts_of(text)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
+HOSTS = st.builds(Host, NAMES, st.integers(1, 999))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(HOSTS, min_size=1, max_size=8, unique_by=lambda host: host.name), st.sampled_from(sorted(LINES))
+)
+def test_what_is_written_is_read_back(hosts, form):
+    assert hosts_of("\n".join(map(LINES[form], hosts))) == hosts
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="ab1:=#- \t\nslotmax_.,", max_size=40))
+def test_any_text_is_read_or_refused(text):
+    try:
+        hosts = hosts_of(text)
+    except UsageError:
+        return
+    assert hosts_of("\n".join(map(LINES["openmpi"], hosts))) == hosts != []
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize(
+    ("source", "form", "expected"),
+    [
+        ("two_nodes.openmpi", "mpich", "node1:2\nnode2:2\n"),
+        ("two_nodes.mpich", "openmpi", "node1 slots=2\nnode2 slots=2\n"),
+    ],
+)
+def test_one_form_becomes_the_other(source, form, expected):
+    assert convert(FOLDER / source, "--for", form) == (0, expected, "")
+
+
+def test_standard_input_is_read():
+    assert convert("-", "--for", "mpich", text="n1\nn2\nn1\n") == (0, "n1:2\nn2:1\n", "")
+
+
+def test_a_limit_that_mpich_does_not_have_is_named():
+    status, printed, errors = convert("-", "--for", "mpich", text="n1 slots=2 max-slots=4\nn2 slots=2\n")
+    assert (status, printed) == (0, "n1:2\nn2:2\n")
+    assert errors == "zero_mpi hostfile: max-slots of n1 left out: MPICH has no such limit\n"
+    limited = "n1 slots=2 max-slots=4\n"
+    assert convert("-", "--for", "openmpi", text=limited) == (0, limited, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bad", "--for", "mpich"], "bad:2: expected HOST, HOST:2 or HOST slots=2 [max-slots=4], got 'n2:x'"),
+        (["nowhere", "--for", "mpich"], "nowhere: cannot be read: No such file or directory; expected HOST"),
+        ([".", "--for", "mpich"], ".: cannot be read: Is a directory; expected HOST"),
+        (["binary", "--for", "mpich"], "binary: is not text; expected HOST"),
+        (["bad"], "the following arguments are required: --for"),
+        (["bad", "--for", "lam"], "argument --for: invalid choice: 'lam' (choose from"),
+        (["--for", "mpich"], "the following arguments are required: file"),
+    ],
+)
+def test_bad_input_says_what_was_expected(arguments, said, tmp_path, monkeypatch):
+    (tmp_path / "bad").write_text("n1\nn2:x\n")
+    (tmp_path / "binary").write_bytes(b"n1\n\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}") as caught:
+        command(World(0, 1), arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_one_line():
+    status, printed, errors = convert("-", "--for", "mpich", text="n1:0\n")
+    assert (status, printed, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith("zero_mpi hostfile: error: standard input:1: expected HOST")
+
+
+def test_the_installed_launcher_reads_what_is_written(tmp_path):
+    """This machine three times, in the form that is not the launcher's, turned into its own."""
+    start = installed_launcher()
+    _, version, _ = run_command([start, "--version"], timeout=20, merge=True)
+    form, other = ("mpich", "openmpi") if "HYDRA" in version else ("openmpi", "mpich")
+    text = "".join(f"{LINES[other](Host('localhost', count))}\n" for count in (1, 2))
+    status, printed, errors = convert("-", "--for", form, text=text)
+    assert (status, errors) == (0, "")
+    (tmp_path / "hosts").write_text(printed)
+    job = [
+        start,
+        "--hostfile",
+        tmp_path / "hosts",
+        "-n",
+        "3",
+        "python3",
+        "-c",
+        "import os; os.write(1, b'x')",
+    ]
+    assert run_command(job, timeout=40)[:2] == (0, "xxx")

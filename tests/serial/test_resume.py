@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from jobs import clean_environment, end, launcher, run_job
+from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job
 from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
 
 from zero_mpi.data import StepLoader, Windows, load_corpus
@@ -178,11 +178,6 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes]) -> 
         time.sleep(0.005)
 
 
-def hands_sigterm_on() -> bool:
-    """MPICH's launcher tells the ranks; Open MPI's kills them."""
-    return "HYDRA" in subprocess.run([*launcher(), "--version"], capture_output=True, text=True).stdout
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, flags, endless, tmp_path):
     if number == signal.SIGTERM and not hands_sigterm_on():
@@ -240,7 +235,7 @@ def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
 
 
 def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
-    limit = 3.0
+    limit = 6.0
     begun = time.monotonic()
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--steps", "1000000"]
     status, printed, errors = run_job(2, [*command, "--max-time", f"{limit}s"], timeout=40)
@@ -249,7 +244,7 @@ def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
     done = len(fields(tmp_path / "out"))
     assert done > 1
     assert os.readlink(tmp_path / "out" / "latest") == f"step-{done:08d}"
-    assert took < limit + 10  # what comes before and after the loop: starting python, ending MPI
+    assert took < limit + 4  # the limit counts from the start; after it the launcher ends
 
 
 # what is refused

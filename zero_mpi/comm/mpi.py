@@ -34,6 +34,7 @@ FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large one
 TAGS = 1 << 14
 DEPTH = 2  # pieces of an exact reduction in flight
 
+
 def mpi_type(array: Array) -> Any:
     """The MPI type of an array's elements."""
     assert array.flags.c_contiguous, "a collective needs a contiguous array"

@@ -1,0 +1,83 @@
+"""How much of FULL_SHARD's communication hides behind computation, between hosts with links of known speed.
+
+    python benchmarks/overlap.py --rate 1gbit none
+
+As root: makes two hosts on this machine (tools/cluster/hosts_up.sh) for each rate and runs overlap_step.py on
+them, which times a step, the same step with transfers waited for at once, computation alone and transfers
+alone. Hidden: the share of the smaller of computation and transfers that the step does not take longer for.
+`none` is a link as fast as the machine. The two hosts share its cores. Other flags go to overlap_step.py.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from zero_mpi.config import Parser
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World, run
+
+HERE = Path(__file__).resolve().parent
+PATIENCE = 900  # seconds for a job
+WAYS = ("step", "at once", "computation", "transfers")
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python benchmarks/overlap.py",
+        description="Time what hides behind computation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rate", nargs="+", default=["1gbit", "none"], help="of the hosts' links")
+    parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="one JSON object a rate")
+    return parser
+
+
+def measure(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, object]]:
+    """The result of a job on two hosts, for each rate."""
+    sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
+    from hosts import hosts, why_no_hosts  # the tests' own
+    from jobs import COMPILED
+
+    if reason := why_no_hosts():
+        raise UsageError(reason)
+    each = options.ranks_per_host
+    for rate in options.rate:
+        with hosts(2, None if rate == "none" else rate) as here:
+            job = [HERE / "overlap_step.py", *flags]
+            status, printed, errors = here.run(
+                2 * each, each, job, mpi=options.mpi, timeout=PATIENCE, env=COMPILED
+            )
+        if status != 0:
+            raise UsageError(f"the job at {rate} ended with status {status}: {(errors or printed).strip()}")
+        yield {"rate": rate, **json.loads(printed.splitlines()[-1])}
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    options, flags = make_parser().parse_known_args(arguments)
+    results = measure(options, flags)
+    if not options.json:
+        print_table(results)
+    for result in results:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def print_table(results: Iterator[Mapping[str, object]]) -> None:
+    """For people; times in milliseconds."""
+    titles = " ".join(f"{way:>11}" for way in WAYS)
+    print(f"{'rate':10} {titles} {'hidden':>7} {'wait':>7} {'sent MB':>8} {'MB/s':>6}")
+    for line in results:
+        times = " ".join(f"{line[way]:11.1f}" for way in WAYS)
+        rate = 1e3 * line["sent"] / line["transfers"]
+        rest = f"{line['hidden']:7.0%} {line['wait']:7.1f} {line['sent']:8.1f} {rate:6.0f}"
+        print(f"{line['rate']:10} {times} {rest}", flush=True)
+
+
+if __name__ == "__main__":
+    run("overlap", command, sys.argv[1:], alone=True)

@@ -1,0 +1,210 @@
+"""Whether `zero_mpi.plan` foretells the time of a step: its model beside runs on hosts with slow links.
+
+    python benchmarks/plan_check.py [--rate 1gbit] [--hosts 2] [--only W1 ...] [--steps 5]
+
+Makes hosts in namespaces (root; see tests/cluster/hosts.py) whose links have the rate. Before each line a job
+like the timed one measures what a message takes in a host and between hosts, and how fast matrix products
+go on all ranks at once, on average; all else is as the plan assumes it. From these numbers alone it works out
+the step. The table shows it beside the median of the timed steps. `waits` is the time that a rank stands for
+others: the communication that the schedule did not hide. On a machine that others use it tells nothing.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from workloads import WORKLOADS, Workload
+
+from zero_mpi.launch import World, run
+from zero_mpi.models import ARCHITECTURES
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.machine import ASSUMED, Link, Machine
+from zero_mpi.plan.steptime import StepTime, step_time
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests"
+SMALL, LARGE = 8, 8 << 20  # bytes of the messages that are timed
+REPEATS = 8
+GEMM, PRODUCTS = 1024, 50
+
+
+@dataclass(frozen=True)
+class Line:
+    """A timed job."""
+
+    workload: str
+    per_host: int
+    strategy: str
+    reduction: str = "exact"
+    prefetch: int = 1
+    batch: int | None = None
+    context: int | None = None
+    transport: str = "mpi"
+
+    def sized(self) -> Workload:
+        """The workload, with the batch and the context of the line."""
+        workload = WORKLOADS[self.workload]
+        changed = {"batch": self.batch, "context": self.context}
+        return replace(workload, **{name: size for name, size in changed.items() if size is not None})
+
+
+LINES = [
+    Line("W1", 1, "full-shard", batch=1, context=64),  # next to nothing to compute: the links alone
+    Line("W1", 1, "no-shard", batch=1, context=64),
+    Line("W1", 2, "full-shard", batch=1, context=64),
+    Line("W1", 2, "full-shard", batch=1, context=64, transport="auto"),
+    Line("W1", 2, "hybrid-shard", batch=1, context=64, transport="auto"),
+    Line("W1", 1, "full-shard"),
+    Line("W1", 1, "full-shard", prefetch=0),
+    Line("W1", 1, "full-shard", batch=2),
+    Line("W1", 1, "shard-grad-op"),
+    Line("W1", 1, "no-shard"),
+    Line("W1", 1, "no-shard", "fast"),
+    Line("W3", 1, "full-shard"),
+    Line("W3", 1, "no-shard"),
+    Line("W1", 2, "full-shard"),
+    Line("W1", 2, "full-shard", transport="auto"),
+]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Hold the plan's time of a step against runs on hosts with slow links.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rate", default="1gbit", help="of each host's link")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a job")
+    parser.add_argument("--lines", type=int, default=len(LINES), help="only the first so many")
+    return parser
+
+
+# ------------------------------------------------------------------------------------- in a job: the probe
+
+
+def probe(world: World, arguments: Sequence[str]) -> int:
+    """Print what messages take, while all ranks do the same."""
+    comm = world.mpi.COMM_WORLD
+    per_host = int(arguments[0])
+    found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
+    found["beta"] = (exchange(comm, LARGE, comm.size // 2) - found["alpha"]) / LARGE * (1 / per_host)
+    if per_host > 1:
+        found["alpha_node"] = exchange(comm, SMALL, 1)
+        found["beta_node"] = (exchange(comm, LARGE, 1) - found["alpha_node"]) / LARGE
+    if world.rank == 0:
+        print(json.dumps(found))
+    return 0
+
+
+def exchange(comm: object, nbytes: int, apart: int) -> float:
+    """Seconds in which every rank swaps `nbytes` with the one `apart` from it; the best of some."""
+    other = comm.rank ^ apart
+    mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    took = []
+    for _ in range(REPEATS + 1):
+        comm.Barrier()
+        begun = time.perf_counter()
+        comm.Sendrecv(mine, other, 0, theirs, other, 0)
+        took.append(time.perf_counter() - begun)
+    return float(max(comm.allgather(min(took[1:]))))
+
+
+def products_per_second(comm: object) -> float:
+    """Operations a second of a rank's products, while all ranks do as many."""
+    a, b, c = (np.ones((GEMM, GEMM), np.float32) for _ in range(3))
+    np.matmul(a, b, out=c)
+    comm.Barrier()
+    begun = time.perf_counter()
+    for _ in range(PRODUCTS):
+        np.matmul(a, b, out=c)
+    return float(np.mean(comm.allgather(2 * GEMM**3 * PRODUCTS / (time.perf_counter() - begun))))
+
+
+# ------------------------------------------------------------------------------------------- outside: jobs
+
+
+def compare(options: argparse.Namespace) -> Iterator[tuple[Line, dict[str, float], StepTime]]:
+    """(line, what step.py measured, what the plan says) for every line."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
+    from hosts import hosts
+    from jobs import COMPILED
+
+    chosen = [line for line in LINES[: options.lines] if line.workload in options.only]
+    with hosts(options.hosts, options.rate) as here:
+
+        def job(per_host: int, *arguments: str) -> dict[str, float]:
+            ranks = options.hosts * per_host
+            status, printed, errors = here.run(ranks, per_host, arguments, timeout=600, env=COMPILED)
+            lines = [line for line in printed.splitlines() if line.startswith("{")]
+            if status or not lines:
+                raise SystemExit(f"{' '.join(arguments)} ended with {status}: {errors.strip()[-500:]}")
+            return dict(json.loads(lines[-1]))
+
+        for line in chosen:
+            found = job(line.per_host, str(HERE / "plan_check.py"), "probe", str(line.per_host))
+            measured = job(line.per_host, str(HERE / "step.py"), *step_flags(line, options.steps))
+            yield line, measured | found, predicted(line, options.hosts, found)
+
+
+def step_flags(line: Line, steps: int) -> list[str]:
+    """The flags of step.py."""
+    workload = line.sized()
+    flags = ["--workload", line.workload, "--batch", workload.batch, "--context", workload.context]
+    flags += ["--strategy", line.strategy]
+    flags += ["--reduction", line.reduction, "--prefetch", line.prefetch, "--transport", line.transport]
+    return [*map(str, flags), "--warmup", "2", "--steps", str(steps), "--json"]
+
+
+def predicted(line: Line, hosts: int, found: dict[str, float]) -> StepTime:
+    """The plan of a line, from the probe's numbers."""
+    workload, ranks = line.sized(), hosts * line.per_host
+    between = Link(found["alpha"], found["beta"])
+    node = Link(found.get("alpha_node", 0.0), found.get("beta_node", 0.0))
+    machine = Machine(node, between, flops=found["flops"], moves=ASSUMED.moves)
+    case = Case(
+        ARCHITECTURES[workload.arch].from_flags(workload.flags),
+        ranks=ranks,
+        nodes=hosts,
+        strategy_name=line.strategy,
+        transport_wanted=line.transport,
+        exact_wanted=line.reduction == "exact",
+        batch_size=ranks * workload.batch,
+        micro_batch=workload.batch,
+        context=workload.context,
+        prefetch=line.prefetch,
+    )
+    return step_time(case, machine)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    options = make_parser().parse_args(arguments)
+    ratios = []
+    print("| line | ranks | measured ms | plan ms | ratio | waits ms | plan | GFLOP/s | MB/s |")
+    print(f"|{'---|' * 9}")
+    for line, measured, plan in compare(options):
+        ratios.append(1e3 * plan.seconds / measured["ms"])
+        name = f"{line.workload} {line.strategy}, {line.transport} {line.reduction}, prefetch {line.prefetch}"
+        name += f", {line.sized().batch} x {line.sized().context}"
+        print(
+            f"| {name} | {measured['ranks']} | {measured['ms']:.0f} | {1e3 * plan.seconds:.0f} "
+            f"| {ratios[-1]:.2f} | {measured['wait_ms']:.0f} | {1e3 * plan.exposed:.0f} "
+            f"| {measured['flops'] / 1e9:.0f} | {1e-6 / measured['beta']:.0f} |",
+            flush=True,
+        )
+    within = sum(abs(ratio - 1) <= 0.25 for ratio in ratios)
+    print(f"{within} of {len(ratios)} within 25 %")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["probe"]:
+        run("plan_check probe", probe, sys.argv[2:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""Tests that need hosts, or a batch system: `make test-cluster`, in one process and as root.
+
+They take minutes and start daemons, so they run only where their folder or a file in it is named. A test that
+cannot run here is skipped with the reason.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CLUSTER = Path(__file__).resolve().parent
+for folder in (CLUSTER, CLUSTER.parent / "serial"):  # helpers beside the tests, and those of the serial suite
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from hosts import Hosts, hosts, why_no_hosts  # noqa: E402
+
+NOT_ASKED_FOR = "tests/cluster runs by itself, in one process: make test-cluster"
+
+
+def asked_for(argument: str) -> bool:
+    """Whether an argument of pytest names this folder or something in it."""
+    place = Path(argument.partition("::")[0]).resolve()
+    return CLUSTER in (place, *place.parents)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave these tests out of runs of other tests and of runs on several ranks."""
+    harness = config.pluginmanager.getplugin("zero_mpi-harness")
+    if harness.world.size == 1 and any(map(asked_for, config.args)):
+        return
+    mine = [item for item in items if CLUSTER in item.path.parents]
+    if mine:
+        config.hook.pytest_deselected(items=mine)
+        items[:] = [item for item in items if item not in mine]
+        harness.deselected[NOT_ASKED_FOR] = len(mine)
+
+
+@pytest.fixture(scope="session")
+def four_hosts() -> Iterator[Hosts]:
+    """Hosts h1 to h4, links without a limit; a job of fewer hosts takes the first. Leave them whole."""
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with hosts(4) as here:
+        yield here
+
+
+@pytest.fixture
+def common_path() -> Iterator[Path]:
+    """An empty folder that all hosts see, which `tmp_path` is not."""
+    folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,221 @@
+"""Events that end a run, or must not, as data; and a real run in which one happens.
+
+`ROWS` is the table of docs/reliability.md: for each event what is to be seen, whatever the moment. `Trial` is
+one run of it. The command is the real one, slowed down a little so that the event falls in its middle; what a
+rank does to itself it does when the file `now` appears, what comes from outside is in test_faults.py.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs import RANK_VARIABLES, clean_environment, end
+
+STEPS, SAVE_EVERY = 60, 5  # of every run
+RANKS, VICTIM = 3, 1  # on this machine
+TIMEOUT = 5.0  # --timeout
+KILLED = (9, 137)  # what a launcher makes of a rank that was killed
+BUS_ERROR = (7, 15, 135)  # MPICH's may join it with the SIGKILL of the other ranks
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row.
+
+    statuses  exit statuses of the launcher that may be seen
+    said      pattern of what is on stderr, or on stdout by the launcher; empty: nothing is on stderr.
+              <process>: the one of the rank that it happens to
+    state     in status.json
+    reason    pattern of the reason there
+    seconds   from the event to the end of the job, at most, on a busy machine
+    lost      steps that are done again, at most
+    """
+
+    event: str
+    launcher: str
+    transport: str
+    statuses: tuple[int, ...]
+    said: str
+    state: str
+    reason: str = ""
+    seconds: float = 8.0
+    lost: int = SAVE_EVERY
+
+    @property
+    def name(self) -> str:
+        """For people and for the docs."""
+        return f"{self.event}, {self.launcher}, {self.transport}"
+
+
+# What a rank does to itself.
+INSIDE = {
+    "exception on one rank": 'raise RuntimeError("the fault")',
+    "sys.exit(3) on one rank": "sys.exit(3)",
+    "no memory under ulimit -v": """
+    import resource
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    bytearray(1 << 30)""",
+    "killed for memory (cgroup)": "bytearray(b'x') * (1 << 30)",
+}
+ENDED = rf"\W+zero_mpi: rank {VICTIM} of {RANKS} failed"
+RAISED, NO_MEMORY = "RuntimeError: the fault", "MemoryError"
+OF_VICTIM = rf"rank {VICTIM}: "
+LEFT = rf"rank {VICTIM} of {RANKS} left alone \(exit with status 3\)"
+LEFT_ALONE = rf"rank {VICTIM} left alone \(exit with status 3\)"
+SILENT = rf"no sign of life from rank {VICTIM}\b"
+MPICH_KILLED = r"Killed \(signal 9\)"  # MPICH's launcher names a process, not always the one that was killed
+OPENMPI_KILLED = rf"process rank {VICTIM} with PID <process> on"
+LONGER = 2 * SAVE_EVERY
+DISK = r"No space left on device"
+
+ROWS = [
+    Fault("exception on one rank", "mpich", "mpi", (1,), RAISED + ENDED, "failed", OF_VICTIM + RAISED),
+    Fault("exception on one rank", "mpich", "shared", (1,), RAISED + ENDED, "failed", OF_VICTIM + RAISED),
+    Fault("exception on one rank", "openmpi", "mpi", (1,), RAISED + ENDED, "failed", OF_VICTIM + RAISED),
+    Fault("sys.exit(3) on one rank", "mpich", "mpi", (1,), LEFT, "failed", LEFT_ALONE),
+    Fault("sys.exit(3) on one rank", "openmpi", "shared", (1,), LEFT, "failed", LEFT_ALONE),
+    Fault("SIGKILL of one rank", "mpich", "mpi", KILLED, MPICH_KILLED, "running"),
+    Fault("SIGKILL of one rank", "mpich", "shared", KILLED, MPICH_KILLED, "running"),
+    Fault("SIGKILL of one rank", "openmpi", "shared", KILLED, OPENMPI_KILLED, "running"),
+    Fault("SIGSTOP of one rank", "mpich", "mpi", (86,), SILENT, "failed", SILENT, TIMEOUT + 5),
+    Fault("SIGSTOP of one rank", "mpich", "shared", (86,), SILENT, "failed", SILENT, TIMEOUT + 5),
+    Fault("SIGSTOP of one rank", "openmpi", "mpi", (86,), SILENT, "failed", SILENT, TIMEOUT + 5),
+    Fault("no memory under ulimit -v", "mpich", "mpi", (1,), NO_MEMORY + ENDED, "failed", OF_VICTIM + NO_MEMORY),
+    Fault("killed for memory (cgroup)", "mpich", "shared", KILLED, MPICH_KILLED, "running"),
+    Fault("killed for memory (cgroup)", "openmpi", "mpi", KILLED, OPENMPI_KILLED, "running"),
+    Fault("host lost", "mpich", "mpi", (255,), "h2", "running"),
+    Fault("host lost", "mpich", "shared", (255,), "h2", "running"),
+    Fault("host lost", "openmpi", "mpi", (0, 255), "h2", "running"),
+    Fault("link cut", "mpich", "mpi", (86,), "no progress", "failed", "", TIMEOUT + 15),
+    Fault("link cut", "mpich", "shared", (86,), "no progress", "failed", "", TIMEOUT + 15),
+    Fault("link cut", "openmpi", "mpi", (255,), "server h2 not responding", "running"),
+    Fault("disk full", "mpich", "mpi", (1,), DISK, "failed", DISK),
+    Fault("disk full", "openmpi", "shared", (1,), DISK, "failed", DISK),
+    Fault("clock jumps by an hour", "mpich", "shared", (0,), "", "done", seconds=30.0, lost=0),
+    Fault("clock jumps by an hour", "openmpi", "mpi", (0,), "", "done", seconds=30.0, lost=0),
+    Fault("token file cut short", "mpich", "mpi", BUS_ERROR, "signal 7", "running"),
+    Fault("token file cut short before the start", "mpich", "mpi", (2,), r"tokens\.npy", "stopped"),
+    Fault("newest checkpoint cut short", "mpich", "mpi", KILLED, MPICH_KILLED, "running", lost=LONGER),
+]
+
+# The real command, slowed down. A rank looks for the file `now` at the beginning of each step.
+PACED = """
+import os, sys, time
+from zero_mpi import train
+
+rounds = train.Trainer.rounds
+
+def fault():
+    {fault}
+
+def paced_rounds(self, number):
+    time.sleep(0.1)
+    if self.world.rank == {rank} and os.path.exists({now!r}):
+        fault()
+    rounds(self, number)
+
+train.Trainer.rounds = paced_rounds
+train.main()
+"""
+
+
+class Trial:
+    """A run in `folder`, in which something is about to happen. `ended` after `end_of_job`."""
+
+    def __init__(self, folder: Path, fault: str = "pass") -> None:
+        self.out, self.now, self.script = folder / "out", folder / "now", folder / "paced.py"
+        self._errors, self._printed = folder / "errors", folder / "printed"
+        self.script.write_text(PACED.format(fault=fault, rank=VICTIM, now=str(self.now)))
+        self.begun = 0.0
+
+    def start(
+        self, command: Sequence[str], flags: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
+        """`command` starts a python on all ranks."""
+        with self._errors.open("wb") as errors, self._printed.open("wb") as printed:
+            self.job = subprocess.Popen(
+                [*command, str(self.script), "--out", str(self.out), *flags],
+                env=clean_environment() | dict(env or {}),
+                cwd=self.out.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    @property
+    def errors(self) -> str:
+        """What was said on stderr."""
+        return self._errors.read_text(errors="replace")
+
+    @property
+    def words(self) -> str:
+        """What was said on stderr, and then what on stdout, where MPICH's launcher speaks."""
+        return self.errors + self._printed.read_text(errors="replace")
+
+    @property
+    def done(self) -> int:
+        """Steps that have been recorded."""
+        path = self.out / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 25) -> None:
+        """Wait while the job runs."""
+        until = time.monotonic() + seconds
+        while not condition():
+            assert self.job.poll() is None, f"the job ended by itself ({what}):\n{self.errors}"
+            assert time.monotonic() < until, f"{what}: not in {seconds} s\n{self.errors}"
+            time.sleep(0.01)
+
+    def until_step(self, number: int) -> None:
+        """Wait for the record of a step."""
+        self.until(lambda: self.done >= number, f"step {number}")
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process of those that live, on whatever host of this machine."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    told = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                except OSError:
+                    continue  # it has ended since
+                rank = rank_of(told) if str(self.script) in arguments else None
+                if rank is not None:
+                    found[rank] = int(entry.name)
+        return found
+
+    def end_of_job(self, seconds: float) -> float:
+        """Wait for the end, of the launcher and of all ranks. Seconds since `begun`, when it happened."""
+        try:
+            self.job.wait(seconds + 10)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job goes on\n{self.errors}") from None
+        took = time.monotonic() - self.begun
+        assert took < seconds, f"after {took:.1f} s\n{self.errors}"
+        while left := self.ranks():
+            over = time.monotonic() - self.begun
+            assert over < seconds + 10, f"ranks {left} are still there\n{self.errors}"
+            time.sleep(0.05)
+        return took
+
+    def happens(self, event: Callable[["Trial"], None]) -> None:
+        """Now."""
+        self.victim = self.ranks().get(VICTIM, 0)
+        self.begun = time.monotonic()
+        event(self)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if hasattr(self, "job"):
+            end(self.job)
+
+
+def rank_of(environment: Sequence[str]) -> int | None:
+    """The rank that a launcher has told a process."""
+    told = dict(line.partition("=")[::2] for line in environment)
+    return next((int(told[name]) for name in RANK_VARIABLES if name in told), None)

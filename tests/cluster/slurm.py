@@ -1,0 +1,177 @@
+"""A Slurm of its own on this machine for a test, and jobs in it.
+
+    with slurm(cpus=8) as here:
+        job = here.submit(["--ntasks-per-node=4"], "examples/slurm/one_node.sbatch", ["--out", out])
+        here.signal(job, "USR1")
+        here.wait(job, "PENDING")
+
+`tools/cluster/slurm_up.sh` makes it. It goes when the block ends, and also when this process is killed: a
+shell of its own waits for the end of its standard input and takes it down.
+"""
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+
+import jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools" / "cluster"
+PACKAGES = "apt-get install -y --no-install-recommends slurm-wlm munge"
+KEEPER = """
+trap : PIPE HUP INT TERM
+if "$1/slurm_up.sh" "$2" "$3" 2>&1; then echo up; else echo failed; fi
+read -r _
+"$1/slurm_down.sh" "$3"
+rm -rf "$3"
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A Slurm that is up; `state` is the folder of slurm_up.sh."""
+
+    state: Path
+
+    @property
+    def folder(self) -> Path:
+        """A folder for runs and logs; it goes with the Slurm."""
+        return self.state / "runs"
+
+    def run(
+        self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> tuple[int, str, str]:
+        """Run one of Slurm's commands; returns (exit status, stdout, stderr)."""
+        environ = {"SLURM_CONF": f"{self.state}/slurm.conf"} | dict(env or {})
+        return jobs.run_command(command, timeout=timeout, env=environ, cwd=ROOT)
+
+    def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        """What one of Slurm's commands prints, on success."""
+        status, printed, errors = self.run(*command, env=env)
+        assert status == 0, f"{' '.join(command)}: status {status}\n{printed}\n{errors}"
+        return printed
+
+    def why_no_launch(self, launch: str) -> str:
+        """Why `launch`, such as srun --mpi=pmix, starts nothing here, or an empty string."""
+        status, _, errors = self.run(*launch.split(), "-n", "1", "true")
+        return f"{launch}: {errors.strip()}" if status else ""
+
+    def submit(
+        self,
+        options: Sequence[str],
+        script: str,
+        flags: Sequence[str] = (),
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Submit a script as a person would, from the project's folder with `python`'s environment active.
+
+        Returns the job's number. Its output goes to `log(number)`.
+        """
+        path = f"{Path(python).parent}:{os.environ['PATH']}"
+        start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]
+        return self.command(*start, env={"PATH": path, **(env or {})}).strip()
+
+    def log(self, job: str) -> str:
+        """What a job has said so far."""
+        path = self.folder / f"job-{job}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def facts(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job, by its own names."""
+        first = self.command("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
+        pairs = (word.partition("=") for word in first.split() if "=" in word)
+        return {name: value for name, _, value in pairs}
+
+    def signal(self, job: str, name: str) -> None:
+        """Send a signal to the script of a job."""
+        self.command("scancel", "--batch", f"--signal={name}", job)
+
+    def signal_ranks(self, job: str, name: str) -> None:
+        """Send a signal to the ranks that a job's srun started, past the script.
+
+        scancel --batch would wait for the tasks of an array that are still pending.
+        """
+        self.command("scancel", f"--signal={name}", f"{self.facts(job)['JobId']}.0")
+
+    def ranks(self, job: str) -> list[int]:
+        """The processes that a job's srun started, in order of their ranks."""
+        _, *lines = self.command("scontrol", "listpids", f"{self.facts(job)['JobId']}.0").splitlines()
+        columns = [line.split() for line in lines]  # PID JOBID STEPID LOCALID GLOBALID
+        ranks = {int(line[4]): int(line[0]) for line in columns if line[4].isdigit()}
+        return [ranks[number] for number in sorted(ranks)]
+
+    def wait(self, job: str, state: str) -> None:
+        """Wait until a job is in this state."""
+        self.until(lambda: self.facts(job)["JobState"] == state, job, f"{job} is not {state}")
+
+    def until(self, holds: Callable[[], bool], job: str, otherwise: str, seconds: float = 150) -> None:
+        """Wait until something holds; past `seconds` the test fails with the job's log."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{otherwise} after {seconds:g} s: {self.facts(job)}\n{self.log(job)}")
+            time.sleep(0.05)
+
+    def cancel_all(self) -> None:
+        """End all jobs, for the next test to find none."""
+        self.command("scancel", "--user=root")
+        deadline = time.monotonic() + 30
+        while self.command("squeue", "--noheader").strip():
+            assert time.monotonic() < deadline, self.command("squeue")
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def slurm(cpus: int = 8) -> Iterator[Slurm]:
+    """A Slurm of one node with `cpus` processors. RuntimeError if it cannot be."""
+    if reason := why_no_slurm():
+        raise RuntimeError(reason)
+    state = Path(tempfile.mkdtemp(prefix="zero_mpi-slurm-", dir="/var/tmp"))
+    (state / "runs").mkdir()
+    keeper = subprocess.Popen(
+        ["bash", "-c", KEEPER, "keeper", str(TOOLS), str(cpus), str(state)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=jobs.clean_environment(),
+        start_new_session=True,
+    )
+    try:
+        if said := until_up(keeper):
+            raise RuntimeError(f"no Slurm: {said}")
+        yield Slurm(state)
+    finally:
+        keeper.communicate()  # closes its standard input and waits
+
+
+def until_up(keeper: subprocess.Popen[str]) -> str:
+    """Wait for the Slurm; what was said if it did not come up."""
+    said: list[str] = []
+    for line in keeper.stdout or ():
+        if line == "up\n":
+            return ""
+        if line == "failed\n":
+            break
+        said.append(line.strip())
+    return "; ".join(said) or "slurm_up.sh failed and said nothing"
+
+
+@functools.cache
+def why_no_slurm() -> str:
+    """Why a Slurm cannot be started here, or an empty string."""
+    if os.geteuid() != 0:
+        return "a Slurm needs root"
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    needed = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+    missing = [name for name in needed if which(name, path=path) is None]
+    return f"a Slurm needs {', '.join(missing)}: {PACKAGES}" if missing else ""

@@ -1,0 +1,59 @@
+"""The doctor over two hosts: their names, the link between them, a folder that only one of them has."""
+
+import json
+
+import pytest
+from hosts import Hosts, hosts, installed, why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+WIRE = 125e6  # bytes a second of 1 Gbit/s
+LARGE = 16 << 20  # bytes; half of them go each way
+
+
+def examine(here: Hosts, ranks: int, per_host: int, *flags: str):
+    """(exit status, rows by name, figures)."""
+    try:
+        installed("mpich")
+    except LookupError as error:
+        pytest.skip(str(error))
+    figures = here.folder / "figures.json"
+    job = ["-m", "zero_mpi.doctor", "--json", str(figures), *flags]
+    status, said, errors = here.run(ranks, per_host, job, timeout=100)
+    assert (status in (0, 1), errors) == (True, ""), said + errors
+    found = json.loads(figures.read_text())
+    return status, {row["what"]: row for row in found["rows"]}, found
+
+
+@pytest.fixture(scope="module")
+def slow_hosts():
+    """Two hosts with links of 1 Gbit/s."""
+    with hosts(2, "1gbit") as here:
+        yield here
+
+
+@pytest.mark.timeout_seconds(120)
+def test_hosts_and_the_link_between_them(slow_hosts):
+    status, told, found = examine(slow_hosts, 4, 2)
+    assert status == 0, told
+    assert found["hosts"] == [{"name": "h1", "ranks": [0, 1]}, {"name": "h2", "ranks": [2, 3]}]
+    assert told["host h1"]["value"].startswith("ranks 0-1 on ")
+    assert told["order of ranks"]["verdict"] == "ok"
+    assert told["clocks"]["value"].split(": ")[-1].startswith("h2 (known to ")
+    assert told["seen by all hosts"]["verdict"] == "ok"
+    assert found["links"]["node"]["transport"] == "shared"
+    between = found["links"]["between"]
+    for kind in between["ways"]["mpi"].values():  # no faster than the wire; how much slower the cores decide
+        (seconds,) = (size["seconds"] for size in kind["sizes"] if size["bytes"] == LARGE)
+        assert 0.8 * LARGE / 2 / WIRE < seconds < 10 * LARGE / 2 / WIRE
+    assert 0.5 / WIRE < between["beta_seconds_per_byte"] < 10 / WIRE
+
+
+@pytest.mark.timeout_seconds(120)
+def test_a_folder_of_one_host_is_bad(slow_hosts):
+    """/tmp differs from host to host."""
+    status, told, found = examine(slow_hosts, 2, 1, "--quick", "--out", "/tmp/run")
+    assert status == 1
+    assert found["links"]["node"] is None
+    assert told["seen by all hosts"]["verdict"] == "bad"
+    assert told["seen by all hosts"]["value"] == "not on h2: what rank 0 writes to /tmp/run"

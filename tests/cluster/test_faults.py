@@ -1,0 +1,416 @@
+"""Whatever happens to a run, it ends in seconds with a word about it, and goes on to the same bytes.
+
+Every row of `faults.ROWS` is done for real and held against docs/reliability.md. To write that table anew:
+
+    ZERO_MPI_FAULT_TABLE=rows.md python tests/cluster/run_cluster.py tests/cluster/test_faults.py
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import INSIDE, RANKS, ROWS, SAVE_EVERY, STEPS, TIMEOUT, Fault, Trial
+from hosts import OPENMPI_FLAGS, Hosts, hosts, installed, why_no_hosts
+from jobs import run_command
+from test_command_bits import assert_same_run, needs_mpiexec
+
+pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(150)]
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+HAPPENS_AT = 12  # step
+TOKENS = 60_000
+FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
+FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY), "--timeout", str(TIMEOUT)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How an event is brought about: `fire` makes it happen, `mend` is done before the run goes on."""
+
+    fire: Callable[[Trial], None]
+    mend: Callable[[Trial], None] = lambda trial: None
+    env: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()  # instead of the usual one
+
+
+def write_tokens(path: Path) -> None:
+    """Ids below 64 that are not quite regular."""
+    place = np.arange(TOKENS)
+    np.save(path, ((place % 61) ^ (place // 997 % 64)).astype(np.uint16))
+
+
+def flags(folder: Path) -> list[str]:
+    """The run; its data are in its folder."""
+    return [*FLAGS, "--data", str(folder / "tokens.npy")]
+
+
+def command(mpi: str, ranks: int) -> list[str]:
+    """What starts a python on ranks of this machine; skips where this MPI is not installed."""
+    try:
+        python, launcher = installed(mpi)
+    except LookupError as error:
+        pytest.skip(str(error))
+    more = [*OPENMPI_FLAGS.split(), "--oversubscribe"] if mpi == "openmpi" else []
+    return [launcher, *more, "-n", str(ranks), python]
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> Iterator[Path]:
+    """The run to which nothing happened."""
+    folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
+    write_tokens(folder / "tokens.npy")
+    start = [*command("mpich", 1), "-m", "zero_mpi.train", "--out", str(folder / "out")]
+    status, printed, errors = run_command([*start, *flags(folder)], timeout=60)
+    assert (status, errors) == (0, ""), printed
+    yield folder / "out"
+    shutil.rmtree(folder)
+
+
+# ----------------------------------------------------------------------------- how events are made to happen
+
+
+@contextlib.contextmanager
+def inside(trial: Trial) -> Iterator[Stage]:
+    """The rank does it to itself, in the next step."""
+    yield Stage(lambda trial: trial.now.touch())
+
+
+def sends(number: int) -> Callable[[Trial], contextlib.AbstractContextManager[Stage]]:
+    """A signal to one rank."""
+
+    @contextlib.contextmanager
+    def stage(trial: Trial) -> Iterator[Stage]:
+        yield Stage(lambda trial: os.kill(trial.victim, number))
+
+    return stage
+
+
+@contextlib.contextmanager
+def little_memory(trial: Trial) -> Iterator[Stage]:
+    """One rank gets into a group with 64 MiB, and asks for more."""
+    group, limit = memory_group()
+    try:
+        (group / limit).write_text(str(64 << 20))
+
+        def fire(trial: Trial) -> None:
+            (group / "cgroup.procs").write_text(str(trial.victim))
+            trial.now.touch()
+
+        yield Stage(fire)
+    finally:
+        trial.close()
+        group.rmdir()
+
+
+def memory_group() -> tuple[Path, str]:
+    """A new control group and its file for the limit, of version 2 or 1; skips where there is none."""
+    reasons = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in CONTROL:
+            continue
+        root, limit = CONTROL[controllers]
+        group = Path(f"{root}{path}") / f"zero_mpi-{os.getpid()}"
+        try:
+            group.mkdir()
+            if (group / limit).exists():
+                return group, limit
+            group.rmdir()
+            reasons.append(f"{group.parent}: no {limit} there")
+        except OSError as error:
+            reasons.append(str(error))
+    pytest.skip(f"no memory limit by control groups here: {'; '.join(reasons) or 'none are mounted'}")
+
+
+# Where groups with a limit are made, and its file: by the controllers that /proc names, none in version 2.
+CONTROL = {
+    "": ("/sys/fs/cgroup", "memory.max"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+}
+
+
+@contextlib.contextmanager
+def small_disk(trial: Trial) -> Iterator[Stage]:
+    """The run directory is a file system of its own, which something else fills."""
+    trial.out.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(trial.out)]
+    status, _, errors = run_command(mount, timeout=20)
+    if status:
+        pytest.skip(f"no mounting here: {errors.strip()}")
+    filler = trial.out / "filler"
+
+    def fire(trial: Trial) -> None:
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    try:
+        yield Stage(fire, mend=lambda trial: filler.unlink())
+    finally:
+        trial.close()
+        run_command(["umount", "-l", trial.out], timeout=20)
+
+
+# A clock that is off by the seconds in a file, for rank 0; it is loaded before the C library.
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile long long *off;
+
+__attribute__((constructor)) static void begin(void) {
+    const char *rank = getenv("PMI_RANK"), *path = getenv("TEST_CLOCK");
+    if (!rank) rank = getenv("PMIX_RANK");
+    if (!rank || !path || atoi(rank) != 0) return;
+    int file = open(path, O_RDONLY);
+    void *found = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+    if (found != MAP_FAILED) off = found;
+    close(file);
+}
+
+int clock_gettime(clockid_t id, struct timespec *now) {
+    int status = syscall(SYS_clock_gettime, id, now);
+    if (off && !status && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *off;
+    return status;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec, now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *now) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (now) *now = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+HOUR = 3600
+
+
+@contextlib.contextmanager
+def loose_clock(trial: Trial) -> Iterator[Stage]:
+    """Rank 0's clock goes forth by an hour, and some steps later two hours back."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no cc to build a clock that jumps: apt-get install gcc libc6-dev")
+    folder = trial.out.parent
+    source, library, off = folder / "clock.c", folder / "clock.so", folder / "off"
+    source.write_text(CLOCK)
+    off.write_bytes(struct.pack("q", 0))
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+
+    def set_off(seconds: int) -> None:
+        with off.open("r+b") as file:
+            file.write(struct.pack("q", seconds))
+
+    def fire(trial: Trial) -> None:
+        set_off(HOUR)
+        trial.until_step(trial.done + 10)
+        set_off(-HOUR)
+
+    def check(trial: Trial) -> None:
+        said = read_status(trial.out)
+        begun, last = (datetime.fromisoformat(said[key]) for key in ("started", "updated"))
+        assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "its clock did not jump"
+
+    yield Stage(fire, mend=check, env={"LD_PRELOAD": str(library), "TEST_CLOCK": str(off)})
+
+
+@contextlib.contextmanager
+def short_data(trial: Trial) -> Iterator[Stage]:
+    """The token file loses all but its beginning while ranks read it."""
+    path = trial.out.parent / "tokens.npy"
+    yield Stage(lambda trial: os.truncate(path, 4096), mend=lambda trial: write_tokens(path))
+
+
+@contextlib.contextmanager
+def short_checkpoint(trial: Trial) -> Iterator[Stage]:
+    """A rank is killed; then the newest checkpoint loses its end."""
+
+    def cut(trial: Trial) -> None:
+        path = trial.out / "latest" / "model.gguf"
+        os.truncate(path, path.stat().st_size // 2)
+
+    yield Stage(lambda trial: os.kill(trial.victim, signal.SIGKILL), mend=cut)
+
+
+EVENTS = dict.fromkeys(INSIDE, inside) | {
+    "SIGKILL of one rank": sends(signal.SIGKILL),
+    "SIGSTOP of one rank": sends(signal.SIGSTOP),
+    "killed for memory (cgroup)": little_memory,
+    "disk full": small_disk,
+    "clock jumps by an hour": loose_clock,
+    "token file cut short": short_data,
+    "newest checkpoint cut short": short_checkpoint,
+}
+TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
+    "host lost": lambda here: here.lose("h2"),
+    "link cut": lambda here: here.set_link("h2", up=False),
+}
+# Open MPI's launcher waits for a host that it cannot reach, unless ssh notices.
+ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"]
+REFUSED = "token file cut short before the start"
+
+
+# ---------------------------------------------------------------------------------- what must hold afterwards
+
+
+def read_status(out: Path) -> dict[str, str]:
+    """What status.json says."""
+    return json.loads((out / "status.json").read_text())
+
+
+def is_sound(checkpoint: Path) -> bool:
+    """Whether `zero_mpi.inspect` finds nothing wrong."""
+    status, printed, errors = run_command([sys.executable, "-m", "zero_mpi.inspect", checkpoint], timeout=60)
+    assert status in (0, 1), printed + errors
+    return status == 0
+
+
+def sound_step(out: Path, newest_is_broken: bool) -> int:
+    """The step to go on from."""
+    newest, before, *_ = sorted(out.glob("step-*"), reverse=True)
+    assert (out / "latest").resolve() == newest
+    assert is_sound(newest) != newest_is_broken
+    assert not newest_is_broken or is_sound(before)
+    return int((before if newest_is_broken else newest).name.removeprefix("step-"))
+
+
+def check_end(fault: Fault, trial: Trial) -> None:
+    """Exit status, the word on stderr, the word in status.json."""
+    assert trial.job.returncode in fault.statuses, f"status {trial.job.returncode}\n{trial.errors}"
+    pattern = fault.said.replace("<process>", str(trial.victim))
+    assert re.search(pattern, trial.words) if pattern else not trial.errors, trial.words
+    said = read_status(trial.out)
+    assert said["state"] == fault.state, said
+    assert re.search(fault.reason, said["reason"]) if fault.reason else True, said
+    assert bool(said["reason"]) == (fault.state == "failed")
+
+
+def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
+    """The plain command on two ranks does the rest, to the bytes of a run to which nothing happened."""
+    again = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
+    status, printed, errors = run_command([*again, *flags(trial.out.parent)], timeout=60)
+    assert status == 0, printed + errors
+    assert f"at step {start}" in printed
+    assert ("passed over" in printed) == (fault.event == "newest checkpoint cut short")
+    assert read_status(trial.out)["state"] == "done"
+    assert_same_run(trial.out, unbroken)
+
+
+def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
+    """A row for the docs, where one is asked for."""
+    if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
+        said, pattern = read_status(trial.out), fault.said.replace("<process>", r"\d+") or "$^"
+        line = next((line.strip() for line in trial.words.splitlines() if re.search(pattern, line)), "")
+        cells = [fault.event, fault.launcher, fault.transport, trial.job.returncode, line[:120]]
+        cells += [f"{said['state']} {said['reason']}".strip(), f"{seconds:.1f}", lost]
+        with open(path, "a") as file:
+            file.write(f"| {' | '.join(map(str, cells))} |\n")
+
+
+def rows(events: Sequence[str]) -> pytest.MarkDecorator:
+    """The rows of these events as cases."""
+    chosen = [fault for fault in ROWS if fault.event in events]
+    return pytest.mark.parametrize("fault", chosen, ids=lambda fault: fault.name.replace(", ", "-"))
+
+
+def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
+    """The run, the event, the end, and the rest of the run."""
+    write_tokens(trial.out.parent / "tokens.npy")
+    start = stage.command or command(fault.launcher, RANKS)
+    more = ["--transport", fault.transport]
+    trial.start(start, [*flags(trial.out.parent), *more], stage.env)
+    trial.until_step(HAPPENS_AT)
+    trial.happens(stage.fire)
+    seconds = trial.end_of_job(fault.seconds)
+    check_end(fault, trial)
+    done, broken = trial.done, fault.event == "newest checkpoint cut short"
+    stage.mend(trial)
+    step = sound_step(trial.out, broken)
+    assert 0 <= done - step <= fault.lost
+    note_down(fault, trial, seconds, done - step)
+    if fault.state != "done":
+        go_on(fault, trial, step, unbroken)
+    assert_same_run(trial.out, unbroken)
+
+
+@rows([*EVENTS])
+def test_a_run_ends_and_goes_on(fault, unbroken, common_path):
+    trial = Trial(common_path, INSIDE.get(fault.event, "pass"))
+    with contextlib.closing(trial), EVENTS[fault.event](trial) as stage:
+        happen(fault, trial, stage, unbroken)
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+@rows([*TO_HOSTS])
+def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
+    """Two hosts of two ranks each; something happens to the second."""
+    command(fault.launcher, RANKS)
+    with hosts(2) as here:
+        trial = Trial(here.folder)
+        start = here.job(4, 2, [], mpi=fault.launcher)
+        if fault.launcher == "openmpi":
+            start[-1:-1] = ALIVE
+        with contextlib.closing(trial):
+            stage = Stage(lambda trial: TO_HOSTS[fault.event](here), command=start)
+            happen(fault, trial, stage, unbroken)
+
+
+@rows([REFUSED])
+def test_a_run_whose_data_are_cut_short_is_refused(fault, unbroken, common_path):
+    """At once and in one line; what the run before has left stays as it is."""
+    tokens = common_path / "tokens.npy"
+    write_tokens(tokens)
+    trial = Trial(common_path)
+    with contextlib.closing(trial):
+        trial.start(command(fault.launcher, RANKS), flags(common_path))
+        trial.until_step(HAPPENS_AT)
+        trial.close()  # by SIGTERM, so it saves
+        done = trial.done
+        os.truncate(tokens, 4096)
+        trial.happens(lambda trial: trial.start(command(fault.launcher, RANKS), flags(common_path)))
+        seconds = trial.end_of_job(fault.seconds)
+        check_end(fault, trial)
+        assert len(trial.errors.splitlines()) == 1
+    step = sound_step(trial.out, False)
+    assert step == done
+    note_down(fault, trial, seconds, 0)
+    write_tokens(tokens)
+    go_on(fault, trial, step, unbroken)
+
+
+def test_the_table_in_the_docs_is_what_was_seen():
+    """The same rows in the same order; each says what its test allows."""
+    lines = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line[:2] == "| "]
+    table = [line for line in lines if len(line) == 8][1:]
+    assert [tuple(line[:3]) for line in table] == [(f.event, f.launcher, f.transport) for f in ROWS]
+    for fault, (*_, status, said, state, seconds, lost) in zip(ROWS, table, strict=True):
+        assert int(status) in fault.statuses, fault.name
+        pattern = fault.said.replace("<process>", r"\d+")
+        assert re.search(pattern, said) if pattern else said == "nothing", fault.name
+        assert state.split()[0].strip("`:") == fault.state, fault.name
+        assert float(seconds) < fault.seconds, fault.name
+        assert int(lost) <= fault.lost, fault.name

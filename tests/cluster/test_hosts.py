@@ -1,0 +1,260 @@
+"""Training over several hosts gives the bytes of one process; and the hosts are what they are said to be.
+
+Each row of TABLE is a job over TCP between hosts of two ranks each. Its curve and its checkpoint are compared
+with those of one process, as `test_command_bits.py` does on one host.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import TOOLS, Hosts, hosts, installed, why_no_hosts
+from jobs import COMPILED, run_command
+from test_command_bits import MODELS, SETTINGS, SIZES, assert_same_run, train_compiled, write_text
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+# Seven micro-batches: two rounds on four ranks, the last one short; and an idle rank among eight.
+FLAGS = [*SIZES, *SETTINGS, *MODELS["llama-tied"], "--batch-size", "7", "--micro-batch", "1"]
+TABLE = """
+    mpi      hosts  strategy       transport
+    mpich    2      full-shard     mpi
+    mpich    2      shard-grad-op  mpi
+    mpich    2      no-shard       mpi
+    mpich    4      full-shard     mpi
+    mpich    4      shard-grad-op  mpi
+    mpich    4      no-shard       mpi
+    mpich    4      hybrid-shard   mpi
+    mpich    2      full-shard     auto
+    mpich    2      shard-grad-op  auto
+    mpich    2      no-shard       auto
+    mpich    2      hybrid-shard   auto
+    mpich    4      full-shard     auto
+    mpich    4      hybrid-shard   auto
+    openmpi  2      full-shard     mpi
+    openmpi  2      shard-grad-op  mpi
+    openmpi  2      no-shard       mpi
+    openmpi  4      full-shard     mpi
+    openmpi  4      shard-grad-op  mpi
+    openmpi  4      no-shard       mpi
+    openmpi  2      full-shard     auto
+    openmpi  4      hybrid-shard   auto
+"""
+HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
+EACH = 2  # ranks on a host
+OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MPI's, about its own ssh
+
+
+def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
+    """Train into `out` over hosts, on success only. Returns what was printed."""
+    job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
+    status, printed, errors = here.run(ranks, each, job, mpi=mpi, timeout=200, env=COMPILED)
+    assert (status, OF_LAUNCHER.sub("", errors)) == (0, ""), f"status {status}\n{printed}\n{errors}"
+    return printed
+
+
+def need(mpi: str) -> None:
+    """Skip where this MPI is not installed."""
+    try:
+        installed(mpi)
+    except LookupError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[tuple[Path, list[str]]]:
+    """The run that all others are to equal, and its flags."""
+    folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
+    flags = ["--data", *write_text(folder), *FLAGS]
+    train_compiled(1, folder / "one", *flags)
+    yield folder / "one", flags
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout_seconds(240)
+@pytest.mark.parametrize(HEADER, ROWS, ids=["-".join(row) for row in ROWS])
+def test_same_bytes_as_in_one_process(mpi, hosts, strategy, transport, one_process, four_hosts, common_path):
+    need(mpi)
+    expected, flags = one_process
+    flags = [*flags, "--strategy", strategy, "--transport", transport]
+    printed = train_on(four_hosts, int(hosts) * EACH, common_path / "out", *flags, mpi=mpi)
+    assert f"{strategy} over {int(hosts) * EACH} ranks" in printed
+    how = {"mpi": "mpi\n", "auto": f"shared inside {hosts} nodes of {EACH} ranks, mpi between them"}
+    assert f"transport: {how[transport]}" in printed
+    assert_same_run(common_path / "out", expected)
+
+
+@pytest.mark.timeout_seconds(240)
+def test_what_goes_over_the_links_is_what_metrics_say(four_hosts, common_path):
+    """Six steps more on two hosts of one rank each: all that a rank sends crosses, and nothing else does."""
+    need("mpich")
+    text = write_text(common_path)
+    flags = [
+        "--data",
+        *text,
+        "--layers",
+        "2",
+        "--dim",
+        "96",
+        "--heads",
+        "3",
+        "--context",
+        "16",
+        "--sample",
+        "0",
+    ]
+    flags += ["--transport", "mpi", "--batch-size", "2", "--micro-batch", "1"]
+    crossed, said = [], []
+    for steps in (2, 8):
+        before = four_hosts.traffic()
+        out = common_path / f"{steps}"
+        train_on(four_hosts, 2, out, *flags, "--steps", str(steps), each=1)
+        after = four_hosts.traffic()
+        crossed.append([after[host].sent - before[host].sent for host in ("h1", "h2")])
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        said.append(sum(record["sent_bytes"] for record in records))
+        assert after["h3"] == before["h3"]
+    more = said[1] - said[0]
+    assert more > 5e6
+    for few, many in zip(*crossed, strict=True):  # headers are some 66 bytes in 1500 or more
+        assert more < many - few < 1.08 * more
+
+
+def test_hosts_are_apart_and_reach_each_other(four_hosts):
+    names = [four_hosts.inside(name, "hostname")[1].strip() for name in four_hosts.names]
+    assert names == ["h1", "h2", "h3", "h4"]
+    assert four_hosts.inside("h1", four_hosts.state / "ssh", "h3", "hostname") == (0, "h3\n", "")
+    for place in ("/tmp", "/dev/shm"):
+        mark = f"{place}/of-h1"
+        assert four_hosts.inside("h1", "touch", mark)[0] == 0
+        assert four_hosts.inside("h1", "ls", mark)[0] == 0
+        assert four_hosts.inside("h2", "ls", mark)[0] != 0
+        assert not Path(mark).exists()
+    assert four_hosts.inside("h2", "test", "-d", four_hosts.folder)[0] == 0
+
+
+@pytest.fixture(scope="module")
+def slow_hosts() -> Iterator[Hosts]:
+    with hosts(2, "20mbit") as here:
+        yield here
+
+
+def test_links_are_as_slow_as_asked_for(slow_hosts):
+    size = 6_000_000  # 2.4 s
+    before = slow_hosts.traffic()
+    command = (
+        f"head -c {size} /dev/zero | {slow_hosts.state}/ssh h2 'cat > /dev/null; date +%s.%N'; date +%s.%N"
+    )
+    begun = time.time()
+    status, printed, errors = slow_hosts.inside("h1", "sh", "-c", command)
+    assert (status, errors) == (0, "")
+    took = float(printed.split()[0]) - begun
+    assert 2.2 < took < 8
+    after = slow_hosts.traffic()
+    assert size < after["h1"].sent - before["h1"].sent < 1.1 * size
+    assert size < after["h2"].received - before["h2"].received < 1.1 * size
+
+
+def test_a_link_can_be_cut_and_mended(slow_hosts):
+    reach = [slow_hosts.state / "ssh", "-o", "ConnectTimeout=1", "h2", "hostname"]
+    slow_hosts.set_link("h2", up=False)
+    assert slow_hosts.inside("h1", *reach)[:2] == (255, "")
+    slow_hosts.set_link("h2", up=True)
+    assert slow_hosts.inside("h1", *reach)[:2] == (0, "h2\n")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition, seconds: float = 20) -> bool:
+    """Whether a condition comes true in time."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_hosts_go_with_all_that_runs_in_them():
+    with hosts(2) as here:
+        pids = [here.process(host) for host in here.names]
+        left = subprocess.Popen(here.on("h1", "sleep", "1000"))
+        here.lose("h2")
+        assert wait_until(lambda: gone(pids[1]))
+        assert left.poll() is None
+    assert left.wait(20) != 0
+    assert all(map(gone, pids))
+    assert not here.state.exists()
+
+
+ABANDONED = """
+import sys, time
+sys.path[:0] = sys.argv[1:]
+from hosts import hosts
+
+with hosts(1) as here:
+    print(here.state, here.process("h1"), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_hosts_go_when_the_test_is_killed():
+    paths = [str(TOOLS.parents[1] / "tests" / "cluster"), str(TOOLS.parents[1] / "tests")]
+    with subprocess.Popen(
+        [sys.executable, "-c", ABANDONED, *paths], stdout=subprocess.PIPE, text=True
+    ) as process:
+        state, pid = process.stdout.readline().split()
+        assert not gone(int(pid))
+        process.kill()
+    assert wait_until(lambda: gone(int(pid)) and not Path(state).exists())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "expected: hosts_up.sh COUNT"),
+        (["0"], 2, "expected: hosts_up.sh COUNT"),
+        (["251"], 2, "expected: hosts_up.sh COUNT"),
+        (["1", "none", "/tmp/state"], 2, "/tmp/state: the hosts have a /tmp and /dev/shm of their own"),
+        (["1", "fast", "/var/tmp/zero_mpi-test-state"], 1, 'illegal value for "rate": "fast"'),
+    ],
+)
+def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing(arguments, status, said):
+    found, printed, errors = run_command([TOOLS / "hosts_up.sh", *arguments], timeout=30)
+    assert (found, printed) == (status, "")
+    assert said in errors
+    assert not Path(arguments[2] if len(arguments) > 2 else "/tmp/state").exists()
+
+
+@pytest.mark.timeout_seconds(240)
+def test_most_of_the_transfers_hide_behind_computation():
+    """FULL_SHARD over a slow link: transfers and computation take about as long, and the step little longer.
+
+    Blocks sleep instead of computing, so that the machine's cores decide little. Of twelve blocks, the first
+    gather, the first one of backward and the last reduction have nothing to hide behind: 1 - 3/36 is the most.
+    """
+    need("mpich")
+    script = TOOLS.parents[1] / "benchmarks" / "overlap.py"
+    sizes = "--layers 12 --width 192 --heads 4 --ffn 512 --context 16 --batch 1".split()
+    flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "2", "--warmup", "1", "--json"]
+    status, printed, errors = run_command([sys.executable, script, *flags, *sizes], timeout=200)
+    assert (status, errors) == (0, ""), printed
+    found = json.loads(printed)
+    assert found["rate"] == "50mbit"
+    least = 1e3 * found["sent"] * 8 / 50  # a direction of the link alone takes this long
+    assert 0.9 * least < found["transfers"] < 2 * least
+    assert 12 * 3 * 140 <= found["computation"] < found["step"]
+    assert found["hidden"] >= 0.7, found
+    together = found["computation"] + found["transfers"]
+    assert found["at once"] > together - 0.3 * min(found["computation"], found["transfers"]), found

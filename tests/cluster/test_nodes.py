@@ -1,0 +1,54 @@
+"""What a step moves over the links between hosts, by the links' own counters, is what the formulas say.
+
+Two runs of different length over the same hosts: what more the longer one moved, per step, beside the plan's
+sum over a host's ranks. TCP and IP add some per cent, the sums of losses and norms a little.
+"""
+
+import pytest
+from hosts import why_no_hosts
+from jobs import COMPILED
+
+from zero_mpi.models import Llama
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.traffic import plan_traffic
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+
+EACH, SHORT, LONG = 2, 2, 6  # ranks a host, steps
+SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
+HEADERS = 1.08  # the most that packets add
+FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
+FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
+
+
+def carried(here, hosts, out, steps, flags):
+    """Bytes that each host sent in a run of so many steps."""
+    before = here.traffic()
+    job = ["-m", "zero_mpi.train", "--out", str(out), "--steps", str(steps), *FLAGS, *flags]
+    status, printed, errors = here.run(hosts * EACH, EACH, job, timeout=200, env=COMPILED)
+    assert status == 0, f"{printed}\n{errors}"
+    assert f"shared inside {hosts} nodes of {EACH} ranks, mpi between them" in printed
+    after = here.traffic()
+    return [after[name].sent - before[name].sent for name in here.names[:hosts]]
+
+
+@pytest.mark.timeout_seconds(240)
+@pytest.mark.parametrize("strategy", ["full-shard", "hybrid-shard"])
+@pytest.mark.parametrize(("hosts", "batch"), [(2, 8), (4, 8)])
+def test_bytes_between_hosts(strategy, hosts, batch, four_hosts, common_path):
+    flags = ["--strategy", strategy, "--batch-size", str(batch)]
+    few, many = (carried(four_hosts, hosts, common_path / "out", steps, flags) for steps in (SHORT, LONG))
+    case = Case(
+        Llama.from_flags(SIZES),
+        ranks=hosts * EACH,
+        nodes=hosts,
+        strategy_name=strategy,
+        batch_size=batch,
+        micro_batch=1,
+        context=SIZES["context"],
+    )
+    planned = plan_traffic(case).between.reshape(hosts, EACH).sum(1)
+    measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
+    for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):
+        small = 4 * EACH * plan_traffic(case).vectors.max()  # the small sums, by whatever way
+        assert expected <= found <= HEADERS * expected + small, (host, measured, planned.tolist())

@@ -1,0 +1,118 @@
+"""`--check-collectives`: the same results, and an error on all ranks that names the first difference.
+
+Each way in which ranks can start different things is tried at every number of ranks that makes a difference.
+"""
+
+import inspect
+
+import numpy as np
+import pytest
+import tiny
+from mpi4py import MPI
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, MPIComm, SerialComm
+from zero_mpi.comm import Comm, Partition
+from zero_mpi.comm.checked import CheckedComm
+from zero_mpi.comm.shared import SharedComm
+from zero_mpi.errors import JobError
+
+RANKS = MPI.COMM_WORLD.Get_size()
+several = pytest.mark.world(2, 3, 4, 8)
+ODD = RANKS - 1
+MODEL, STRATEGIES = tiny.MODELS["llama"], (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
+
+
+@pytest.fixture(scope="module", params=["mpi", "shared"])
+def checked(request):
+    """Both transports, checked."""
+    comm = CheckedComm(MPIComm() if request.param == "mpi" else SharedComm())
+    yield comm
+    comm.close()
+
+
+def test_every_method_is_handed_on():
+    """What `Comm` has and the checks do not know would be answered here, and not by the transport."""
+    names = [name for name, value in vars(Comm).items() if inspect.isfunction(value) and name[0] != "_"]
+    known = {name for kind in CheckedComm.__mro__ if kind is not Comm for name in vars(kind)}
+    assert [name for name in names if name not in known] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_the_bits_are_the_same(checked, strategy):
+    assert tiny.train(checked, MODEL, strategy) == tiny.train(checked._inner, MODEL, strategy)
+
+
+def start(comm, number):
+    """One of several collectives on the same numbers; returns what it is called."""
+    whole, part = np.zeros(40, np.float32), Partition(40, comm.size)
+    mine = np.zeros(part.counts[comm.rank], np.float32)
+    other = Partition(40, comm.size, 3)
+    ways = [
+        lambda: comm.allgather(mine, whole, part, "a"),
+        lambda: comm.allgather(mine, whole, part, "b"),
+        lambda: comm.allgather(None, whole, part, "a"),
+        lambda: comm.allgather(None, whole, other, "a"),
+        lambda: comm.reduce_scatter(whole, mine, part, label="a"),
+        lambda: comm.reduce_scatter(whole, mine, part, label="a", contributors=1),
+        lambda: comm.reduce_scatter(whole, mine, part, label="a", accumulate=True),
+        lambda: comm.allreduce(whole, "a"),
+        lambda: comm.allreduce(whole[:39], "a"),
+        lambda: comm.allreduce(whole.view(np.int32), "a"),
+        lambda: comm.broadcast(whole, 0, "a"),
+        lambda: comm.broadcast(whole, comm.size - 1, "a"),
+        lambda: comm.sum_vector(np.zeros(3)),
+        lambda: comm.sum_vector(np.zeros(4)),
+        lambda: comm.barrier(),
+        lambda: comm.gather_object(1),
+        lambda: comm.broadcast_object(1),
+        lambda: comm.broadcast_object(1, comm.size - 1),
+        lambda: comm.allgather_object(1),
+        lambda: comm.await_readers(),
+        lambda: comm.background(),
+        lambda: comm.memory([part], [40]),
+        lambda: comm.memory([part], [41]),
+    ]
+    return ways[number]()
+
+
+WAYS = 23
+
+
+@several
+@pytest.mark.parametrize("number", range(WAYS))
+def test_any_difference_is_found_before_anything_starts(checked, number):
+    """One rank starts the next of the ways: all ranks learn of it, and the transport goes on being of use."""
+    mine = (number + 1) % WAYS if checked.rank == ODD else number
+    with pytest.raises(JobError, match="the ranks start different collectives") as found:
+        start(checked, mine)
+    texts = checked.allgather_object(str(found.value))
+    assert len(set(texts)) == 1
+    others = "rank 0 starts" if RANKS == 2 else f"{RANKS - 1} of {RANKS} ranks start"
+    assert f"on rank {ODD}, where {others}" in texts[0]
+    assert checked.allgather_object(checked.rank) == list(range(RANKS))
+
+
+@several
+def test_the_difference_is_spelled_out(checked):
+    values = np.zeros(8 if checked.rank == ODD else 12)
+    with pytest.raises(JobError) as found:
+        checked.allreduce(values, "vector")
+    assert "is allreduce of vector (8 float64)" in str(found.value)
+    assert "allreduce of vector (12 float64)" in str(found.value)
+
+
+def test_the_background_is_checked_too(checked):
+    behind = checked.background()
+    assert isinstance(behind, CheckedComm)
+    if RANKS > 1:
+        with pytest.raises(JobError, match="gather_object"):
+            behind.barrier() if behind.rank == ODD else behind.gather_object(0)
+    behind.barrier()
+    behind.close()
+
+
+@pytest.mark.world(1)
+def test_one_process_is_never_at_odds():
+    comm = CheckedComm(SerialComm())
+    assert comm.sum_vector(np.arange(3.0)).tolist() == [0.0, 1.0, 2.0]
+    assert comm.sums_in_place

@@ -1,0 +1,268 @@
+"""The plan's bytes against those of real modules, rank by rank: what buffers hold, what others are given."""
+
+import pytest
+import tiny
+from recording import RecordingComm
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi.checkpoint.contributions import Snapshot, moments_of, parameters_of
+from zero_mpi.comm.mpi import DEPTH, EXACT_PIECE, MPIComm
+from zero_mpi.comm.nodes import NodesComm
+from zero_mpi.comm.relay import DEPTH as RELAY_DEPTH
+from zero_mpi.comm.relay import PIECE as RELAY_PIECE
+from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.topology import PRETEND
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.plan import memory
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.traffic import plan_traffic
+from zero_mpi.sharding import strategy_named
+
+STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
+EVERY_STRATEGY = (*STRATEGIES, "hybrid-shard")
+PER_NODE = 2  # ranks that are taken for a node
+MIDDLE = {
+    "llama": Llama.from_flags(
+        {"layers": 4, "dim": 96, "heads": 4, "kv_heads": 2, "context": 11, "vocab_size": 999, "tied": False}
+    ),
+    "gpt2": GPT2.from_flags({"layers": 3, "dim": 80, "heads": 4, "context": 11, "vocab_size": 777}),
+}
+RAGGED = ("one", "less", "more")
+
+
+class Recorder(RecordingComm):
+    """Hands on whatever else a transport is asked for."""
+
+    def memory(self, *wanted):
+        return self.inner.memory(*wanted)
+
+
+def micro_batches(kind, ranks):
+    """One for all; one too few; one and a half rounds."""
+    return {"one": 1, "less": max(1, ranks - 1), "more": ranks + (ranks + 1) // 2}[kind]
+
+
+def case_of(comm, config, strategy, count, **options):
+    """The case of a module on this communicator; its micro-batches have one sequence each."""
+    kinds = {SerialComm: "serial", SharedComm: "shared", NodesComm: "nodes", MPIComm: "mpi"}
+    options.setdefault("bucket_mb", 25.0)
+    return Case(
+        config,
+        ranks=comm.size,
+        strategy_name=strategy,
+        transport_wanted=kinds[type(comm)],
+        exact_wanted=comm.exact,
+        batch_size=count,
+        micro_batch=1,
+        context=config.context_length,
+        **options,
+    )
+
+
+def after_step(comm, case):
+    """A module and its optimizer after a step of a case; shapes of micro-batches do not matter here."""
+    options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
+    strategy = strategy_named(case.strategy_name)
+    module = tiny.make(comm, case.model, strategy, recompute=case.recompute, **options)
+    optimizer = ShardedAdamW(module)
+    count = case.rounds.micro_batches
+    accumulator = GradAccum(module, count)
+    tiny.run_step(module, accumulator, case.model, 0, count)
+    accumulator.total_loss()
+    optimizer.step(max_norm=1.0)
+    return module, optimizer
+
+
+# -------------------------------------------------------------------------------------------------- traffic
+
+
+def check_traffic(comm, case):
+    """What each rank gave in a step is what the plan says, by the transport's account and by the calls."""
+    recording = Recorder(comm)
+    before = comm.meter.sent_bytes
+    after_step(recording, case)
+    planned = plan_traffic(case, flags=0).sent.tolist()
+    assert comm.allgather_object(comm.meter.sent_bytes - before) == planned
+    if comm.exact:
+        assert comm.allgather_object(sum(event.sent for event in recording.log)) == planned
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_traffic_of_every_model(mpi, name, strategy):
+    check_traffic(mpi, case_of(mpi, tiny.MODELS[name], strategy, mpi.size + 1, bucket_mb=0.03))
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traffic_of_ragged_rounds(mpi, strategy, kind):
+    case = case_of(mpi, tiny.MODELS["llama"], strategy, micro_batches(kind, mpi.size), bucket_mb=0.03)
+    check_traffic(mpi, case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch": 0}, {"prefetch": 3}, {"recompute": True}, {"frozen": ("token_embd*", "blk.0.*")}],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traffic_of_other_settings(mpi, strategy, options):
+    for config in (tiny.MODELS["llama"], tiny.MODELS["gpt2 tied"]):
+        check_traffic(mpi, case_of(mpi, config, strategy, mpi.size + 1, **options))
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traffic_of_the_library_s_reductions(fast, strategy, kind):
+    check_traffic(
+        fast, case_of(fast, tiny.MODELS["llama"], strategy, micro_batches(kind, fast.size), bucket_mb=0.03)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traffic_of_shared_memory(shared, strategy):
+    case = case_of(shared, tiny.MODELS["llama"], strategy, shared.size + 1)
+    before = shared.meter.sent_bytes
+    after_step(shared, case)
+    sent = shared.allgather_object(shared.meter.sent_bytes - before)
+    assert sent == plan_traffic(case, flags=0).sent.tolist()
+
+
+# --------------------------------------------------------------------------------------------- several nodes
+
+
+@pytest.fixture(scope="module", params=["nodes", "messages"])
+def apart(request):
+    """All ranks, every two of which count as a node; over memory that these share, or over messages alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRETEND, str(PER_NODE))
+        comm = NodesComm() if request.param == "nodes" else MPIComm()
+        comm.node_owners()
+    yield comm
+    comm.close()
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_traffic_over_nodes(apart, strategy, kind):
+    count = micro_batches(kind, apart.size)
+    case = case_of(apart, tiny.MODELS["llama"], strategy, count, nodes=apart.size // PER_NODE)
+    before = apart.meter.sent_bytes
+    kept = after_step(apart, case)
+    sent = apart.allgather_object(apart.meter.sent_bytes - before)
+    assert sent == plan_traffic(case, flags=0).sent.tolist()
+    del kept
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_memory_over_nodes(apart, strategy):
+    nodes = apart.size // PER_NODE
+    case = case_of(apart, MIDDLE["llama"], strategy, 2 * apart.size, nodes=nodes, async_save=True)
+    check_memory(apart, case)
+
+
+# --------------------------------------------------------------------------------------------------- memory
+
+
+def held_bytes(module, optimizer):
+    """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
+    strategy, units = module.strategy, module.units
+    owned = [unit.shard if unit.keeps_slice else unit.full for unit in units]
+    gradients = sum(unit.gradient.nbytes for unit in units)
+    for unit in units:
+        full = unit.full_gradient
+        if full is not None and full.flags.writeable:  # one of its own: the slice may be a view of it
+            gradients += full.nbytes - (unit.gradient.nbytes if unit.gradient.base is full.base else 0)
+    copies = Snapshot()
+    taken = [*copies.take(parameters_of(optimizer)), *copies.take(moments_of(optimizer))]
+    return {
+        "parameters": sum(array.nbytes for array in owned),
+        "gradients": gradients,
+        "moments": optimizer.memory_bytes(),
+        "gathered": module.parameter_pool.nbytes if strategy.shards_parameters else 0,
+        "gradient_buffers": module.gradient_pool.nbytes,
+        "snapshot": sum(copy.values.nbytes for copy in taken),
+    }
+
+
+def check_memory(comm, case):
+    """The largest rank's buffers are the plan's to the byte; those of shared memory to the padding."""
+    held = held_bytes(*after_step(comm, case))
+    if case.shares_gathers:
+        held["gathered"] //= case.per_node  # all ranks of a node have the same buffers
+    found = {name: max(comm.allgather_object(value)) for name, value in held.items()}
+    plan = plan_memory(case)
+    planned = {name: getattr(plan, name) for name in found}
+    assert planned == pytest.approx(found, rel=0.01)
+    if case.transport in ("serial", "mpi"):
+        assert planned == found
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("llama", 1), ("gpt2", 3)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_every_strategy(exact, name, strategy, rounds):
+    options = {"bucket_mb": 0.4, "async_save": True}
+    check_memory(exact, case_of(exact, MIDDLE[name], strategy, rounds * exact.size, **options))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_the_library_s_reductions(fast, strategy):
+    check_memory(fast, case_of(fast, MIDDLE["llama"], strategy, 2 * fast.size, async_save=True))
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"frozen": ("blk.*",)}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_other_settings(mpi, strategy, options):
+    case = case_of(mpi, MIDDLE["llama"], strategy, 2 * mpi.size, async_save=True, **options)
+    check_memory(mpi, case)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_one_process(strategy, rounds):
+    comm = SerialComm()
+    check_memory(comm, case_of(comm, MIDDLE["gpt2"], strategy, rounds, async_save=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_node_shares_is_what_the_windows_have(strategy):
+    comm = SharedComm()
+    counters = comm.shared_bytes
+    case = case_of(comm, MIDDLE["llama"], strategy, comm.size)
+    module, optimizer = after_step(comm, case)
+    assert comm.shared_bytes == plan_memory(case).node_shared
+    assert counters == memory.COUNTERS * comm.size
+    del module, optimizer
+    comm.close()
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.parametrize("strategy", ["full-shard", "hybrid-shard"])
+def test_what_each_of_several_nodes_shares(monkeypatch, strategy):
+    monkeypatch.setenv(PRETEND, str(PER_NODE))
+    comm = NodesComm()
+    case = case_of(comm, MIDDLE["gpt2"], strategy, comm.size, nodes=comm.size // PER_NODE)
+    kept = after_step(comm, case)
+    assert comm.shared_bytes == plan_memory(case).node_shared
+    del kept
+    comm.close()
+
+
+def test_arriving_slices_have_at_most_the_planned_room():
+    """How many reductions meet is a matter of time, so the plan is what there is room for at most."""
+    comm = MPIComm()
+    case = case_of(comm, MIDDLE["llama"], "full-shard", comm.size + (comm.size + 1) // 2)
+    after_step(comm, case)
+    longest = max(partition.counts[0] for partition in case.partitions)
+    place = -(-min(longest, EXACT_PIECE) * 4 // memory.PAGE) * memory.PAGE
+    rooms = {count: len(found) for (count, _), found in comm._scratch.items() if found}
+    touched = sum(number * (count - 1) * place for count, number in rooms.items())
+    planned = plan_memory(case).transport
+    assert planned >= touched >= planned / 2 - 1
+    assert (memory.EXACT_PIECE, memory.DEPTH) == (EXACT_PIECE, DEPTH)
+    assert (memory.RELAY_PIECE, memory.RELAY_DEPTH) == (RELAY_PIECE, RELAY_DEPTH)
+    comm.close()

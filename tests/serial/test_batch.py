@@ -1,0 +1,364 @@
+"""A run knows how long its batch job has left, and the batch scripts do what they say.
+
+squeue, qstat and qsub are small scripts here, for want of a PBS; tests/cluster has a real Slurm.
+"""
+
+import math
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_resume import SMALL, wait_for_lines
+
+from zero_mpi import batch, config
+from zero_mpi.batch import (
+    NOTICE,
+    BatchJob,
+    TimeLimit,
+    ask,
+    clock_seconds,
+    find_job,
+    pbs_left,
+    process_age,
+    slurm_left,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted([*EXAMPLES.glob("slurm/*.sbatch"), *EXAMPLES.glob("pbs/*.pbs")])
+REQUEUE = 75
+QSTAT = """Job Id: 123.server
+    Job_Name = zero_mpi
+    resources_used.cput = 100:00:00
+{used}    job_state = R
+    Resource_List.ncpus = 8
+    Resource_List.walltime = 04:00:00
+    stime = Fri Nov 21 13:48:05 2025
+"""
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """An executable shell script in a folder."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch) -> Path:
+    """A folder whose programs come before all others."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+# what batch systems say
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("12", 12),
+        ("0:12", 12),
+        ("59:30", 3570),
+        ("1:02:03", 3723),
+        ("100:00:00", 360000),
+        ("2-00:00:10", 172810),
+        ("1-12", 86412),
+        ("3600", 3600),
+        ("", None),
+        ("-5", None),
+        ("-1:00", None),
+        ("1:2:3:4", None),
+        ("UNLIMITED", None),
+        ("1.5", None),
+        ("12 s", None),
+    ],
+)
+def test_a_time_is_read(text, seconds):
+    assert clock_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        ("58:12\n", 3492),
+        ("2-00:00:00\n", 172800),
+        ("UNLIMITED\n", math.inf),
+        ("NOT_SET\n", None),
+        ("INVALID\n", None),
+        ("", None),
+        ("58:12\n1:00:00\n", None),
+    ],
+)
+def test_what_squeue_says(answer, left):
+    assert slurm_left(answer) == left
+
+
+def test_what_qstat_says(monkeypatch):
+    monkeypatch.setattr(batch, "process_age", lambda: 60.0)
+    used = "    resources_used.walltime = {}\n"
+    assert pbs_left(QSTAT.format(used=used.format("01:00:30"))) == 3 * 3600 - 30
+    assert pbs_left(QSTAT.format(used="")) == 4 * 3600 - 60, "the job is not younger than this process"
+    assert pbs_left(QSTAT.format(used=used.format("00:00:02"))) == 4 * 3600 - 60
+    assert pbs_left(QSTAT.format(used="").replace("Resource_List.walltime", "x")) is None
+    assert pbs_left("qstat: Unknown Job Id 123.server") is None
+
+
+def test_a_process_without_a_batch_job_has_none():
+    assert find_job({"PATH": "/bin", "SLURM_JOB_ID": "", "SLURM_CONF": "x"}) is None
+
+
+def test_a_slurm_job_is_found():
+    end = str(int(time.time()) + 500)
+    job = find_job({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": end})
+    assert job.name == "Slurm job 17"
+    assert job.question == ("squeue", "--noheader", "--jobs", "17", "--format=%L")
+    assert 498 <= job.at_start <= 500
+    assert find_job({"SLURM_JOB_ID": "17"}).at_start is None
+
+
+def test_a_task_of_an_array_asks_for_itself():
+    """The last task has the id of the whole: of that, squeue would list all tasks."""
+    environ = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "4"}
+    assert "17_4" in find_job(environ).question
+
+
+def test_a_pbs_job_is_found(monkeypatch):
+    monkeypatch.setattr(batch, "process_age", lambda: 10.0)
+    job = find_job({"PBS_JOBID": "9.server", "PBS_WALLTIME": "100"})
+    assert (job.name, job.question, job.at_start) == ("PBS job 9.server", ("qstat", "-f", "9.server"), 90)
+    assert find_job({"PBS_JOBID": "9.server"}).at_start is None
+
+
+def job_that_asks(*question: str, at_start: float | None = None) -> BatchJob:
+    """A Slurm job with this question."""
+    return BatchJob("Slurm job 1", question, slurm_left, at_start)
+
+
+def test_the_answer_of_a_program_is_taken(programs):
+    program(programs, "squeue", 'echo "$@" > "${0%/*}/asked"; echo 10:00')
+    assert ask(find_job({"SLURM_JOB_ID": "5"})) == 600
+    assert (programs / "asked").read_text() == "--noheader --jobs 5 --format=%L\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["exit 1", "echo 10:00; exit 1", "echo nonsense", "printf '\\377\\n'", "kill $$"]
+)
+def test_a_program_that_does_not_answer_is_no_answer(text, programs):
+    program(programs, "squeue", text)
+    assert ask(job_that_asks("squeue")) is None
+
+
+def test_no_program_is_no_answer(tmp_path):
+    (tmp_path / "file").write_text("not a program")
+    assert ask(job_that_asks(str(tmp_path / "missing"))) is None
+    assert ask(job_that_asks(str(tmp_path / "file"))) is None
+
+
+def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
+    monkeypatch.setattr(batch, "PATIENCE", 0.2)
+    program(programs, "squeue", "exec sleep 30")
+    begun = time.monotonic()
+    assert ask(job_that_asks("squeue")) is None
+    assert time.monotonic() - begun < 5
+
+
+# the end
+
+
+def test_the_age_of_a_process_counts_from_its_start():
+    text = "import time; time.sleep(0.5); from zero_mpi.batch import process_age; print(process_age())"
+    begun = time.monotonic()
+    printed = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+    assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms
+
+
+def test_no_limit_is_no_end():
+    assert TimeLimit(None, None).left() == math.inf
+
+
+def test_the_own_limit_counts_from_the_start_of_the_process():
+    limit = TimeLimit(5000.0, None)
+    assert limit.left() == pytest.approx(5000 - process_age(), abs=0.1)
+    assert limit.name == "--max-time"
+
+
+def without_a_thread(monkeypatch) -> None:
+    """A batch system that is never asked."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("own", "at_start", "left", "name"),
+    [
+        (None, 1000.0, 1000 - NOTICE, "the end of Slurm job 1"),
+        (500.0, 1000.0, 500.0, "--max-time"),
+        (5000.0, 1000.0, 1000 - NOTICE, "the end of Slurm job 1"),
+        (5000.0, None, 5000.0, "--max-time"),
+        (5000.0, -3.0, 5000.0, "--max-time"),  # a limit that is past was extended: the job still runs
+    ],
+)
+def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
+    without_a_thread(monkeypatch)
+    monkeypatch.setattr(batch, "process_age", lambda: 0.0)
+    limit = TimeLimit(own, job_that_asks("false", at_start=at_start))
+    assert limit.left() == pytest.approx(left, abs=0.1)
+    assert limit.name == name
+
+
+def wait_until(holds) -> None:
+    """Wait for what a thread does."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_limit_that_is_extended_is_learnt_and_silence_changes_nothing(programs):
+    answer = programs / "answer"
+    program(programs, "squeue", f"cat {answer}; echo >> {programs}/asked")
+    answer.write_text("10:00\n")
+    limit = TimeLimit(None, job_that_asks("squeue"), interval=0.05)
+    wait_until(lambda: limit.left() < math.inf)
+    assert 560 < limit.left() <= 600 - NOTICE
+    answer.write_text("1:00:00\n")
+    wait_until(lambda: 3500 < limit.left() <= 3600 - NOTICE)
+    answer.write_text("slurm_load_jobs error\n")
+    asked = programs / "asked"
+    before = asked.stat().st_size
+    wait_until(lambda: asked.stat().st_size > before + 3)
+    assert 3500 < limit.left() <= 3600 - NOTICE
+    answer.write_text("UNLIMITED\n")
+    wait_until(lambda: limit.left() == math.inf)
+
+
+JOBS = {
+    "Slurm job 3": ({"SLURM_JOB_ID": "3"}, "squeue", "echo 0:33"),
+    "PBS job 4.x": ({"PBS_JOBID": "4.x"}, "qstat", "echo '    Resource_List.walltime = 00:00:34'"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
+    """The job ends three or four seconds after NOTICE."""
+    environ, asked, answer = JOBS[name]
+    program(programs, asked, answer)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "zero_mpi.train", "--out", str(out), *SMALL, "--steps", "1000000"]
+    command += ["--data", *write_text(tmp_path)]
+    begun = time.monotonic()
+    status, printed, errors = run_command(command, timeout=40, env={**environ, "PATH": os.environ["PATH"]})
+    assert (status, errors) == (REQUEUE, ""), printed
+    assert time.monotonic() - begun < NOTICE
+    assert f"stopped after step {len(fields(out))} in time for the end of {name};" in printed
+    assert os.readlink(out / "latest") == f"step-{len(fields(out)):08d}"
+
+
+# the scripts
+
+
+def body(path: Path) -> list[str]:
+    """The lines of a script after its header."""
+    lines = path.read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_bash_reads_every_script(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+OWN_OF_ARRAY = {  # lines that no other script has
+    "slurm": [
+        "trap save USR1 TERM",
+        "if [[ $status = 0 || $status = 2 ]]; then",
+        '    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"',
+    ],
+    "pbs": ["trap save USR1 TERM"],
+}
+
+
+@pytest.mark.parametrize("kind", OWN_OF_ARRAY)
+def test_scripts_differ_in_header_and_end_only(kind):
+    bodies = {path.stem: body(path) for path in SCRIPTS if path.parent.name == kind}
+    assert set(bodies) == {"one_node", "many_nodes", "gpu_nodes", "array"}
+    plain = [re.sub(r"\w+\.pbs", "SCRIPT", line) for line in bodies["one_node"]]
+    for name in ("many_nodes", "gpu_nodes"):
+        assert [re.sub(r"\w+\.pbs", "SCRIPT", line) for line in bodies[name]] == plain
+    assert [line for line in bodies["array"] if line not in plain] == OWN_OF_ARRAY[kind]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_shows_its_command_with_flags_that_exist(path):
+    text = path.read_text()
+    assert f"examples/{path.parent.name}/{path.name}" in text
+    usage = "\n".join(line for line in text.splitlines() if line.startswith("#   "))
+    after = usage.partition(path.name)[2] if path.suffix == ".sbatch" else usage
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", after))
+    assert named
+    assert named <= {config.spelled(name) for name in config.FIELDS} | {"--config"}
+
+
+@pytest.fixture
+def pbs_job(programs, tmp_path) -> dict[str, str]:
+    """The variables of a job of two ranks on this machine; its qsub notes what is submitted."""
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
+    program(programs, "qsub", f'echo "$@" >> {tmp_path}/submitted')
+    path = [
+        str(programs),
+        str(Path(sys.executable).parent),
+        str(Path(launcher()[0]).parent),
+        os.environ["PATH"],
+    ]
+    return {
+        "PATH": ":".join(path),
+        "PBS_JOBID": "1.x",
+        "PBS_O_WORKDIR": str(ROOT),
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "LIBRARY": "mpich" if hands_sigterm_on() else "openmpi",
+    }
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("name", "number", "submitted"),
+    [
+        ("one_node", signal.SIGUSR1, "-W depend=afterany:1.x examples/pbs/one_node.pbs\n"),
+        ("one_node", signal.SIGTERM, ""),  # deleted
+        ("array", signal.SIGUSR1, ""),  # the next task goes on
+    ],
+)
+def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "300"]
+    train(1, tmp_path / "unbroken", *flags)
+    out, noted = tmp_path / "out", tmp_path / "submitted"
+    noted.touch()
+    environ = clean_environment() | pbs_job | {"FLAGS": " ".join(["--out", str(out), *flags])}
+    script = ["bash", str(EXAMPLES / "pbs" / f"{name}.pbs")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(script, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_for_lines(out / "metrics.jsonl", 5, process)
+            process.send_signal(number)
+            assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
+        finally:
+            end(process)
+    assert noted.read_text() == submitted
+    assert "over 2 ranks" in (tmp_path / "log").read_text()
+    status, printed, errors = run_command(script, timeout=50, env=environ)
+    assert status == 0, printed + errors
+    assert noted.read_text() == submitted, "a run that is done is not gone on with"
+    assert_same_run(out, tmp_path / "unbroken")

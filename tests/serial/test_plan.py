@@ -1,0 +1,416 @@
+"""`zero_mpi.plan` against what really happens in one process and in jobs: memory, flops, bytes, flags.
+
+`tests/mpi/test_plan_exact.py` compares buffers and traffic rank by rank.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jobs import COMPILED, run_job
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, arrays
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.ops import backend
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.command import command
+from zero_mpi.plan.fit import largest, most
+from zero_mpi.plan.machine import Link, Machine, machine_of
+from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rehearsal import COMPUTE, GATHER, WAIT, Event, rehearse
+from zero_mpi.plan.steptime import Player, step_time
+from zero_mpi.plan.sweep import Point, limits, sweep
+from zero_mpi.plan.traffic import plan_traffic
+from zero_mpi.sharding import strategy_named
+
+needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the plan is of the compiled operations")
+
+SIZES = {"layers": 3, "dim": 64, "heads": 4, "ffn": 160, "context": 192, "vocab_size": 500}
+MODELS = {
+    "llama": Llama.from_flags(SIZES | {"kv_heads": 2, "tied": False}),
+    "llama tied": Llama.from_flags(SIZES | {"tied": True}),
+    "gpt2": GPT2.from_flags(SIZES | {"tied": True}),
+    "qwen2": Qwen2.from_flags(SIZES | {"tied": True}),
+    "qwen3": Qwen3.from_flags(SIZES | {"kv_heads": 1, "tied": False}),
+}
+SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+def recycled_bytes(case, monkeypatch):
+    """What the pool of activations holds after two real steps that begin with an empty one."""
+    monkeypatch.setattr(arrays, "_free", {})
+    monkeypatch.setattr(arrays, "_blocks", [])
+    strategy = strategy_named(case.strategy_name)
+    module = ShardedModule(
+        case.model.stages(case.recompute), SerialComm(), strategy, prefetch=case.prefetch, frozen=case.frozen
+    )
+    module.initialize(seed=0)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, case.rounds.micro_batches)
+    shape = (case.micro_batch, case.context + 1)
+    drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
+    for _ in range(2):
+        for _ in range(case.rounds.micro_batches):
+            accumulator.accumulate(drawn[:, :-1], CrossEntropy(drawn[:, 1:], 1.0 / case.tokens))
+        accumulator.total_loss()
+        optimizer.step(max_norm=1.0)
+    return arrays.recycled_stats().held
+
+
+@needs_numba
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_on_ghosts_take_what_real_ones_take(name, recompute, monkeypatch):
+    case = Case(MODELS[name], batch_size=6, micro_batch=3, context=192, recompute=recompute)
+    assert rehearse(case).recycled == recycled_bytes(case, monkeypatch)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context": 700, "micro_batch": 1},  # weights of attention are not kept
+        {"context": 129, "micro_batch": 5},
+        {"strategy_name": "no-shard"},
+        {"frozen": ("token_embd*", "blk.0.*")},
+        {"batch_size": 1, "micro_batch": 1},
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_ghosts_of_other_sizes_and_settings(name, changes, monkeypatch):
+    model = replace(MODELS[name], context_length=1024, vocab_size=4321)
+    case = Case(model, **{"batch_size": 4, "micro_batch": 2} | changes)
+    assert rehearse(case).recycled == recycled_bytes(case, monkeypatch)
+
+
+@needs_numba
+def test_logits_come_in_chunks(monkeypatch):
+    model = Llama.from_flags(SIZES | {"layers": 1, "vocab_size": 70_000, "tied": False})
+    case = Case(model, batch_size=4, micro_batch=4, context=192)
+    seen = rehearse(case)
+    assert seen.recycled == recycled_bytes(case, monkeypatch)
+    assert seen.logits == 192 * 70_000 * 4 <= 64 << 20 < 4 * seen.logits
+
+
+# -------------------------------------------------------------------------------------------------- numbers
+
+
+def flop_by_hand(case):
+    """6 a weight and token, and attention's products below the diagonal, by blocks of 64 rows."""
+    model, tokens = case.model, case.context * case.micro_batch
+    weights = sum(p.size for name, p in model.params().items() if len(p.shape) == 2 and "_embd" not in name)
+    if model.tied:
+        weights += model.vocab_size * model.embedding_length
+    blocks = sum(64 * (r + 64) for r in range(0, case.context, 64))
+    width = model.embedding_length // model.head_count
+    attention = model.block_count * case.micro_batch * model.head_count * blocks * 2 * width * (2 + 4)
+    return 6 * weights * tokens + attention
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_flops_are_those_of_the_products(name):
+    case = Case(MODELS[name], batch_size=4, micro_batch=2, context=192)
+    assert step_time(case, SLOW).flop == pytest.approx(2 * flop_by_hand(case), rel=1e-12)
+
+
+def test_recompute_runs_the_blocks_forward_twice():
+    case = Case(MODELS["llama"], batch_size=2, micro_batch=2, context=192)
+    params = case.model.params().items()
+    blocks = sum(p.size for name, p in params if name.startswith("blk") and len(p.shape) == 2)
+    more = step_time(replace(case, recompute=True), SLOW).flop - step_time(case, SLOW).flop
+    attention = 3 * 2 * 4 * (64 * 64 + 64 * 128 + 64 * 192) * 2 * 16 * 2
+    assert more == pytest.approx(2 * blocks * 2 * 192 + attention, rel=1e-12)
+
+
+def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
+    case = Case(MODELS["llama"], ranks=2, nodes=2)
+    player = Player(case, SLOW)
+    takes = [player.case.partitions[unit].counts[0] * 4 * 1e-8 + 1e-3 for unit in (0, 1)]
+    second = Event(COMPUTE, flop=1e9 * takes[0] / 2)
+    player.play([Event(GATHER, 0), Event(GATHER, 1), second, Event(WAIT, 0, GATHER), Event(WAIT, 1, GATHER)])
+    time = player.time
+    assert time.communication == pytest.approx(sum(takes))
+    assert time.exposed == pytest.approx(
+        sum(takes) - takes[0] / 2
+    )  # one line: the second comes after the first
+    assert time.seconds == pytest.approx(time.computation + time.exposed)
+
+
+def test_inside_a_node_nothing_is_hidden():
+    case = Case(MODELS["llama"], ranks=2, transport_wanted="mpi")
+    time = step_time(case, replace(SLOW, node=SLOW.between))
+    assert time.exposed == pytest.approx(time.communication)
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
+def test_many_rounds_are_those_of_few_and_more(strategy):
+    """Time and flop of R rounds grow by the same for each round once there are four."""
+    base = Case(MODELS["gpt2"], ranks=4, nodes=2, strategy_name=strategy, micro_batch=1, context=64)
+    times = [step_time(replace(base, batch_size=4 * rounds), SLOW) for rounds in (4, 5, 7, 40)]
+    each = times[1].seconds - times[0].seconds
+    assert each > 0
+    assert times[2].seconds - times[1].seconds == pytest.approx(2 * each)
+    assert times[3].seconds - times[0].seconds == pytest.approx(36 * each)
+    assert times[3].flop == pytest.approx(10 * times[0].flop)
+
+
+def test_prefetch_hides_communication():
+    base = Case(MODELS["llama"], ranks=2, nodes=2, batch_size=8, micro_batch=4, context=192)
+    machine = replace(SLOW, between=Link(1e-5, 1e-8), flops=2e10)
+    exposed = [step_time(replace(base, prefetch=depth), machine).exposed for depth in (0, 1)]
+    assert exposed[1] < exposed[0]
+
+
+def test_without_a_cost_of_links_nothing_is_waited_for():
+    machine = Machine(Link(0, 0), Link(0, 0), flops=1e9, moves=float("inf"))
+    time = step_time(Case(MODELS["llama"], ranks=4, nodes=4), machine)
+    assert time.exposed == time.communication == 0
+    assert time.seconds == time.computation > 0
+
+
+# ------------------------------------------------------------------------------------------------ real jobs
+
+TINY = ["--layers", "2", "--dim", "48", "--heads", "4", "--context", "24", "--batch-size", "5"]
+TINY += ["--micro-batch", "1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a short run on 3 ranks without shared memory, and its flags."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").write_text("some text to train on. " * 99)
+    flags = [*TINY, "--transport", "mpi", "--strategy", "full-shard", "--recompute"]
+    run = ["--data", "text", "--out", "run", "--steps", "2", "--sample", "0", "--eval-every", "1"]
+    status, _, errors = run_job(3, ["-m", "zero_mpi.train", *flags, *run], cwd=folder, timeout=60)
+    assert (status, errors) == (0, "")
+    return folder, flags
+
+
+def planned(*arguments, folder):
+    """The numbers of a plan."""
+    assert command(World(0, 1), [*map(str, arguments), "--json", str(folder / "plan.json")]) == 0
+    return json.loads((folder / "plan.json").read_text())
+
+
+def test_sent_bytes_of_metrics_are_those_of_the_plan(trained, tmp_path):
+    folder, flags = trained
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (plan,) = planned(*flags, "--ranks", 3, folder=tmp_path)["plans"]
+    assert [record["sent_bytes"] for record in records] == [plan["traffic"]["rank_0"]] * 2
+    assert plan["traffic"]["rank_0"] > 0
+
+
+def test_a_file_gives_the_sizes(trained, tmp_path, capsys):
+    folder, flags = trained
+    rest = flags[flags.index("--context") :]
+    planned(*flags, folder=tmp_path)
+    from_flags = capsys.readouterr().out
+    planned("--init", folder / "run" / "latest" / "model.gguf", *rest, folder=tmp_path)
+    assert capsys.readouterr().out == from_flags
+
+
+RSS = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.launch import World, run
+from zero_mpi.models import Llama
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.sharding import strategy_named
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+def command(world, arguments):
+    strategy, sizes, rows, rounds = arguments[0], eval(arguments[1]), int(arguments[2]), int(arguments[3])
+    model, comm = Llama.from_flags(sizes), MPIComm()
+    ops.prepare()
+    np.ones((500, 500), np.float32) @ np.ones((500, 500), np.float32)  # the library's own buffers
+    comm.allgather_object(bytes(1 << 20))
+    before = resident()
+    module = ShardedModule(model.stages(), comm, strategy_named(strategy))
+    module.load_slices(lambda name, start, stop: np.full(stop - start, 0.01, np.float32))
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, rounds * comm.size)
+    tokens = np.zeros((rows, model.context_length), np.int64)
+    for _ in range(2 * rounds):
+        accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-3))
+        if accumulator.complete:
+            optimizer.step(max_norm=1.0)
+    if world.rank == 0:
+        print("held", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    return 0
+
+run("rss", command, sys.argv[1:])
+"""
+
+
+@needs_numba
+@pytest.mark.parametrize(("strategy", "rounds"), [("full-shard", 2), ("no-shard", 1)])
+def test_resident_memory_is_the_plan_s(strategy, rounds, tmp_path):
+    sizes = {"layers": 4, "dim": 512, "heads": 8, "context": 64, "vocab_size": 4000, "tied": False}
+    case = Case(
+        Llama.from_flags(sizes),
+        ranks=2,
+        strategy_name=strategy,
+        transport_wanted="mpi",
+        batch_size=2 * rounds,
+        micro_batch=1,
+        context=64,
+    )
+    (tmp_path / "rss.py").write_text(RSS)
+    arguments = [str(tmp_path / "rss.py"), strategy, repr(sizes), "1", str(rounds)]
+    status, printed, errors = run_job(2, arguments, env=COMPILED, timeout=120)
+    assert (status, errors) == (0, "")
+    held, plan = int(printed.split()[-1]), plan_memory(case).total
+    assert plan > 150 << 20
+    assert held == pytest.approx(plan, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------- fits and sweeps
+
+
+def test_the_largest_fits_and_one_more_does_not():
+    case = Case(MODELS["llama"], ranks=4, batch_size=8, micro_batch=2, context=64, transport_wanted="mpi")
+    limit = 40 << 20
+    found = largest(case, limit)
+
+    def fits(**changes):
+        return plan_memory(replace(case, **changes)).total <= limit
+
+    rows = found.micro_batch
+    assert fits(micro_batch=rows, batch_size=4 * rows)
+    assert not fits(micro_batch=rows + 1, batch_size=4 * (rows + 1))
+    assert fits(model=replace(case.model, block_count=found.layers))
+    assert not fits(model=replace(case.model, block_count=found.layers + 1))
+    assert found.width % 32 == 0
+    assert found.width > case.model.embedding_length
+    assert min(found.layers, rows) > 4
+
+
+def test_nothing_fits_into_nothing():
+    found = largest(Case(MODELS["gpt2"]), 1000)
+    assert (found.micro_batch, found.layers, found.width, found.width_parameters) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 9, 10, 99, 1000, 10**9])
+def test_the_search_for_the_largest(limit):
+    assert most(lambda count: count, limit) == min(limit, 1024)
+    assert most(lambda count: count**2, limit) == min(int(limit**0.5), 1024)
+
+
+def test_a_sweep_names_what_ends_the_scaling():
+    case = Case(MODELS["llama"], batch_size=32, micro_batch=2, context=64)
+    points = sweep(case, machine_of({}), per_node=4, most=64)
+    assert [point.ranks for point in points] == [1, 2, 4, 8, 16, 32, 64]
+    assert [point.nodes for point in points] == [1, 1, 1, 2, 4, 8, 16]
+    assert points[0].efficiency == 1
+    reasons = limits(case, points)
+    assert "from 32 ranks on there is less than one micro-batch a rank" in reasons
+
+
+def test_limits_hold_up_to_the_end_and_the_first_comes_first():
+    case = Case(MODELS["llama"], batch_size=8, micro_batch=1)
+
+    def points(memory, efficiency):
+        pairs = enumerate(zip(memory, efficiency, strict=True))
+        return [Point(1 << i, 1, size, 1.0, 0.0, 1.0, share) for i, (size, share) in pairs]
+
+    assert limits(case, points([100, 60, 59.9, 40], [1, 0.9, 0.8, 0.7])) == []
+    assert limits(case, points([100, 60, 59.9, 59.5, 59.4], [1, 0.9, 0.4, 0.6, 0.3])) == [
+        "from 4 ranks on memory of a rank no longer falls",
+        "from 16 ranks on efficiency is below 50%",
+        "from 16 ranks on there is less than one micro-batch a rank",
+    ]
+
+
+def test_shares_of_memory_fall_with_ranks():
+    totals = [plan_memory(Case(MODELS["gpt2"], ranks=ranks)).state for ranks in (1, 2, 4, 8)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[3] < totals[0] / 4
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def test_the_report_compares_strategies(capsys):
+    assert command(World(0, 1), ["--ranks", "8", "--nodes", "2", "--memory", "64M"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("full-shard", "shard-grad-op", "no-shard", "activations", "sent_bytes", "of it waited for"):
+        assert text in printed
+    assert "largest that fits into 64.0 MiB" in printed
+    assert "assumed: " in printed
+
+
+def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
+    links = {
+        "node": {"alpha_seconds": 1e-6, "beta_seconds_per_byte": 1e-10},
+        "between": {"alpha_seconds": 5e-5, "beta_seconds_per_byte": 8e-9},
+    }
+    found = {"links": links, "flops_per_second_per_rank": 7e10, "memory_bytes_per_rank": 1 << 25, "ranks": 4}
+    (tmp_path / "doctor.json").write_text(json.dumps(found))
+    flags = ["--doctor", tmp_path / "doctor.json", "--flops", "6e10", "--strategy", "no-shard"]
+    machine = planned(*flags, folder=tmp_path)["machine"]
+    assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
+    assert machine["between"] == {"alpha": 5e-5, "beta": 8e-9}
+    assert (machine["flops"], machine["memory"]) == (6e10, 1 << 25)
+
+
+def test_a_sweep_as_numbers(tmp_path):
+    numbers = planned("--sweep", "--most-ranks", 4, "--strategy", "full-shard", folder=tmp_path)
+    assert [point["ranks"] for point in numbers["sweep"]["full-shard"]["points"]] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0: expected at least 1"),
+        (["--ranks", "6", "--nodes", "4"], "--nodes 4 does not divide --ranks 6"),
+        (["--memory", "much"], "--memory much: expected a size such as 64G"),
+        (["--flops", "-1"], "--flops -1: expected more than 0"),
+        (["--beta", "nan"], "--beta nan: expected at least 0"),
+        (["--doctor", "nowhere.json"], "--doctor nowhere.json: No such file"),
+        (["--init", "nowhere.gguf"], "nowhere.gguf"),
+        (["--heads", "5"], "--heads 5 does not divide --dim 192"),
+        (["--freeze", "nothing"], "--freeze: frozen pattern 'nothing' matches no parameter"),
+        (["--freeze", "*"], "--freeze *: leaves no parameter to train"),
+        (
+            ["--transport", "shared", "--nodes", "2", "--ranks", "2"],
+            "--transport shared: each node has one rank",
+        ),
+        (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json: cannot be written"),
+        (["--dim", "4194304", "--heads", "1"], "larger than the memory of this machine"),
+        (["--layers", "many"], "--layers"),
+        (["--surprise"], "--surprise"),
+    ],
+)
+def test_bad_input_is_one_line(flags, said):
+    with pytest.raises(UsageError) as raised:
+        command(World(0, 1), flags)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"links": 3}', '{"flops_per_second_per_rank": "fast"}'])
+def test_a_file_that_is_no_doctor_s(text, tmp_path):
+    (tmp_path / "doctor.json").write_text(text)
+    with pytest.raises(UsageError, match=r"--doctor .*doctor\.json"):
+        command(World(0, 1), ["--doctor", str(tmp_path / "doctor.json")])
+
+
+def test_all_ranks_together_give_what_each_gives():
+    for nodes in (1, 2, 4):
+        case = Case(
+            MODELS["llama"], ranks=4, nodes=nodes, transport_wanted="mpi", batch_size=6, micro_batch=1
+        )
+        traffic = plan_traffic(case)
+        assert (traffic.sent == plan_traffic(replace(case, nodes=1)).sent).all()
+        assert (traffic.between.sum() == 0) == (nodes == 1)
+        assert (traffic.inside.sum() == 0) == (nodes == 4)

@@ -1,0 +1,198 @@
+"""`status.json`: a run goes on, is done, was stopped or failed; a killed one shows by its age."""
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from jobs import run_job
+from test_command_bits import SIZES, needs_mpiexec, train, write_text
+
+from zero_mpi import __version__, status
+from zero_mpi.status import DONE, FAILED, RUNNING, STOPPED, Status
+
+FIELDS = ["state", "reason", "step", "steps", "ranks", "host", "pid", "started", "updated", "version"]
+
+
+def read(out):
+    """The file."""
+    return json.loads((out / "status.json").read_text())
+
+
+def age(said):
+    """Seconds since it was written."""
+    return (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Renewals come quickly."""
+    monkeypatch.setattr(status, "EVERY", 0.05)
+
+
+def test_a_run_is_running_then_done(tmp_path, often):
+    mine = Status(tmp_path / "out", 0, 4, 20)
+    mine.begin()
+    said = read(tmp_path / "out")
+    assert list(said) == FIELDS
+    assert (said["state"], said["step"], said["steps"], said["ranks"]) == (RUNNING, 0, 20, 4)
+    assert said["version"] == __version__
+    mine.at(7)
+    deadline = time.monotonic() + 10
+    while read(tmp_path / "out")["step"] != 7 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (read(tmp_path / "out")["state"], read(tmp_path / "out")["step"]) == (RUNNING, 7)
+    mine.end(DONE)
+    time.sleep(0.2)  # a renewal after the end would say "running"
+    assert read(tmp_path / "out")["state"] == DONE
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
+
+
+def test_a_living_run_is_young_and_a_killed_one_grows_old(tmp_path, often):
+    mine = Status(tmp_path, 0, 1, 5)
+    mine.begin()
+    first = read(tmp_path)["updated"]
+    time.sleep(0.3)
+    assert read(tmp_path)["updated"] > first
+    assert age(read(tmp_path)) < 0.2
+    mine._over.set()  # as if it had been killed
+    time.sleep(0.3)
+    assert read(tmp_path)["state"] == RUNNING
+    assert age(read(tmp_path)) > 0.2
+
+
+def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
+    root, other = Status(tmp_path, 0, 2, 5), Status(tmp_path, 1, 2, 5)
+    root.begin()
+    other.at(3)
+    before = read(tmp_path)
+    other.end(FAILED, "rank 1: RuntimeError: the fault")
+    time.sleep(0.3)  # rank 0 lives on for a moment and must not say that all is well
+    said = read(tmp_path)
+    assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
+    assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()
+    root.end(FAILED, "rank 0 was ended")
+    assert read(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason stays"
+
+
+def test_what_fails_after_the_end_changes_nothing(tmp_path):
+    """As where the MPI library does not come to its end."""
+    root, other = Status(tmp_path, 0, 2, 5), Status(tmp_path, 1, 2, 5)
+    root.begin()
+    root.end(DONE)
+    other.end(FAILED, "rank 1 hangs")
+    root.end(FAILED, "rank 0 hangs")
+    assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == (DONE, "")
+
+
+def test_what_an_earlier_job_said_does_not_stay(tmp_path):
+    old = Status(tmp_path, 0, 2, 5)
+    old.begin()
+    old.end(FAILED, "of long ago")
+    time.sleep(0.01)  # another start time
+    root = Status(tmp_path, 0, 2, 5)
+    root.end(FAILED, "of now")
+    assert read(tmp_path)["reason"] == "of now"
+    (tmp_path / "status.json").write_text("no json")
+    root.end(STOPPED)
+    assert read(tmp_path)["state"] == STOPPED
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
+    (tmp_path / "file").write_text("")
+    mine = Status(tmp_path / "file" / "out", 0, 1, 5)
+    mine.begin()
+    mine.end(DONE)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
+    mine = Status(tmp_path, 0, 1, 5)
+    mine.begin()
+
+    def no_room(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", no_room)
+    mine.end(FAILED, "No space left on device")
+    assert read(tmp_path)["reason"] == "No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+# in jobs
+
+
+FLAGS = [*SIZES, "--steps", "3", "--sample", "0", "--batch-size", "4", "--eval-every", "0", "--warmup", "2"]
+
+
+@needs_mpiexec
+def test_a_job_that_is_done_says_so(tmp_path):
+    begun = datetime.now(UTC) - timedelta(seconds=1)
+    train(2, tmp_path / "out", *FLAGS, "--data", *write_text(tmp_path))
+    said = read(tmp_path / "out")
+    assert (said["state"], said["reason"], said["step"], said["steps"]) == (DONE, "", 3, 3)
+    assert said["ranks"] == 2
+    assert begun < datetime.fromisoformat(said["started"]) < datetime.fromisoformat(said["updated"])
+    assert not list((tmp_path / "out").glob(".*")), "nothing is left behind"
+
+
+@needs_mpiexec
+def test_a_job_that_is_stopped_says_so(tmp_path):
+    flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+    code, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags, "--steps", "900", "--max-time", "1"])
+    assert code == 75, errors
+    said = read(tmp_path / "out")
+    assert said["state"] == STOPPED
+    assert 0 < said["step"] < 900
+
+
+@needs_mpiexec
+def test_a_job_that_is_refused_says_why(tmp_path):
+    flags = [*FLAGS, "--data", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]
+    code, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags])
+    assert code == 2
+    said = read(tmp_path / "out")
+    assert said["state"] == FAILED
+    assert said["reason"] in errors
+    assert "nothing" in said["reason"]
+
+
+def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
+    before = Status(tmp_path, 0, 2, 5)
+    before.begin()
+    before.end(DONE)
+    text = (tmp_path / "status.json").read_text()
+    now = Status(tmp_path, 0, 2, 5)
+    now.begin()
+    assert read(tmp_path)["state"] == RUNNING
+    now.refused("another corpus")
+    assert (tmp_path / "status.json").read_text() == text
+
+
+# Rank 1 is lost when it has done its work, on its way to the end.
+LOST = """
+import os, signal
+from zero_mpi import launch, train
+
+leave_together = launch.leave_together
+
+def lost(world, status, problem):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    leave_together(world, status, problem)
+
+launch.leave_together = lost
+train.main()
+"""
+
+
+@needs_mpiexec
+def test_a_job_is_not_done_before_all_ranks_have_come_to_the_end(tmp_path):
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+    code, _, _ = run_job(2, [str(script), *flags])
+    assert code != 0
+    said = read(tmp_path / "out")
+    assert (said["state"], said["step"]) != (DONE, 3)
+    assert said["state"] == RUNNING

@@ -1,0 +1,184 @@
+"""Ranks that differ in what they run or are told to do are refused at start, with rank, host and both values.
+
+One rank of a job is made to differ by the launcher's own means: a command for some ranks and another one for
+the rest, `mpiexec -n 2 A : -n 1 B`.
+"""
+
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import launcher, run_command
+from test_command_bits import SIZES, needs_mpiexec, write_text
+
+import zero_mpi
+from zero_mpi import uniform
+from zero_mpi.comm.checked import odd_one
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+
+FLAGS = [*SIZES, "--steps", "1", "--sample", "0", "--batch-size", "4", "--eval-every", "0"]
+PACKAGE = Path(zero_mpi.__file__).parent
+RUN = [sys.executable, "-m", "zero_mpi.train"]
+
+
+def copy_of_package(folder):
+    """Another copy of the package's source, in `folder`."""
+    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
+    return shutil.copytree(PACKAGE, folder / "zero_mpi", ignore=ignored)
+
+
+class Ranks:
+    """A world in which the other ranks say what they are given."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def everyone(self, value):
+        """Digests first, then hosts and facts."""
+        if isinstance(value, str):
+            return [str(number) for number, _ in enumerate(self.values)]
+        return [(f"node{number}", facts) for number, facts in enumerate(self.values)]
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """A small run."""
+    return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+
+
+def refused(usual, odd, cwd):
+    """The line with which a job of three ranks is refused whose rank 1 runs `odd`."""
+    command = [*launcher(), "-n", "1", *usual, ":", "-n", "1", *odd, ":", "-n", "1", *usual]
+    status, printed, errors = run_command(command, timeout=40, cwd=cwd)
+    assert status == 2, f"{status}\n{printed}\n{errors}"
+    assert "Traceback" not in errors, errors
+    assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, "launchers may add lines of their own"
+    assert not list(Path(cwd).glob("out/step-*"))
+    return errors
+
+
+# who is the odd one
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["a", "a", "a"], None),
+        (["a"], None),
+        (["a", "a", "b"], (2, "a")),
+        (["b", "a", "a"], (0, "a")),
+        (["a", "b"], (1, "a")),
+        (["a", "b", "c", "b"], (0, "b")),
+    ],
+)
+def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
+    assert odd_one(values) == expected
+
+
+def test_all_alike_is_no_fault():
+    uniform.check(World(0, 1), {"Python": "3.11"}, "")
+    uniform.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
+
+
+def test_the_first_difference_is_named_with_hosts_and_values():
+    ranks = Ranks({"A": "1", "B": "2"}, {"A": "1", "B": "3"}, {"A": "1", "B": "2"}, {"A": "4", "B": "2"})
+    with pytest.raises(UsageError, match=r"rank 3 on node3 has A 4, ranks 0-2 \(on node0\) 1; mend it"):
+        uniform.check(ranks, {"A": "1", "B": "2"}, "mend it")
+
+
+def test_what_only_some_ranks_have_differs_too():
+    ranks = Ranks({"A": "1"}, {"A": "1", "ZERO_MPI_X": "on"})
+    with pytest.raises(UsageError, match=r"rank 1 on node1 has ZERO_MPI_X on, rank 0 \(on node0\) nothing"):
+        uniform.check(ranks, {"A": "1"}, "")
+
+
+def test_every_flag_and_what_else_decides_counts(monkeypatch):
+    monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "2")
+    found = uniform.settings(zero_mpi.config.Config(seed=5))
+    assert found["--seed"] == "5"
+    assert found["ZERO_MPI_RANKS_PER_NODE"] == "2"
+    assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.FIELDS)
+
+
+def test_one_changed_byte_of_the_source_shows(tmp_path):
+    copy = copy_of_package(tmp_path)
+    same = uniform.source_digest(copy)
+    assert same == uniform.source_digest(PACKAGE)
+    (copy / "optim.py").write_text((copy / "optim.py").read_text().replace("eps", "eqs", 1))
+    assert uniform.source_digest(copy) != same
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", UsageError), ("2", SystemExit)])
+def test_ranks_that_do_not_find_each_other_are_refused_once(rank, expected):
+    """As under the launcher of another MPI; the first one says it, the others leave."""
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank}
+    with pytest.raises(expected) as found:
+        uniform.check_not_alone(World(0, 1), environ)
+    assert expected is SystemExit or "started 4 ranks, but each of them is alone" in str(found.value)
+
+
+@pytest.mark.parametrize("environ", [{}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "", "SLURM_STEP_NUM_TASKS": "x"}])
+def test_a_run_of_one_rank_is_no_mistake(environ):
+    uniform.check_not_alone(World(0, 1), environ)
+    uniform.check_not_alone(World(0, 4), {"PMI_SIZE": "4"})
+
+
+# in jobs
+
+
+@needs_mpiexec
+def test_another_flag_on_one_rank_is_refused(flags, tmp_path):
+    said = refused([*RUN, *flags], [*RUN, *flags, "--lr", "0.5"], tmp_path)
+    host = platform.node()
+    assert f"rank 1 on {host} has --lr 0.5, ranks 0, 2 (on {host}) 0.004; start all ranks with" in said
+
+
+@needs_mpiexec
+def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
+    """Which operations compute: their last bits differ."""
+    said = refused(["env", "ZERO_MPI_OPS=auto", *RUN, *flags], [*RUN, *flags], tmp_path)
+    assert "has operations numpy, ranks 0, 2" in said
+    assert "use the same environment" in said
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("change", ["version", "source"])
+def test_another_package_on_one_rank_is_refused(change, flags, tmp_path):
+    copy, host, version = copy_of_package(tmp_path / "other"), platform.node(), zero_mpi.__version__
+    path = copy / {"version": "__init__.py", "source": "optim.py"}[change]
+    path.write_text(path.read_text().replace(f'"{version}"', '"9.9.9"') + "# another line\n")
+    said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
+    if change == "version":
+        assert f"rank 1 on {host} has zero_mpi 9.9.9, ranks 0, 2 (on {host}) {version};" in said
+    else:
+        assert f"rank 1 on {host} has zero_mpi's source" in said
+
+
+@needs_mpiexec
+def test_another_model_file_on_one_rank_is_refused(flags, tmp_path):
+    """The same path, but another file behind it: as on hosts with disks of their own."""
+    models = []
+    for seed, dim in ((0, "48"), (1, "24")):
+        out = tmp_path / f"model-{dim}"
+        made = [*RUN, *flags, "--out", str(out), "--dim", dim, "--seed", str(seed)]
+        assert run_command(made, timeout=40, cwd=tmp_path)[0] == 0
+        models.append(out / "latest" / "model.gguf")
+    path = tmp_path / "model.gguf"
+    shutil.copy(models[0], path)
+    # Opened while another file stands in its place: rank 1 sees the second model under the first one's name.
+    script = tmp_path / "other.py"
+    script.write_text(
+        "from zero_mpi import session, source, train\n"
+        "open_init = session.open_init\n"
+        "from dataclasses import replace\n"
+        f"session.open_init = lambda config: open_init(replace(config, init={str(models[1])!r}))\n"
+        "train.main()\n"
+    )
+    init = [*flags, "--init", str(path)]
+    said = refused([*RUN, *init], [sys.executable, str(script), *init], tmp_path)
+    assert f"has the model file of --init {path}" in said
+    assert "give all hosts the same files" in said

@@ -1,0 +1,176 @@
+"""What a rank says of itself when it stands still, and what is made of what all ranks say.
+
+Jobs that really stand still are in test_failures.py; here the parts are looked at in one process.
+"""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from zero_mpi.comm.meter import Meter, collective, meters
+from zero_mpi.rollcall import FOLDER, RollCall, Standing, named, report, shown_stacks, verdict
+from zero_mpi.watchdog import Watchdog
+
+PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
+
+
+def waiting(what, seconds=2.0, doing="step 3"):
+    """A rank in a collective."""
+    return Standing(doing, what, "barrier", seconds, f"stacks in {what}")
+
+
+def elsewhere(seconds=2.0):
+    """A rank in none."""
+    return Standing("step 3", "", "allgather of parameters blk.0", seconds, "stacks of the loader")
+
+
+# what a meter leaves behind
+
+
+def test_a_meter_tells_what_is_waited_for_and_since_when():
+    meter = Meter()
+    assert not meter.waits
+    before = time.perf_counter()
+    with meter.waiting("allgather", "parameters blk.1"):
+        assert meter.waits
+        assert collective(meter.what) == "allgather of parameters blk.1"
+        assert before <= meter.changed <= time.perf_counter()
+        with meter.waiting("barrier"):  # a wait within the wait
+            assert collective(meter.what) == "allgather of parameters blk.1"
+        assert meter.waits
+        entered = meter.changed
+        time.sleep(0.02)
+    assert not meter.waits
+    assert meter.changed - entered >= 0.02
+    assert meter.wait_seconds == pytest.approx(meter.changed - entered)
+    assert collective(meter.what) == "allgather of parameters blk.1", "the last one"
+
+
+def test_meters_are_known_as_long_as_they_are_used():
+    meter = Meter()
+    assert meter in meters()
+    number = len(meters())
+    del meter
+    Meter()
+    assert len(meters()) < number + 1
+
+
+def test_a_watchdog_sees_every_wait_of_the_process():
+    """One that never ends anything: what it sees is looked at from outside."""
+    first, second = Meter(), Meter()
+    watchdog = Watchdog(0, 0)
+    watchdog.beat("step 7")
+    waits = first.waiting("gather", "checkpoint blk.0"), second.waiting("allreduce", "vector")
+    with waits[0], waits[1], ThreadPoolExecutor(1) as other:
+        found = other.submit(watchdog.standing).result()
+    assert found.doing == "step 7"
+    assert found.waits == "gather of checkpoint blk.0 and allreduce of vector"
+    assert "test_a_watchdog_sees_every_wait_of_the_process" in found.stacks
+    found = watchdog.standing(with_stacks=False)
+    assert (found.waits, found.stacks) == ("", "")
+    assert found.last in ("gather of checkpoint blk.0", "allreduce of vector")
+    assert found.seconds < 1
+
+
+# the roll call
+
+
+def test_ranks_find_each_other_and_leave_nothing_behind(tmp_path):
+    calls = [RollCall(tmp_path, rank, "a job") for rank in range(3)]
+    assert not any(call.is_on() for call in calls)
+    calls[0].sign(waiting("barrier"))
+    assert all(call.is_on() for call in calls)
+    calls[2].sign(elsewhere())
+    assert calls[0].read().keys() == {0, 2}
+    assert calls[0].read()[0].waits == "barrier"
+    calls[0].leave()
+    assert calls[2].read().keys() == {2}
+    calls[2].leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_speaks(tmp_path):
+    calls = [RollCall(tmp_path, rank, "a job") for rank in range(3)]
+    calls[1].sign(elsewhere())
+    assert [call.claim() for call in calls] == [True, False, False]
+    calls[0].clear()
+    assert list(tmp_path.iterdir()) == []
+    assert [call.claim() for call in calls] == [False, False, False], "it is over"
+
+
+def test_what_another_job_left_misleads_nobody(tmp_path):
+    """It was killed while it stood still: its ranks have signed and one of them was to speak."""
+    for rank in range(2):
+        RollCall(tmp_path, rank, "the job before").sign(waiting("barrier"))
+    assert RollCall(tmp_path, 0, "the job before").claim()
+    now = RollCall(tmp_path, 1, "this job")
+    now.sign(elsewhere())
+    assert now.read().keys() == {1}
+    assert now.claim()
+    (tmp_path / f"{FOLDER}-half-removed").mkdir()
+    now.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ages_are_corrected_by_the_clock_of_the_file_system(tmp_path):
+    early, late = (RollCall(tmp_path, rank, "a job") for rank in range(2))
+    early.sign(waiting("barrier", seconds=1.0))
+    late.sign(waiting("barrier", seconds=1.5))
+    stamp = (tmp_path / FOLDER / late._file.name).stat().st_mtime
+    os.utime(tmp_path / FOLDER / early._file.name, (stamp - 60, stamp - 60))
+    found = late.read()
+    assert found[0].seconds == pytest.approx(61.0)
+    assert found[1].seconds == pytest.approx(1.5)
+
+
+def test_a_file_that_is_half_written_is_no_sign(tmp_path):
+    call = RollCall(tmp_path, 0, "a job")
+    call.sign(waiting("barrier"))
+    other = tmp_path / FOLDER / call._file.name.replace("00000", "00001")
+    other.write_text('{"doing": "st')
+    assert call.read().keys() == {0}
+
+
+# what is said
+
+
+def test_who_has_not_signed_is_missing():
+    found = {0: waiting("allreduce of vector"), 3: waiting("allreduce of vector"), 2: elsewhere()}
+    assert verdict(found, 4) == "no sign of life from rank 1"
+    lines = report(found, PLACES)
+    assert lines[0].startswith("rank 1 (process 101 on node0): no sign of life")
+    assert lines[1].startswith("rank 2 (process 102 on node1): step 3, in no collective since it left")
+    assert lines[1].endswith("parameters blk.0, for 2.0 s")
+    assert lines[2] == "ranks 0, 3: step 3, waiting in allreduce of vector, for 2.0 to 2.0 s"
+    assert len(lines) == 3
+
+
+def test_who_is_in_no_collective_is_named():
+    found = {rank: waiting("reduce_scatter of gradients output") for rank in (0, 1, 3)} | {2: elsewhere(2.5)}
+    assert verdict(found, 4) == "rank 2 in no collective (step 3, for 2.5 s)"
+    stacks = shown_stacks(found)
+    assert stacks.index("stacks of the loader") < stacks.index("stacks in reduce_scatter")
+    assert stacks.count("stacks of rank") == 2, "one of each place"
+
+
+def test_ranks_in_different_collectives_are_told_apart():
+    found = {0: waiting("barrier"), 1: waiting("allreduce of vector"), 2: waiting("barrier")}
+    assert verdict(found, 3).startswith("the ranks wait in 2 different collectives")
+    lines = report(found, PLACES[:3])
+    assert lines[0].startswith("rank 1 (process 101 on node0): step 3, waiting in allreduce of vector")
+    assert lines[1].startswith("ranks 0, 2: step 3, waiting in barrier")
+
+
+def test_a_network_that_stands_still_is_nobodys_fault():
+    found = {rank: waiting("barrier") for rank in range(2)}
+    assert verdict(found, 2) == "all ranks wait in the same collective (step 3, waiting in barrier)"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([1], "rank 1"), ([2, 0, 1], "ranks 0-2"), ([0, 2], "ranks 0, 2"), ([5, 0, 6, 3, 7], "ranks 0, 3, 5-7")],
+)
+def test_ranks_are_named_in_runs(ranks, text):
+    assert named(ranks) == text

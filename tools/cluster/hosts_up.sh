@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# Several hosts on one Linux machine, to run jobs of many nodes on.
+#
+#   tools/cluster/hosts_up.sh COUNT [RATE|none] [STATE]   makes h1 ... hCOUNT and prints the folder STATE
+#   tools/cluster/hosts_down.sh STATE                     ends them
+#   STATE/enter h1 COMMAND...                             runs a command inside a host
+#   STATE/ssh                                             what an MPI launcher takes for ssh
+#
+# A host is a process (its sshd) in namespaces of its own: network, name, System V memory, mounts, processes.
+# /tmp and /dev/shm are its own too, so that two hosts have no memory in common; all else of the file system is
+# shared, as over NFS. The hosts' links meet in a bridge in one more network namespace: the machine's own network
+# is not touched. RATE (1gbit) limits each link in both directions by a token bucket. Needs root, Linux,
+# openssh-server, iproute2 and util-linux.
+set -euo pipefail
+
+here=$(dirname "$(realpath "$0")")
+needed=(/usr/sbin/sshd ssh-keygen ip tc unshare nsenter)
+
+refuse() {
+    echo "hosts_up.sh: $1" >&2
+    exit 2
+}
+
+begun() {   # when a process was started, in clock ticks: tells it from a later one with the same number
+    sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20
+}
+
+note() {   # note NAME PID: what hosts_down.sh is to end
+    echo "$2 $(begun "$2")" > "$state/$1.pid"
+}
+
+first_child() {   # of process $1, which is about to fork
+    local children=()
+    for _ in {1..200}; do
+        read -ra children < "/proc/$1/task/$1/children" 2>/dev/null || true   # a line without an end
+        ((${#children[@]} == 0)) || break
+        sleep 0.02
+    done
+    echo "${children[0]:?process $1 has no child}"
+}
+
+read_arguments() {
+    [[ $# -ge 1 && $# -le 3 && $1 =~ ^[1-9][0-9]{0,2}$ && $1 -le 250 ]] ||
+        refuse "expected: hosts_up.sh COUNT [RATE|none] [STATE], COUNT from 1 to 250; got: $*"
+    count=$1 rate=${2:-none}
+    [[ $(id -u) = 0 ]] || refuse "only root may make namespaces"
+    for program in "${needed[@]}"; do
+        command -v "$program" > /dev/null ||
+            refuse "$program is missing: apt-get install openssh-server iproute2 util-linux"
+    done
+    state=$(realpath -m "${3:-$(mktemp -d /var/tmp/zero_mpi-hosts.XXXXXX)}")
+    case $state/ in
+        /tmp/* | /dev/shm/*) refuse "$state: the hosts have a /tmp and /dev/shm of their own; choose another" ;;
+    esac
+    ! compgen -G "$state/*.pid" > /dev/null || refuse "$state: has hosts already; end them by hosts_down.sh"
+    mkdir -p "$state" /run/sshd
+}
+
+write_files() {
+    ssh-keygen -q -t ed25519 -N '' -f "$state/host_key"
+    ssh-keygen -q -t ed25519 -N '' -f "$state/user_key"
+    cat > "$state/sshd_config" <<END
+HostKey $state/host_key
+AuthorizedKeysFile $state/user_key.pub
+PasswordAuthentication no
+PermitRootLogin yes
+StrictModes no
+UsePAM no
+PidFile none
+END
+    cat > "$state/ssh" <<END
+#!/usr/bin/env bash
+exec ssh -F none -i "$state/user_key" -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \\
+    -o LogLevel=ERROR "\$@"
+END
+    cat > "$state/enter" <<END
+#!/usr/bin/env bash
+# enter HOST COMMAND...: in the present folder
+read -r pid _ < "$state/\$1.pid" || exit 1
+exec nsenter --target "\$pid" --net --uts --ipc --pid --mount --wd="\$PWD" -- "\${@:2}"
+END
+    chmod +x "$state/ssh" "$state/enter"
+    echo "127.0.0.1 localhost" > "$state/hosts"
+    for ((i = 1; i <= count; i++)); do echo "10.77.0.$i h$i" >> "$state/hosts"; done
+}
+
+make_bridge() {
+    unshare --net --fork sleep infinity < /dev/null > /dev/null 2>&1 &
+    bridge=$(first_child $!)
+    note bridge "$bridge"
+    nsenter --target "$bridge" --net ip link add br0 type bridge
+    nsenter --target "$bridge" --net ip link set br0 up
+}
+
+make_host() {   # make_host NAME NUMBER
+    local inside host
+    # The first process of a process namespace: with it ends everything inside.
+    inside="hostname $1 && mount --bind '$state/hosts' /etc/hosts && mount -t tmpfs none /dev/shm &&
+        mount -t tmpfs none /tmp && ip link set lo up && exec /usr/sbin/sshd -D -e -f '$state/sshd_config'"
+    unshare --net --uts --ipc --mount --pid --fork --mount-proc bash -c "$inside" \
+        < /dev/null > "$state/$1.log" 2>&1 &
+    host=$(first_child $!)
+    note "$1" "$host"
+    nsenter --target "$bridge" --net ip link add "to-$1" type veth peer name eth0 netns "$host"
+    nsenter --target "$bridge" --net ip link set "to-$1" master br0 up
+    nsenter --target "$host" --net ip addr add "10.77.0.$2/24" dev eth0
+    nsenter --target "$host" --net ip link set eth0 up
+    [[ $rate != none ]] || return 0
+    # What an idle link saves up for later is to be some milliseconds' worth, and enough for large packets.
+    local burst=32kb
+    [[ $rate != *gbit ]] || burst=256kb
+    nsenter --target "$host" --net tc qdisc add dev eth0 root tbf rate "$rate" burst $burst latency 50ms
+    nsenter --target "$bridge" --net tc qdisc add dev "to-$1" root tbf rate "$rate" burst $burst latency 50ms
+}
+
+wait_for_sshd() {
+    for _ in {1..200}; do
+        "$state/enter" "$1" bash -c ': < /dev/tcp/127.0.0.1/22' 2> /dev/null && return
+        sleep 0.05
+    done
+    echo "hosts_up.sh: no sshd in $1: $(tail -n 1 "$state/$1.log")" >&2
+    return 1
+}
+
+read_arguments "$@"
+trap '"$here/hosts_down.sh" "$state"' EXIT
+write_files
+make_bridge
+for ((i = 1; i <= count; i++)); do make_host "h$i" "$i"; done
+for ((i = 1; i <= count; i++)); do wait_for_sshd "h$i"; done
+trap - EXIT
+echo "$state"

@@ -1,0 +1,6 @@
+"""`python -m zero_mpi.doctor`."""
+
+from zero_mpi.doctor.command import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The command: its flags, the order in which things are looked at, the table, the file of figures.
+
+Rows are printed as they are found, so that a table that stops shows what stands still; a watchdog ends it
+then. All ranks hold all rows, so they agree on the exit status without another word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_mpi import __version__
+from zero_mpi.config import Config, Parser
+from zero_mpi.doctor import (
+    binding,
+    clocks,
+    compute,
+    device,
+    folder,
+    library,
+    limits,
+    links,
+    neighbours,
+    sharing,
+)
+from zero_mpi.doctor import versions as installed
+from zero_mpi.doctor.ranks import Ranks, find_ranks
+from zero_mpi.doctor.rows import BAD, NOTE, OK, Row, lines, plural
+from zero_mpi.errors import UsageError
+from zero_mpi.inspect import write
+from zero_mpi.launch import FAILED, World, run
+from zero_mpi.watchdog import Watchdog
+
+MOST_MB, QUICK_MB = 16.0, 1.0
+BUFFERS = 4  # of the largest size that a rank may need at once
+THOROUGH, QUICK = (4, 0.06, 0.5), (32, 0.02, 0.2)  # growth of sizes; seconds for a figure, for products
+FIGURES = """\
+The file of --json holds all rows and, for programs: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
+flops_per_second_per_rank (fp32, the median rank, all at once), and links.node and links.between (null where
+there are none) with alpha_seconds and beta_seconds_per_byte: a collective takes alpha * messages +
+beta * bytes. Messages are those that follow each other: the depth of a tree in a gather, one in a reduction,
+which goes straight to the owners. Bytes are those that a rank gives to others (in a node) or that leave a
+node (between nodes): (P - 1) / P of a buffer among P. links.node is that of the transport that a job takes
+there; over shared memory a gather moves nothing."""
+
+
+@dataclass
+class Examination:
+    """What has been found so far."""
+
+    where: Ranks
+    options: argparse.Namespace
+    watchdog: Watchdog
+    speaks: bool
+    rows: list[Row] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, name: str, look: Callable[[], Iterable[Row]]) -> None:
+        """Look at one concern and print its rows. Collective."""
+        self.watchdog.beat(name)
+        for row in look():
+            self.rows.append(row)
+            if self.speaks:
+                write(lines(row))
+
+    def count(self, verdict: str) -> int:
+        """How many rows have a verdict."""
+        return sum(row.verdict == verdict for row in self.rows)
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="mpirun -n N [HOSTS] python -m zero_mpi.doctor",
+        description="Look whether a job would run well on these hosts, and say what to do where not. Start "
+        "it as you start the job: the same launcher, hosts, ranks, environment. Exit status 0: it would run, "
+        "whatever the notes say; 1: it would fail, see the lines marked bad; 2: wrong flags.",
+        epilog=FIGURES,
+        allow_abbrev=False,
+    )
+    default = Config().out
+    parser.add_argument(
+        "--out", default=default, metavar="DIR", help=f"run folder to try (default: {default})"
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        metavar="N",
+        help=f"largest buffer to gather and reduce, in MiB (default: {MOST_MB:g}, with --quick {QUICK_MB:g})",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write rows and figures there; zero_mpi.plan reads them"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a few seconds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="X",
+        help="seconds for one concern (default: 120; 0: any)",
+    )
+    return parser
+
+
+def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; `--help` is printed by rank 0 only. UsageError for values that cannot be meant."""
+    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
+    with quiet:
+        options = make_parser().parse_args(arguments)
+    if options.max_mb is None:
+        options.max_mb = QUICK_MB if options.quick else MOST_MB
+    if not 2**-10 <= options.max_mb < math.inf:
+        raise UsageError(f"--max-mb {options.max_mb:g}: expected at least 1 KiB, {2**-10:g}")
+    if not 0 <= options.timeout < math.inf:
+        raise UsageError(f"--timeout {options.timeout:g}: expected seconds, or 0 for any")
+    return options
+
+
+def check_file(path: str | None) -> None:
+    """Raise UsageError if the file of figures cannot be written in the end."""
+    if path is None:
+        return
+    folder_of = Path(path).parent
+    if not folder_of.is_dir() or not os.access(folder_of, os.W_OK) or Path(path).is_dir():
+        raise UsageError(
+            f"--json {path}: cannot be written: expected a file in a folder that can be written to"
+        )
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Look at everything. Returns the exit status, the same on all ranks."""
+    options = world.together(lambda: read_flags(world, arguments))
+    speaks = world.rank == 0 and library.speaks(world.size)
+    if library.is_split(world.size) and not speaks:
+        return FAILED  # each process takes itself for the job: one of them tells it
+    world.on_root(lambda: check_file(options.json))
+    watchdog = Watchdog(world.rank, options.timeout)
+    watchdog.beat("finding the other ranks")
+    found = Examination(find_ranks(world), options, watchdog, speaks)
+    examine(found)
+    world.on_root(lambda: keep(found))
+    if speaks:
+        write([verdict(found)])
+    return FAILED if found.count(BAD) else 0
+
+
+def examine(found: Examination) -> None:
+    """All concerns, first those that take no time. Collective."""
+    where, options, figures = found.where, found.options, found.figures
+    growth, for_links, for_products = QUICK if options.quick else THOROUGH
+    figures |= {"ranks": where.size, "nodes": len(where.nodes), "ranks_per_node": max(map(len, where.nodes))}
+    found.part("versions", lambda: installed.section(where))
+    found.part("MPI library", lambda: library.section(where))
+    found.part("hosts and cores", lambda: binding.section(where))
+    found.part("neighbours", lambda: neighbours.section(where))
+    found.part("limits", lambda: limits.section(where, figures))
+    found.part("shared memory", lambda: sharing.section(where))
+    found.part("CUDA", lambda: device.section(where))
+    found.part("run folder", lambda: folder.section(where, Path(options.out)))
+    found.part("clocks", lambda: clocks.section(where))
+    found.part("speed of products", lambda: compute.section(where, for_products, figures))
+    effort = links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
+    found.part("gathers and reductions", lambda: links.section(where, effort, figures))
+
+
+def largest(mebibytes: float, memory: int) -> int:
+    """Bytes of the largest buffer; UsageError if a rank cannot hold a few of it."""
+    if mebibytes * 2**20 * BUFFERS > memory:
+        most = memory // BUFFERS >> 20
+        raise UsageError(
+            f"--max-mb {mebibytes:g}: expected at most {most}: a rank has {memory >> 20} MiB of memory"
+        )
+    return int(mebibytes * 2**20)
+
+
+def verdict(found: Examination) -> str:
+    """The last line."""
+    notes, faults = found.count(NOTE), found.count(BAD)
+    counts = f"{found.count(OK)} ok, {plural(notes, 'note')}, {faults} bad"
+    return f"{counts}: {'a job would fail' if faults else 'a job would run'}"
+
+
+def keep(found: Examination) -> None:
+    """The file of figures, whole or not at all; UsageError if it cannot be written."""
+    if found.options.json is None:
+        return
+    about = {
+        "zero_mpi": __version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hosts": [
+            {"name": name, "ranks": list(ranks)}
+            for name, ranks in zip(found.where.names, found.where.nodes, strict=True)
+        ],
+        **found.figures,
+        "rows": [asdict(row) for row in found.rows],
+    }
+    path = Path(found.options.json)
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
+        os.replace(beside, path)
+    except OSError as error:
+        raise UsageError(f"--json {path}: cannot be written: {error.strerror or error}") from None
+
+
+def main() -> None:
+    """Entry point."""
+    run("doctor", command, sys.argv[1:])

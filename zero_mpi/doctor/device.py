@@ -1,0 +1,151 @@
+"""CUDA devices of each host, and whether the MPI library takes their memory.
+
+Only a live test tells (`device_probe`): libraries say yes that were built for it and cannot, and what they do
+with memory that they take for the host's is to crash. So the test runs in a process of its own, which is told
+nothing of this job. Where messages go through host memory a job runs all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.rows import NOTE, Row, plural
+from zero_mpi.doctor.versions import installed
+
+# What a launcher tells its ranks: a process that finds it takes itself for one of them. Settings stay.
+JOB = re.compile(
+    r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
+    r"MPI_LOCAL(NRANKS|RANKID)$"
+)
+PROBE = (sys.executable, "-m", "zero_mpi.doctor.device_probe")
+PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
+STAGED = (
+    "messages go through host memory; for more take the CUDA-aware MPI of your site, with mpi4py built on it"
+)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Of a host. error: why there are none in spite of a driver; mpi: what the live test said."""
+
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    error: str = ""
+    cupy: str = "none"
+    mpi: str = ""
+    takes_memory: bool = False
+
+
+def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devices:
+    """The devices of this host; without a driver nothing is started."""
+    if not (has_driver() if present is None else present):
+        return Devices()
+    cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name)) != "none"), "none")
+    told, end = run_probe(command)
+    about = json.loads(told[0]) if told else {"error": end}
+    if about.get("error") or not about.get("names"):
+        return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)
+    live = json.loads(told[1]) if len(told) > 1 else {"mpi": end}
+    said = live.get("mpi") or live.get("error", "")
+    takes_memory = bool(live.get("takes_memory"))
+    return Devices(tuple(about["names"]), about["driver"], "", cupy, said, takes_memory)
+
+
+def has_driver() -> bool:
+    """Whether the system has a driver for CUDA devices."""
+    return any(Path(path).exists() for path in DRIVER)
+
+
+def run_probe(command: Sequence[str]) -> tuple[list[str], str]:
+    """What the child said, line by line, and how it ended."""
+    try:
+        done = subprocess.run(
+            command,
+            env=outside_job(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else said
+        return jsons(text), f"no answer within {PATIENCE:.0f} s"
+    except OSError as error:
+        return [], f"cannot be started: {error.strerror or error}"
+    return jsons(done.stdout), ending(done.returncode, done.stderr)
+
+
+def jsons(text: str) -> list[str]:
+    """The lines that are meant for us: libraries have their own to say."""
+    return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def ending(status: int, said: str) -> str:
+    """How a process ended, for people."""
+    if status < 0:
+        return f"the test died of {signal.Signals(-status).name}"
+    last = said.strip().splitlines()[-1:] or [""]
+    return f"the test ended with status {status}: {last[0][:80]}".rstrip(": ")
+
+
+def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what the launcher of this job put into it."""
+    return {name: value for name, value in environ.items() if not JOB.match(name)}
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
+    """Rows of all hosts; one line where none has a device."""
+    if not any(devices.names or devices.error for devices in found):
+        return [Row("CUDA", "no CUDA device")]
+    counts = {len(devices.names) for devices in found}
+    told = [row for devices, name in zip(found, names, strict=True) for row in of_host(devices, name)]
+    if len(counts) > 1:
+        text = ", ".join(
+            f"{len(devices.names)} on {name}" for devices, name in zip(found, names, strict=True)
+        )
+        told.append(Row("CUDA", f"hosts differ: {text}", NOTE, "start the job on hosts of one kind"))
+    return told
+
+
+def of_host(devices: Devices, name: str) -> list[Row]:
+    """Rows of one host."""
+    if devices.error:
+        return [
+            Row(
+                "CUDA",
+                f"{name}: {devices.error}",
+                NOTE,
+                "nvidia-smi on that host; reload or update its driver",
+            )
+        ]
+    kinds = ", ".join(dict.fromkeys(devices.names))
+    value = f"{name}: {plural(len(devices.names), 'device')} ({kinds}), driver for CUDA {devices.driver}"
+    told = [Row("CUDA", value)]
+    if devices.cupy == "none":
+        told.append(Row("CuPy", f"{name}: not installed", NOTE, "pip install 'zero-mpi[cuda12]' (or cuda13)"))
+    else:
+        told.append(Row("CuPy", f"{name}: {devices.cupy}"))
+    if devices.takes_memory:
+        return [*told, Row("CUDA-aware MPI", f"{name}: {devices.mpi}")]
+    return [*told, Row("CUDA-aware MPI", f"{name}: no, {devices.mpi}", NOTE, STAGED)]
+
+
+def section(where: Ranks) -> list[Row]:
+    """Devices of all hosts. Collective."""
+    return rows(where.of_nodes(look), where.names)

@@ -1,0 +1,133 @@
+"""A process of its own that hands device memory to MPI: `python -m zero_mpi.doctor.device_probe`.
+
+It prints a line of JSON with the devices, then one that says whether a message from device memory to device
+memory arrived; a library that cannot read such memory ends the process between the two. Memory is had from
+the driver itself, so that no package is needed, and lent to mpi4py by the protocol that CuPy's arrays follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.launch import find_world
+
+BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed."""
+
+
+class Driver:
+    """The few calls that are needed of CUDA's driver, by their names in its interface."""
+
+    def __init__(self) -> None:
+        try:
+            self._calls = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DriverError(f"the driver's library cannot be loaded: {error}") from error
+        self("cuInit", 0)
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._calls, name)(*arguments)
+        if status:
+            raise DriverError(f"{name} fails with status {status}")
+
+    def devices(self) -> list[str]:
+        """The names of all devices."""
+        count = ctypes.c_int()
+        self("cuDeviceGetCount", ctypes.byref(count))
+        names = []
+        for number in range(count.value):
+            text = ctypes.create_string_buffer(128)
+            self("cuDeviceGetName", text, len(text), number)
+            names.append(text.value.decode(errors="replace"))
+        return names
+
+    def version(self) -> str:
+        """The newest CUDA that the driver runs."""
+        number = ctypes.c_int()
+        self("cuDriverGetVersion", ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def open(self) -> None:
+        """Make the first device the one that this thread uses."""
+        context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self("cuCtxSetCurrent", context)
+
+    def upload(self, data: Any) -> DeviceArray:
+        """A copy of an array of bytes in device memory."""
+        address = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(data.size))
+        self("cuMemcpyHtoD_v2", address, ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.size))
+        self("cuCtxSynchronize")
+        return DeviceArray(address.value, data.size)
+
+    def download(self, array: DeviceArray) -> Any:
+        """The bytes of device memory."""
+        data = np.empty(array.nbytes, np.uint8)
+        self("cuCtxSynchronize")
+        pointer, address = ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(array.address)
+        self("cuMemcpyDtoH_v2", pointer, address, ctypes.c_size_t(array.nbytes))
+        return data
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Bytes of device memory, as others may ask for them."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def exchange(driver: Driver, mpi: Any) -> bool:
+    """Whether a message to ourselves brings bytes from one place of device memory to another."""
+    if mpi is None:
+        raise RuntimeError("no MPI library can be loaded")
+    sent = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
+    source, target = driver.upload(sent), driver.upload(np.zeros_like(sent))
+    world = mpi.COMM_SELF
+    receive = world.Irecv([target, mpi.BYTE], 0, 1)
+    mpi.Request.Waitall([receive, world.Isend([source, mpi.BYTE], 0, 1)])
+    return bool((driver.download(target) == sent).all())
+
+
+def say(**about: Any) -> None:
+    """A line for the one who asked, out before anything else can happen."""
+    os.write(1, f"{json.dumps(about)}\n".encode())
+
+
+def main() -> None:
+    """Look and try."""
+    try:
+        driver = Driver()
+        names = driver.devices()
+        say(names=names, driver=driver.version())
+        if names:
+            driver.open()  # before MPI starts: Open MPI looks for the device of the thread that starts it
+            arrived = exchange(driver, find_world().mpi)
+            text = (
+                "a message from device to device memory arrived"
+                if arrived
+                else "other bytes arrived than were sent"
+            )
+            say(takes_memory=arrived, mpi=text)
+    except DriverError as error:
+        say(error=str(error))
+    except Exception as error:  # whatever the library raises is the answer
+        say(takes_memory=False, mpi=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The MPI library at work: its threads, the launcher, whether both belong together, settings that harm.
+
+A launcher of another MPI starts as many jobs of one rank as there were to be ranks. Each takes itself for the
+whole job, so nothing else here would notice it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.rows import BAD, NOTE, Row, plural
+from zero_mpi.uniform import NUMBERS, STARTED
+
+LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
+    "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
+    "PALS_RANKID": "mpiexec of PALS",
+    "MV2_COMM_WORLD_RANK": "mpirun of MVAPICH2",
+    "HYDI_CONTROL_FD": "mpiexec of MPICH",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_RANK": "mpiexec of MPICH",
+    "PMIX_RANK": "a launcher that speaks PMIx",
+}
+ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS")
+OFF = ("", "0", "no", "false", "off")
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Who started this process, or an empty text."""
+    return next((name for variable, name in LAUNCHERS.items() if variable in environ), "")
+
+
+def told_size(environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks the launcher says that there are; 1 where none says it."""
+    return max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
+
+
+def is_split(size: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher started several processes of which each is alone in its world."""
+    return size == 1 < told_size(environ)
+
+
+def speaks(size: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the one that prints, also where each takes itself for the first."""
+    return not is_split(size, environ) or all(environ.get(name, "0") == "0" for name in NUMBERS)
+
+
+def started(size: int, environ: Mapping[str, str] = os.environ) -> Row:
+    """The row of the launcher."""
+    if is_split(size, environ):
+        return Row(
+            "launcher",
+            f"{launcher(environ)} started {told_size(environ)} processes, and each is a job of one rank",
+            BAD,
+            "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
+            "--mpi=pmix for Open MPI",
+        )
+    return Row("launcher", f"{launcher(environ) or 'none'}, {plural(size, 'rank')}")
+
+
+def threads(where: Ranks) -> Row:
+    """The row of what the library allows threads to do."""
+    mpi = where.world.mpi
+    if mpi is None:
+        return Row(
+            "MPI threads",
+            "no MPI library can be loaded: one process only",
+            NOTE,
+            "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site",
+        )
+    levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}
+    level = levels.get(mpi.Query_thread(), "MULTIPLE")
+    if level == "MULTIPLE":
+        return Row("MPI threads", "multiple")
+    return Row(
+        "MPI threads",
+        f"{level.lower()}: transfers go on only between layers, and only one thread may call the library",
+        NOTE,
+        "take an MPI that was built with MPI_THREAD_MULTIPLE",
+    )
+
+
+def progress(found: list[Mapping[str, str]]) -> Row:
+    """The row of a setting that makes blocking calls twenty times slower; environments of all ranks."""
+    name = next((name for name in ASYNC_PROGRESS for environ in found if set_in(environ, name)), "")
+    if not name:
+        return Row("progress threads", "none of the library's own")
+    return Row(
+        "progress threads", f"{name} is set: blocking calls take many times longer", NOTE, f"unset {name}"
+    )
+
+
+def set_in(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch is on."""
+    return environ.get(name, "").lower() not in OFF
+
+
+def section(where: Ranks) -> list[Row]:
+    """The library and the launcher. Collective."""
+    mine = {name: os.environ[name] for name in ASYNC_PROGRESS if name in os.environ}
+    return [started(where.size), threads(where), progress(where.gather(mine))]

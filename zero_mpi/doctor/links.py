@@ -1,0 +1,277 @@
+"""Latency and bandwidth of what a job does between ranks: gathers and exact reductions, by size.
+
+Measured are the runtime's own transports. *Inside a node* its ranks share memory and, for comparison, send
+messages; all nodes do so at once. *Between nodes* each rank exchanges its stripe of a buffer with the ranks
+of the same place on the other nodes, all places at once, as far as every node has them: what is told is the
+link of a node. A time is the median over repeats of the slowest rank.
+
+In the fits, bytes are what a rank gives to others (between nodes: a node), (P - 1) / P of the buffer among P,
+as `sent_bytes` counts them; messages are those that follow each other, the depth of a tree for a gather and
+one for a reduction, which goes straight to the owners. Over shared memory a gather moves nothing: there only
+reductions count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.comm import Comm, Partition
+from zero_mpi.doctor.fit import Line, Point, fit
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.rows import NOTE, Row, duration, size
+
+GATHER, REDUCE = "all-gather", "reduce-scatter"
+MESSAGES, SHARED = "mpi", "shared"  # the transports, as --transport names them
+QUANTUM = 256  # elements at whose multiples slices end, so that those of the smallest buffer are not empty
+FEWEST, MOST = 3, 60  # repeats
+LEAST = 1 << 10  # bytes of the smallest buffer
+SLOW_LINK, LATE = 125e6, 1e-3  # bytes a second (1 Gbit/s) and seconds: worth a look at the network's settings
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure: the largest buffer, by how much sizes grow, seconds to repeat a measurement."""
+
+    most: int
+    factor: int
+    budget: float
+
+    def sizes(self) -> Iterator[int]:
+        """Bytes of whole buffers; the last one is the largest that was asked for."""
+        nbytes = LEAST
+        while nbytes < self.most:
+            yield nbytes
+            nbytes *= self.factor
+        yield self.most
+
+
+@dataclass
+class Times:
+    """Seconds of an operation by the bytes that it gives away, and by the buffer's size."""
+
+    points: list[Point] = field(default_factory=list)
+    sizes: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, nbytes: int, parts: int, messages: int, seconds: float) -> None:
+        """A buffer of `nbytes`, cut for so many, took `seconds`."""
+        self.points.append(Point(messages, nbytes * (parts - 1) / parts, seconds))
+        self.sizes.append((nbytes, seconds))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A transport among groups of `parts` ranks; None on a rank that takes no part.
+
+    stripes: how many groups share the link that is measured, and a buffer among them.
+    """
+
+    name: str
+    comm: Comm | None
+    parts: int
+    stripes: int = 1
+
+    def in_turn(self, kind: str) -> int:
+        """Messages one after the other."""
+        return (self.parts - 1).bit_length() if kind == GATHER and self.name != SHARED else 1
+
+
+# --------------------------------------------------------------------------------------------- measuring
+
+
+def seconds_of(where: Ranks, operation: Operation | None, budget: float) -> float:
+    """The median of what the slowest rank takes. Collective, also for ranks without an operation."""
+    timed(where, operation)  # the first one makes connections
+    longest = max(where.gather(timed(where, operation)))
+    repeats = min(MOST, max(FEWEST, int(budget / max(longest, 1e-9))))
+    mine = [timed(where, operation) for _ in range(repeats)]
+    slowest: list[float] = [max(together) for together in zip(*where.gather(mine), strict=True)]
+    return statistics.median(slowest)
+
+
+def timed(where: Ranks, operation: Operation | None) -> float:
+    """Seconds of an operation that all ranks begin together; 0 without one."""
+    where.comm.barrier()
+    if operation is None:
+        return 0.0
+    begun = time.perf_counter()
+    operation()
+    return time.perf_counter() - begun
+
+
+def measure(where: Ranks, way: Way, effort: Effort) -> dict[str, Times]:
+    """Times by operation. Collective."""
+    found = {GATHER: Times(), REDUCE: Times()}
+    for nbytes in effort.sizes():
+        operations = prepare(way, nbytes // 4 // way.stripes)
+        if not all(where.gather(way.comm is None or bool(operations))):
+            break  # no room for it on some node
+        for name, times in found.items():
+            seconds = seconds_of(where, operations.get(name), effort.budget)
+            times.add(nbytes, way.parts, way.in_turn(name), seconds)
+    return found
+
+
+def prepare(way: Way, length: int) -> dict[str, Operation]:
+    """The operations on a buffer of `length` elements; none where there is no room or nothing to do."""
+    if way.comm is None:
+        return {}
+    parts = way.comm.size
+    partition = Partition(length, parts, min(QUANTUM, max(1, length // parts)))
+    return (shared if way.name == SHARED else messages)(way.comm, partition)
+
+
+def messages(comm: Comm, partition: Partition) -> dict[str, Operation]:
+    """Operations over messages."""
+    whole, mine = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
+    return {
+        GATHER: lambda: comm.allgather(None, whole, partition).wait(),
+        REDUCE: lambda: comm.reduce_scatter(whole, mine, partition).wait(),
+    }
+
+
+def shared(comm: Comm, partition: Partition) -> dict[str, Operation]:
+    """Operations over shared memory: a gather is to say that one has written and to see that all have."""
+    from zero_mpi.comm.window import NoSharedMemory
+
+    try:
+        memory = comm.memory([partition], [partition.length])
+    except NoSharedMemory:
+        return {}
+    pool = memory.buffers
+    slot, mine = pool.take(partition.length), np.zeros(partition.counts[comm.rank], np.float32)
+    slot.fill(1)
+
+    def gather() -> None:
+        comm.publish()
+        comm.await_published()
+
+    def reduce() -> None:
+        assert pool.peak_lent == 1, "the pool has to live: what is of no pool goes over messages"
+        comm.reduce_scatter(slot, mine, partition).wait()
+
+    return {GATHER: gather, REDUCE: reduce}
+
+
+# ------------------------------------------------------------------------------------- inside and between
+
+
+def inside(where: Ranks) -> Iterator[Way]:
+    """The ways among the ranks of a node, of which one has to be closed before the next."""
+    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.shared import SharedComm
+    from zero_mpi.comm.window import NoSharedMemory
+
+    comm: Comm | None
+    parts = max(map(len, where.nodes))
+    alone = len(where.nodes[where.node]) == 1
+    try:
+        comm = None if alone else SharedComm(where.node_comm)
+    except NoSharedMemory:
+        comm = None
+    if any(where.gather(comm is not None)):
+        yield Way(SHARED, comm, parts)
+    if comm is not None:
+        comm.close()
+    comm = None if alone else MPIComm(where.node_comm)
+    yield Way(MESSAGES, comm, parts)
+    if comm is not None:
+        comm.close()
+
+
+def between(where: Ranks) -> Iterator[Way]:
+    """The way between nodes."""
+    from zero_mpi.comm.mpi import MPIComm
+
+    mpi: Any = where.world.mpi
+    stripes = min(map(len, where.nodes))
+    takes_part = where.place < stripes
+    group = mpi.COMM_WORLD.Split(where.place if takes_part else mpi.UNDEFINED, where.rank)
+    comm = MPIComm(group) if takes_part else None
+    yield Way(MESSAGES, comm, len(where.nodes), stripes)
+    if comm is not None:
+        comm.close()
+        group.Free()
+
+
+# -------------------------------------------------------------------------------------------------- rows
+
+
+def line_of(name: str, times: dict[str, Times]) -> Line:
+    """The fit of a way: over all its calls, or over those that move something."""
+    kinds = [REDUCE] if name == SHARED else [GATHER, REDUCE]
+    return fit([point for kind in kinds for point in times[kind].points])
+
+
+def keys(times: dict[str, Times]) -> dict[str, object]:
+    """All times of a way as they stand in the JSON file."""
+    return {
+        kind.replace("-", "_"): {
+            **fit(found.points).keys(),
+            "sizes": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in found.sizes],
+        }
+        for kind, found in times.items()
+    }
+
+
+def rows(place: str, way: str, times: dict[str, Times]) -> Iterator[Row]:
+    """A row for each operation: times by size, and the fit."""
+    for kind, found in times.items():
+        line = fit(found.points)
+        text = ", ".join(f"{size(nbytes)} {duration(seconds)}" for nbytes, seconds in found.sizes)
+        free = kind == GATHER and way == SHARED
+        rate = "nothing is moved" if free else speed(line)
+        yield Row(f"{kind} {place}", f"{way}: {text}; latency {duration(line.alpha)}, {rate}")
+
+
+def speed(line: Line) -> str:
+    """Bytes a second for people."""
+    return f"{size(1 / line.beta)}/s" if line.beta else "too fast to tell"
+
+
+def judged(link: dict[str, Any]) -> Row:
+    """The row about the network between nodes."""
+    line = Line(link["alpha_seconds"], link["beta_seconds_per_byte"])
+    value = f"latency {duration(line.alpha)}, {speed(line)} for the link of a node"
+    if line.alpha < LATE and line.beta * SLOW_LINK <= 1:
+        return Row("network", value)
+    return Row(
+        "network",
+        value,
+        NOTE,
+        "if the hosts have a faster network, name its interface: MPICH -iface NAME or UCX_NET_DEVICES, "
+        "Open MPI --mca btl_tcp_if_include NAME; else train with large batches",
+    )
+
+
+def section(where: Ranks, effort: Effort, figures: dict[str, Any]) -> Iterator[Row]:
+    """Measure all links; notes `links`. Collective: all ranks must run it to its end."""
+    links: dict[str, Any] = {"node": None, "between": None}
+    figures["links"] = links
+    if where.size == 1:
+        yield Row("links", "one rank has nobody to talk to")
+        return
+    if len(where.nodes) < where.size:
+        links["node"] = yield from measured(where, "in node", inside(where), effort)
+    if len(where.nodes) > 1:
+        links["between"] = yield from measured(where, "between", between(where), effort)
+        yield judged(links["between"])
+
+
+def measured(where: Ranks, place: str, ways: Iterator[Way], effort: Effort) -> Any:
+    """Rows of some ways; returns what the JSON file says of them: the first is the one that a job takes."""
+    told: dict[str, Any] = {}
+    for way in ways:
+        times = measure(where, way, effort)
+        if not times[REDUCE].points:
+            continue  # no room for the smallest buffer
+        yield from rows(place, way.name, times)
+        told = told or {"transport": way.name, **line_of(way.name, times).keys(), "ways": {}}
+        told["ways"][way.name] = keys(times)
+    return told

@@ -1,0 +1,173 @@
+"""Memory that the ranks of a host share: how much there is, whether it works, what killed jobs left in it.
+
+The transport `shared` keeps the model once in it, and for each rank the gradients of a few blocks. Without it
+a run goes over messages, which takes longer but gives the same. A job that is killed may leave segments of
+the MPI library in memory until somebody removes them; they are only named here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, size
+from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT
+
+PLACE, PROC = Path("/dev/shm"), Path("/proc")
+SEGMENTS = ("mpich_shm_*", "mpich_shar_tmp*", "vader_segment.*", "sm_segment.*")  # MPICH, Open MPI 4 and 5
+SETTLED = 60.0  # seconds after which a segment that nobody has mapped will not be used any more
+SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
+TRIAL = 1 << 20  # bytes of the window that is tried
+BLOCKS = 12  # of the model by which room is told: its gradients travel block by block
+MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of a host: free bytes, and what was left behind (paths), with its bytes."""
+
+    free: int
+    left: tuple[str, ...]
+    left_bytes: int
+
+
+def look() -> Room:
+    """What there is in this host's shared memory."""
+    try:
+        about = os.statvfs(PLACE)
+        free = about.f_bavail * about.f_frsize
+    except OSError:
+        return Room(0, (), 0)
+    left = left_behind(PLACE)
+    return Room(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+
+
+def left_behind(place: Path, proc: Path = PROC) -> list[Path]:
+    """Segments of ours that no process has mapped, and that are no longer new."""
+    candidates = [path for pattern in SEGMENTS for path in sorted(place.glob(pattern)) if is_settled(path)]
+    if not candidates:
+        return []
+    in_use = mapped(str(place), proc)
+    return [path for path in candidates if str(path) not in in_use]
+
+
+def is_settled(path: Path) -> bool:
+    """Whether a file is ours to remove and has not been touched lately."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
+
+
+def mapped(start: str, proc: Path) -> set[str]:
+    """Files whose path begins with `start` that some process has mapped."""
+    found: set[str] = set()
+    for maps in proc.glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:
+            continue  # ended, or another user's
+        found.update(line[line.index(start) :] for line in lines if start in line)
+    return found
+
+
+def try_window(where: Ranks) -> str:
+    """Why the ranks of this node cannot share memory, or an empty text: a window is made and written to.
+
+    Collective.
+    """
+    from zero_mpi.comm.window import NoSharedMemory, Window  # needs an MPI library
+
+    node, here = where.node_comm, len(where.nodes[where.node])
+    try:
+        made = Window(node, TRIAL, [(0, TRIAL)] if where.place == 0 else [])
+    except NoSharedMemory as error:
+        return str(error)
+    memory = made.hand_over()
+    memory[where.place :: here] = where.place % 251
+    made.fence()
+    node.Barrier()
+    made.fence()
+    others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
+    node.Barrier()  # nobody frees what another still reads
+    del memory
+    made.free()
+    return f"what {plural(len(others), 'rank')} wrote did not arrive" if others else ""
+
+
+def largest_model(free: int, ranks: int) -> int:
+    """Parameters of a model of `BLOCKS` equal blocks that `ranks` could share in `free` bytes.
+
+    4 bytes for each once, and for each rank the gradients of the blocks that are under way at once.
+    """
+    slots = ranks * (REDUCTIONS_IN_FLIGHT + 1) / BLOCKS
+    return int(free / (4 * (1 + slots)))
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def rows(found: list[Room], problems: list[str], where: Ranks) -> list[Row]:
+    """All rows: room, the trial, leftovers; `problems` of the trial, by host."""
+    broken = [f"{name}: {text}" for name, text in zip(where.names, problems, strict=True) if text]
+    trial = Row("shared window", "made, written to and read by all ranks of each host")
+    if broken:
+        trial = Row(
+            "shared window", f"{'; '.join(few(broken))}: a run would go over messages", NOTE, MORE_ROOM
+        )
+    elif where.node_comm is None:
+        trial = Row("shared window", "not tried: one process without MPI")
+    return [room(found, where), trial, *leftovers(found, where.names)]
+
+
+def room(found: list[Room], where: Ranks) -> Row:
+    """Free shared memory of the host that has least, and the largest model for it."""
+    models = [largest_model(r.free, len(ranks)) for r, ranks in zip(found, where.nodes, strict=True)]
+    least = models.index(min(models))
+    free, count = found[least].free, len(where.nodes[least])
+    value = (
+        f"{size(free)} free in {PLACE} of {where.names[least]}: for {plural(count, 'rank')}, a model of "
+        f"{models[least] / 1e6:,.0f} million parameters in {BLOCKS} blocks"
+    )
+    return Row("shared memory", value) if free >= SMALL else Row("shared memory", value, NOTE, MORE_ROOM)
+
+
+def leftovers(found: list[Room], names: tuple[str, ...]) -> list[Row]:
+    """A row for each host where jobs left something."""
+    return [
+        Row(
+            "left in shared memory",
+            f"{size(host.left_bytes)} on {name}, in {plural(len(host.left), 'file')} that no process uses: "
+            + ", ".join(few([Path(path).name for path in host.left])),
+            NOTE,
+            removal(host.left),
+        )
+        for host, name in zip(found, names, strict=True)
+        if host.left
+    ][:FEW]
+
+
+def removal(paths: tuple[str, ...]) -> str:
+    """A command that removes the files; of many, those that no process has mapped."""
+    if len(paths) <= FEW:
+        return f"rm {' '.join(map(shlex.quote, paths))}"
+    patterns = [
+        f"{PLACE}/{pattern}"
+        for pattern in SEGMENTS
+        if any(fnmatch(Path(path).name, pattern) for path in paths)
+    ]
+    loop = 'do grep -qs "$file" /proc/[0-9]*/maps || rm "$file"; done'
+    return f"while no job starts: for file in {' '.join(patterns)}; {loop}"
+
+
+def section(where: Ranks) -> list[Row]:
+    """Shared memory of all hosts. Collective."""
+    problems = where.gather(try_window(where) if where.node_comm is not None else "")
+    by_node = [next((problems[rank] for rank in ranks if problems[rank]), "") for ranks in where.nodes]
+    return rows(where.of_nodes(look), by_node, where)

@@ -1,0 +1,83 @@
+"""What is installed, and whether it is the same on all ranks.
+
+A rank that runs another version computes other bits, or speaks another format: a job refuses to start with
+it. Where only the processors or their BLAS code differ the job runs, but results depend on who computes what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from threadpoolctl import threadpool_info
+
+from zero_mpi import uniform
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.rows import BAD, NOTE, Row, few, ranks
+from zero_mpi.launch import World
+
+SLOW = "numpy"  # the operations of an installation without numba
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Of a rank, by name: what a job compares before it starts, and the rest."""
+
+    same: dict[str, str]
+    other: dict[str, str]
+
+
+def look(world: World) -> Versions:
+    """The versions that this rank runs."""
+    return Versions(uniform.installation(world), {"mpi4py": installed("mpi4py"), "BLAS": blas()})
+
+
+def installed(package: str) -> str:
+    """A package's version, or "none"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def blas() -> str:
+    """The library that NumPy computes products with, its version and the processor that its code is for."""
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
+    if not pools:
+        return "unknown"
+    about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
+    return " ".join(str(part) for part in about if part)
+
+
+def rows(found: list[Versions]) -> list[Row]:
+    """A row for each name; ranks that differ from the first are named with what they have."""
+    same = [row(name, [versions.same.get(name, "none") for versions in found], BAD) for name in found[0].same]
+    return same + [row(name, [versions.other[name] for versions in found], NOTE) for name in found[0].other]
+
+
+def row(name: str, values: list[str], verdict: str) -> Row:
+    """The row of one name; `verdict` where ranks differ."""
+    others: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            others.setdefault(value, []).append(rank)
+    if others:
+        text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
+        remedy = "install the same on all hosts, and start all ranks from one environment"
+        if verdict == NOTE:
+            remedy = "choose hosts of one kind: bits are the same only where BLAS runs the same code"
+        return Row(name, f"{values[0]}, but {text}", verdict, remedy)
+    if name == "operations" and values[0] == SLOW:
+        return Row(
+            name,
+            "plain NumPy, several times slower than compiled ones",
+            NOTE,
+            "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset",
+        )
+    return Row(name, " ".join(values[0].split(", package")[0].split()))  # Open MPI tells more of itself
+
+
+def section(where: Ranks) -> list[Row]:
+    """The versions of all ranks. Collective."""
+    return rows(where.gather(look(where.world)))

@@ -1,0 +1,141 @@
+"""`python -m zero_mpi.hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+
+MPICH writes ranks a host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
+or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
+Slurm). All of these are read, also mixed: a plain name is one slot, and the slots of a name that comes again
+are added to it where it came first.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zero_mpi.config import Parser
+from zero_mpi.errors import UsageError
+from zero_mpi.inspect import write
+from zero_mpi.launch import World, run, say
+
+NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
+NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
+SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
+SLOTS, MOST = "slots", "max-slots"
+FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and its ranks: how many it takes (`slots`), and how many at most where it is asked for more."""
+
+    name: str
+    slots: int = 1
+    most: int | None = None
+
+
+def read_hosts(lines: Iterable[str], where: str) -> list[Host]:
+    """The hosts of a file called `where`, in order of their first lines. Raises UsageError with the line."""
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            host = read_host(text, f"{where}:{number}")
+            hosts[host.name] = merged(hosts[host.name], host) if host.name in hosts else host
+    if not hosts:
+        raise UsageError(f"{where}: names no host; {FORMS} on each line")
+    return list(hosts.values())
+
+
+def read_host(text: str, place: str) -> Host:
+    """The host of one line without its comment."""
+    entry, *rest = text.split(None, 1)
+    name, colon, count = entry.partition(":")
+    if not NAME.fullmatch(name) or (colon and not NUMBER.fullmatch(count)):
+        raise UsageError(f"{place}: {FORMS}, got {text!r}")
+    given = settings(rest[0], text, place) if rest else {}
+    if colon and given:
+        raise UsageError(f"{place}: expected one of HOST:2 (MPICH) and slots=2 (Open MPI), got {text!r}")
+    most = given.get(MOST)
+    slots = int(count) if colon else given.get(SLOTS, 1)
+    if most is not None and most < slots:
+        raise UsageError(f"{place}: expected at least as many {MOST} as {SLOTS}, got {text!r}")
+    return Host(name, slots, most)
+
+
+def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
+    """What stands after the name: `slots` and `max-slots`, each once, and nothing else."""
+    found = {key.lower().replace("_", "-"): value for key, value in SETTING.findall(rest)}
+    sound = all(key in (SLOTS, MOST) and NUMBER.fullmatch(value) for key, value in found.items())
+    if SETTING.sub("", rest).strip() or not sound or len(found) < len(SETTING.findall(rest)):
+        raise UsageError(f"{place}: {FORMS}, got {text!r}")
+    return {key: int(value) for key, value in found.items()}
+
+
+def merged(first: Host, again: Host) -> Host:
+    """A host that came again; it is limited if both lines say so."""
+    limited = first.most is not None and again.most is not None
+    most = (first.most or 0) + (again.most or 0) if limited else None
+    return replace(first, slots=first.slots + again.slots, most=most)
+
+
+def for_mpich(host: Host) -> str:
+    """A line for MPICH's mpiexec -f."""
+    return f"{host.name}:{host.slots}"
+
+
+def for_openmpi(host: Host) -> str:
+    """A line for Open MPI's mpirun --hostfile."""
+    return f"{host.name} {SLOTS}={host.slots}" + ("" if host.most is None else f" {MOST}={host.most}")
+
+
+LINES: Mapping[str, Callable[[Host], str]] = {"mpich": for_mpich, "openmpi": for_openmpi}
+
+
+def read_file(path: str) -> list[Host]:
+    """The hosts of a file, or of standard input for "-". Raises UsageError."""
+    where = "standard input" if path == "-" else path
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return read_hosts(data.decode().splitlines(), where)
+    except OSError as error:
+        raise UsageError(
+            f"{where}: cannot be read: {error.strerror or error}; {FORMS} on each line"
+        ) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: is not text; {FORMS} on each line") from None
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m zero_mpi.hostfile",
+        description="Write a hostfile in the form that a launcher reads.",
+        epilog="PBS: FILE is $PBS_NODEFILE. Slurm: `scontrol show hostnames` into FILE `-`.",
+    )
+    parser.add_argument("file", help="in either form, or a list of names; - for standard input")
+    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="who reads it")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print the hosts. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("hostfile runs in one process: leave mpirun out")
+    hosts = read_file(options.file)
+    limited = [host.name for host in hosts if host.most is not None]
+    if limited and options.launcher == "mpich":
+        say(f"zero_mpi hostfile: {MOST} of {', '.join(limited)} left out: MPICH has no such limit")
+    write(map(LINES[options.launcher], hosts))
+    return 0
+
+
+def main() -> None:
+    """Entry point."""
+    run("hostfile", command, sys.argv[1:], alone=True)
+
+
+if __name__ == "__main__":
+    main()

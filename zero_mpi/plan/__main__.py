@@ -1,0 +1,5 @@
+"""`python -m zero_mpi.plan`."""
+
+from zero_mpi.plan import main
+
+main()

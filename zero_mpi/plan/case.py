@@ -1,0 +1,148 @@
+"""The question: which model, on how many ranks and nodes, sharded how, with what batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from zero_mpi.accumulate import Rounds
+from zero_mpi.comm import Partition, SerialComm
+from zero_mpi.models import ModelConfig
+from zero_mpi.sharding import Strategy, strategy_named
+from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
+from zero_mpi.sharding.shard import accumulates_locally
+
+SERIAL, SHARED, NODES, MPI = "serial", "shared", "nodes", "mpi"  # NODES: shared in each, MPI between them
+
+
+class Imagined(SerialComm):
+    """As many ranks as wanted, of which this is the first; nothing travels."""
+
+    def __init__(self, case: Case) -> None:
+        self.size, self.exact, self.sums_in_place = case.ranks, case.exact, case.transport == SERIAL
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
+
+    What is planned is rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
+    """
+
+    model: ModelConfig
+    ranks: int = 1
+    nodes: int = 1
+    strategy_name: str = "full-shard"
+    transport_wanted: str = "auto"
+    exact_wanted: bool = True
+    batch_size: int = 16
+    micro_batch: int = 2
+    context: int = 128
+    prefetch: int = 1
+    bucket_mb: float = BUCKET_MB
+    frozen: tuple[str, ...] = ()
+    recompute: bool = False
+    async_save: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy itself."""
+        return strategy_named(self.strategy_name)
+
+    @property
+    def transport(self) -> str:
+        """What a run would choose: memory that is shared wherever several ranks are on a node."""
+        if self.transport_wanted in (SERIAL, NODES, MPI):
+            return self.transport_wanted
+        if self.ranks == 1 and self.transport_wanted == "auto":
+            return SERIAL
+        if self.nodes == 1:
+            return SHARED
+        return NODES if self.per_node > 1 else MPI
+
+    @property
+    def exact(self) -> bool:
+        """Whether reductions add in the order of ranks, as only `mpi` with `fast` does not."""
+        return self.exact_wanted or self.transport != MPI or self.hybrid
+
+    @property
+    def allreduces(self) -> bool:
+        """Whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
+        return accumulates_locally(Imagined(self), self.strategy)
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a full node."""
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether every node has all slices."""
+        return self.strategy.within_nodes and self.nodes > 1
+
+    @property
+    def owners(self) -> int:
+        """Over how many ranks the slices are dealt out."""
+        return self.per_node if self.hybrid else self.ranks
+
+    @property
+    def shares_wholes(self) -> bool:
+        """Whether what ranks own slices of is one array for all owners."""
+        return self.transport in (SERIAL, SHARED) or (self.transport == NODES and self.hybrid)
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether gradients are reduced where they were written, in memory that ranks share."""
+        return self.transport in (SHARED, NODES)
+
+    @property
+    def shares_gathers(self) -> bool:
+        """Whether a node gathers units into buffers of all its ranks."""
+        return self.transport == NODES and not self.hybrid
+
+    @property
+    def rounds(self) -> Rounds:
+        """How the micro-batches of a step fall to rank 0."""
+        return Rounds(-(-self.batch_size // self.micro_batch), 0, self.ranks)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all ranks."""
+        return self.batch_size * self.context
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Units and schedule, which no number of ranks changes."""
+        return layout_of(
+            self.model, self.recompute, self.strategy_name, self.prefetch, self.bucket_mb, self.frozen
+        )
+
+    @cached_property
+    def partitions(self) -> list[Partition]:
+        """Per unit, who owns what of it."""
+        return [partition_of(unit.length, self.owners, unit.quantum) for unit in self.layout.units]
+
+
+@lru_cache(maxsize=64)
+def layout_of(
+    model: ModelConfig,
+    recompute: bool,
+    strategy_name: str,
+    prefetch: int,
+    bucket_mb: float,
+    frozen: tuple[str, ...],
+) -> Layout:
+    """The layout that the runtime would work out; many cases share it."""
+    return lay_out(
+        model.stages(recompute),
+        strategy_named(strategy_name),
+        prefetch=prefetch,
+        bucket_mb=bucket_mb,
+        frozen=frozen,
+    )
+
+
+@lru_cache(maxsize=4096)
+def partition_of(length: int, ranks: int, quantum: int) -> Partition:
+    """A unit's partition; blocks of a model have the same one."""
+    return Partition(length, ranks, quantum)

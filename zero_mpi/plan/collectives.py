@@ -1,0 +1,109 @@
+"""How long a collective takes, from the sizes and the machine's links: the alpha-beta model.
+
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005. A gather
+is a ring, or for short ones a tree; the exact reduction over messages sends each slice straight to its owner,
+so a node's link carries the slices of all its ranks. Sums that travel from node to node are a pipeline, in
+which every link carries a unit once.
+"""
+
+from __future__ import annotations
+
+import math
+
+from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
+from zero_mpi.plan.machine import Link, Machine
+from zero_mpi.plan.memory import EXACT_PIECE, NUMBER, RELAY_PIECE
+from zero_mpi.sharding.unit import BYTES
+
+SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
+
+
+def slowest(case: Case, machine: Machine) -> Link:
+    """The link that all ranks wait for."""
+    return machine.between if case.nodes > 1 else machine.node
+
+
+def tree_depth(ranks: int) -> int:
+    """Messages one after the other in a tree."""
+    return math.ceil(math.log2(ranks)) if ranks > 1 else 0
+
+
+def gather_seconds(case: Case, machine: Machine, unit: int) -> float:
+    """To bring a unit together on all its owners. Where memory is shared there is nothing to bring."""
+    if case.shares_wholes or case.ranks == 1:
+        return 0.0
+    partition = case.partitions[unit]
+    own, length = BYTES * partition.counts[0], BYTES * partition.length
+    if case.hybrid:
+        return ring_seconds(case.per_node, machine.node, own, length)
+    if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
+        return ring_seconds(case.nodes, machine.between, own * case.per_node, length)
+    return ring_seconds(case.ranks, slowest(case, machine), own, length)
+
+
+def ring_seconds(members: int, link: Link, part: int, whole: int) -> float:
+    """To pass parts on in a ring until every member has the whole; bytes."""
+    steps = members - 1
+    latencies = tree_depth(members) if whole < SHORT else steps
+    return latencies * link.alpha + steps * part * link.beta
+
+
+def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
+    """To sum a unit's gradient into slices."""
+    if case.ranks == 1 or case.transport == SERIAL:
+        return 0.0
+    own = BYTES * case.partitions[unit].counts[0]
+    if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
+        return relay_seconds(case, machine, BYTES * case.partitions[unit].length)
+    added = own * (case.ranks + 1) / machine.moves
+    if case.transport == SHARED:  # the owner reads what the others wrote
+        return machine.node.alpha + max(added, own * (case.ranks - 1) * machine.node.beta)
+    return exchange_seconds(case, machine, unit) + added * case.exact
+
+
+def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
+    """To send every slice of a unit to its owner."""
+    partition, mates = case.partitions[unit], case.per_node
+    own = partition.counts[0]
+    inside = BYTES * own * (mates - 1) * machine.node.beta
+    between = BYTES * mates * max(0, partition.length - own * mates) * machine.between.beta
+    pieces = -(-own // EXACT_PIECE)
+    return pieces * slowest(case, machine).alpha + max(inside, between)
+
+
+def relay_seconds(case: Case, machine: Machine, nbytes: int) -> float:
+    """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
+
+    A node between two others then sends both ways over its link.
+    """
+    link, hops = machine.between, case.nodes - 1
+    piece = min(nbytes, BYTES * RELAY_PIECE * case.per_node)
+    ways = 2 if case.hybrid else 1
+    volume = nbytes * (ways if case.nodes > 2 else 1)
+    added = nbytes / case.per_node * (case.per_node + 1) / machine.moves
+    return volume * link.beta + ways * hops * (link.alpha + piece * link.beta) + added
+
+
+def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
+    """To sum a vector on all ranks, in place: a reduction into slices and a gather of them."""
+    if case.ranks == 1:
+        return 0.0
+    link, depth = slowest(case, machine), tree_depth(case.ranks)
+    if nbytes < SHORT:
+        return depth * (link.alpha + nbytes * link.beta)
+    sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
+    return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
+
+
+def vector_seconds(case: Case, machine: Machine, numbers: int) -> float:
+    """To sum a vector of float64."""
+    return allreduce_seconds(case, machine, NUMBER * numbers)
+
+
+def unit_seconds(case: Case, machine: Machine, unit: int, reduces: bool) -> float:
+    """One transfer of a unit: its gather, or its reduction."""
+    if not reduces:
+        return gather_seconds(case, machine, unit)
+    if case.allreduces:
+        return allreduce_seconds(case, machine, BYTES * case.partitions[unit].length)
+    return reduce_seconds(case, machine, unit)

@@ -1,0 +1,67 @@
+"""`python -m zero_mpi.plan`: read the flags, plan, print; `--json` writes the same numbers to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.errors import UsageError
+from zero_mpi.inspect import write as show
+from zero_mpi.launch import World
+from zero_mpi.launch import run as launch
+from zero_mpi.plan.options import Question, read
+from zero_mpi.plan.plan import make_plan
+from zero_mpi.plan.report import introduction, report, sweep_lines
+from zero_mpi.plan.sweep import limits, sweep
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print the plan. Returns the exit status."""
+    if world.size > 1:
+        raise UsageError("plan runs in one process: leave mpirun out, and say --ranks N")
+    try:
+        question = read(arguments)
+        lines, numbers = sweeps(question) if question.sweeps else plans(question)
+    except MemoryError as error:  # units' buffers are set aside, though never touched
+        raise UsageError("a single unit of this model is larger than the memory of this machine") from error
+    show(lines)
+    if question.json is not None:
+        write(question.json, numbers | {"machine": asdict(question.machine)})
+    return 0
+
+
+def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
+    """Every case of a question as text and as numbers."""
+    made = [make_plan(case, question.machine) for case in question.cases]
+    case = question.cases[0]
+    numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": [plan.as_json() for plan in made]}
+    return list(report(made, question.machine, question.known)), numbers
+
+
+def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
+    """The sweep of every case."""
+    lines = list(introduction(question.cases[0], question.machine, question.known))
+    numbers: dict[str, Any] = {}
+    for case in question.cases:
+        points = sweep(case, question.machine, question.per_node, question.most_ranks)
+        reasons = limits(case, points)
+        lines += ["", *sweep_lines(case, points, reasons)]
+        numbers[case.strategy_name] = {"points": [asdict(point) for point in points], "limits": reasons}
+    return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
+
+
+def write(path: Path, numbers: dict[str, Any]) -> None:
+    """The numbers as JSON; raises UsageError."""
+    try:
+        path.write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {path}: cannot be written: {error.strerror or error}") from error
+
+
+def main() -> None:
+    """Entry point."""
+    launch("plan", command, sys.argv[1:], alone=True)

@@ -1,0 +1,122 @@
+"""The largest micro-batch, the deepest and the widest model that still fit into the memory of a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from zero_mpi.models import ModelConfig
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import plan_memory
+
+MOST = 1024  # of blocks, of sequences, or times the least width; a plan of more takes minutes
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What fits: sequences in a micro-batch; the depth; the width; elements of the deepest and widest model.
+
+    0 where not even the least does; `MOST` of something means that more may fit.
+    """
+
+    micro_batch: int
+    layers: int
+    layers_parameters: int
+    width: int
+    width_parameters: int
+
+
+def largest(case: Case, limit: int) -> Largest:
+    """What fits into `limit` bytes of a rank, one size changed at a time."""
+
+    def total(changed: Case) -> int:
+        try:
+            return plan_memory(changed).total
+        except MemoryError:  # this machine does not even have the addresses of a unit's buffers
+            return sys.maxsize
+
+    def with_rows(count: int) -> Case:  # as many micro-batches as before
+        return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
+
+    def with_model(model: ModelConfig) -> Case:
+        return replace(case, model=model)
+
+    step = least_step(case.model)
+    rows = most(lambda count: total(with_rows(count)), limit)
+    layers = most(lambda count: total(with_model(deepened(case.model, count))), limit)
+    wide = most(lambda count: total(with_model(widened(case.model, count, step))), limit)
+    return Largest(
+        rows,
+        layers,
+        elements(deepened(case.model, layers)) if layers else 0,
+        wide * step.width,
+        elements(widened(case.model, wide, step)) if wide else 0,
+    )
+
+
+def most(size: Callable[[int], int], limit: int) -> int:
+    """The largest whole number up to MOST whose size is within the limit; 0 if not even 1 is.
+
+    Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
+    and halves what is left. A size is worth a rehearsal, so few are asked for.
+    """
+    low, high = 0, MOST + 1  # low fits; high does not, or is more than is wanted
+    probe, stride = guess(size, limit), 1
+    while high - low > 1:
+        if size(probe) <= limit:
+            low, probe = probe, probe + stride
+        else:
+            high, probe = probe, probe - stride
+        stride *= 2
+        if not low < probe < high:
+            probe = (low + high) // 2
+    return low
+
+
+def guess(size: Callable[[int], int], limit: int) -> int:
+    """Where the line through two small sizes meets the limit."""
+    first, second = size(2), size(4)
+    slope = max(1, second - first) / 2
+    return min(max(1, 4 + int((limit - second) / slope)), MOST)
+
+
+def deepened(model: ModelConfig, blocks: int) -> ModelConfig:
+    """The model with that many blocks."""
+    return replace(model, block_count=blocks)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The least widening that keeps the shape: query heads, key/value heads, columns."""
+
+    heads: int
+    kv_heads: int
+    width: int
+
+
+def least_step(model: ModelConfig) -> Step:
+    """Whole heads of the width they have, as many query heads for each key/value head as there are."""
+    kv_heads = int(getattr(model, "head_count_kv", model.head_count))
+    groups = gcd(model.head_count, kv_heads, model.embedding_length)
+    return Step(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
+
+
+def widened(model: ModelConfig, count: int, step: Step) -> ModelConfig:
+    """The model `count` steps wide; its feed-forward keeps its ratio to the width."""
+    width = count * step.width
+    changed: dict[str, Any] = {
+        "embedding_length": width,
+        "head_count": count * step.heads,
+        "feed_forward_length": max(1, round(model.feed_forward_length * width / model.embedding_length)),
+    }
+    if hasattr(model, "head_count_kv"):
+        changed["head_count_kv"] = count * step.kv_heads
+    return replace(model, **changed)
+
+
+def elements(model: ModelConfig) -> int:
+    """Of all parameters."""
+    return sum(param.size for param in model.params().values())

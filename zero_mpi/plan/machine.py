@@ -1,0 +1,99 @@
+"""What a machine can do, as numbers: what a message takes in a node and between nodes, how fast a rank is.
+
+They come from the JSON that `zero_mpi.doctor` writes, from flags, or are assumed; a report says which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes alpha + beta n seconds."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """node: between ranks of a node; between: a node's link, which its ranks share.
+
+    flops    floating-point operations a second of a rank's matrix products, while all ranks compute
+    moves    bytes a second of a rank in everything else
+    memory   bytes for a rank, or None: not known
+    """
+
+    node: Link
+    between: Link
+    flops: float
+    moves: float
+    memory: int | None = None
+
+
+# 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.
+ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9)
+DOCTOR = {  # flag -> where the doctor has it
+    "alpha_node": ("links", "node", "alpha_seconds"),
+    "beta_node": ("links", "node", "beta_seconds_per_byte"),
+    "alpha": ("links", "between", "alpha_seconds"),
+    "beta": ("links", "between", "beta_seconds_per_byte"),
+    "flops": ("flops_per_second_per_rank",),
+    "memory": ("memory_bytes_per_rank",),
+}
+POSITIVE = ("flops", "memory_bandwidth", "memory")
+
+
+def read_doctor(path: Path) -> dict[str, float]:
+    """The numbers of a doctor's JSON by the names of flags; those it did not measure are left out."""
+    try:
+        found: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--doctor {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"--doctor {path}: not the JSON of zero_mpi.doctor: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--doctor {path}: expected a JSON object of zero_mpi.doctor, found another value")
+    numbers = {name: number_at(path, found, keys) for name, keys in DOCTOR.items()}
+    if not any(value is not None for value in numbers.values()):
+        raise UsageError(f"--doctor {path}: no rate in it; expected keys such as links.node.alpha_seconds")
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def number_at(path: Path, found: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
+    """The number at a path of keys, None where there is none; raises UsageError for anything else."""
+    value: Any = found
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"--doctor {path}: {'.'.join(keys)} is {value!r}; expected a number from 0 up")
+    return float(value)
+
+
+def machine_of(numbers: Mapping[str, float]) -> Machine:
+    """ASSUMED with what is known put in; raises UsageError for a number that cannot be."""
+    for name, value in numbers.items():
+        if not 0 <= value < math.inf or (name in POSITIVE and value == 0):
+            least = "more than 0" if name in POSITIVE else "at least 0"
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected {least}")
+    node = Link(numbers.get("alpha_node", ASSUMED.node.alpha), numbers.get("beta_node", ASSUMED.node.beta))
+    between = Link(numbers.get("alpha", ASSUMED.between.alpha), numbers.get("beta", ASSUMED.between.beta))
+    memory = numbers.get("memory")
+    return replace(
+        ASSUMED,
+        node=node,
+        between=between,
+        flops=numbers.get("flops", ASSUMED.flops),
+        moves=numbers.get("memory_bandwidth", ASSUMED.moves),
+        memory=None if memory is None else int(memory),
+    )

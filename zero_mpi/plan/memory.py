@@ -1,0 +1,180 @@
+"""Bytes that the largest rank holds, by what they are for; every size comes from the runtime's own layout.
+
+Rank 0 is the largest: it owns the longest slice of every unit. Beside what is listed a process has its
+interpreter and libraries (some 100 MB), the tokens of the corpus, and whatever the MPI library takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from zero_mpi.comm.slots import padded
+from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
+from zero_mpi.plan.rehearsal import rehearse
+from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT
+from zero_mpi.sharding.unit import BYTES, Unit
+
+# Of transports that cannot be imported without MPI; a test compares.
+EXACT_PIECE, DEPTH = 1 << 18, 2  # comm.mpi: elements of a slice at a time, pieces in flight
+RELAY_PIECE, RELAY_DEPTH = 1 << 17, 4  # comm.relay: the same, of sums that travel from node to node
+COUNTERS = 8 * 104  # comm.counters: bytes of a rank
+PAGE = 4096
+ROUNDS = 2  # from the second on every round finds the buffers that it needs
+NUMBER = 8  # bytes of a float64 or an int64
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on rank 0.
+
+    parameters, gradients, moments   kept between rounds and steps: slices, or wholes where replicated; where
+                    a node shares one copy, this rank's part of it
+    gathered        units that are whole for a while
+    gradient_buffers  gradients of a micro-batch before they are reduced
+    activations, logits   what layers keep and make, in memory that is used again
+    transport       slices that arrive in a reduction
+    tables          where chunks lie, which ones decay, their sums of squares
+    snapshot        copies while a checkpoint is written in the background
+    node_shared     not of a rank: what the ranks of a node need in /dev/shm together
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    gathered: int
+    gradient_buffers: int
+    activations: int
+    logits: int
+    transport: int
+    tables: int
+    snapshot: int
+    node_shared: int
+
+    @property
+    def total(self) -> int:
+        """Of the rank."""
+        return int(sum(asdict(self).values())) - self.node_shared
+
+    @property
+    def state(self) -> int:
+        """What lasts from step to step."""
+        return self.parameters + self.gradients + self.moments
+
+
+def plan_memory(case: Case) -> Memory:
+    """The memory of a case."""
+    seen = rehearse(case, ROUNDS)
+    slices = [partition.counts[0] for partition in case.partitions]
+    units = list(zip(case.layout.units, slices, strict=True))
+    buffers = sum(padded(length) for length in case.layout.buffers)
+    gathers = sum(padded(length) for length in case.layout.gathers)
+    return Memory(
+        parameters=BYTES * sum(kept_parameters(case, unit, own) for unit, own in units),
+        gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in units if unit.trainable),
+        moments=2 * BYTES * sum(updated(case, unit, own) for unit, own in units if unit.trainable),
+        gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
+        gradient_buffers=buffers if case.shares_slots else seen.gradient_buffers,
+        activations=seen.activations,
+        logits=seen.logits,
+        transport=arriving(case),
+        tables=tables(case, units),
+        snapshot=BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save,
+        node_shared=node_shared(case, gathers, buffers),
+    )
+
+
+def kept_parameters(case: Case, unit: Unit, own: int) -> int:
+    """Elements of a unit's parameters on rank 0; what ranks share counts by slices."""
+    shared = case.shares_wholes and case.strategy.shards_moments
+    return own if shared or case.strategy.shards_parameters else unit.length
+
+
+def kept_gradients(case: Case, unit: Unit, own: int) -> int:
+    """Elements of a unit's summed gradient on rank 0."""
+    if case.strategy.shards_moments or case.shares_wholes:
+        return own
+    if not case.allreduces:
+        return unit.length + own  # the slice is summed beside the whole, into which it is gathered
+    return unit.length
+
+
+def updated(case: Case, unit: Unit, own: int) -> int:
+    """Elements of a unit that rank 0's optimizer works on."""
+    return own if case.strategy.shards_moments else unit.length
+
+
+def tables(case: Case, units: list[tuple[Unit, int]]) -> int:
+    """Numbers a chunk: its place (of slices), whether it decays (of what is updated), squares twice."""
+    places = sum(-(-own // unit.quantum) for unit, own in units)
+    decaying = sum(-(-updated(case, unit, own) // unit.quantum) for unit, own in units if unit.trainable)
+    return NUMBER * (places + decaying + 2 * chunks(case))
+
+
+def chunks(case: Case) -> int:
+    """Chunks of the whole gradient, over which its norm is summed."""
+    return sum(unit.length // unit.quantum for unit in case.layout.units if unit.trainable)
+
+
+def arriving(case: Case) -> int:
+    """Bytes of what reductions receive before it is added."""
+    if case.ranks == 1 or case.transport in (SERIAL, SHARED):
+        return 0
+    if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
+        return relay_scratch(case)
+    return exact_scratch(case) if case.exact else fast_scratch(case)
+
+
+def relay_scratch(case: Case) -> int:
+    """Pieces of sums that come from the node before, and of the node's gradients where no memory is shared.
+
+    A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
+    """
+    carried = longest_slice(case) * (1 if case.hybrid else case.nodes)
+    pieces = min(RELAY_DEPTH, -(-carried // RELAY_PIECE))
+    givers = 1 if case.shares_slots else case.per_node
+    return in_flight(case) * pieces * givers * min(RELAY_PIECE, longest_slice(case)) * BYTES
+
+
+def exact_scratch(case: Case) -> int:
+    """Pages that pieces of the other ranks' slices lie in, while an exact reduction over messages adds them.
+
+    Each reduction under way has up to two pieces of every contributor; rounds with fewer contributors have
+    rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
+    """
+    longest = longest_slice(case)
+    place = -(-min(longest, EXACT_PIECE) * BYTES // PAGE) * PAGE
+    rooms = min(DEPTH, -(-longest // EXACT_PIECE)) * in_flight(case)
+    return rooms * place * sum(count - 1 for count in contributor_counts(case))
+
+
+def fast_scratch(case: Case) -> int:
+    """A slice that arrives, where it is added to that of earlier rounds."""
+    if not case.strategy.shards_moments or len(case.rounds) == 1:
+        return 0  # the first round's arrives where it stays
+    return BYTES * longest_slice(case) * in_flight(case)
+
+
+def longest_slice(case: Case) -> int:
+    """Elements of rank 0's largest slice of what is reduced."""
+    sizes = zip(case.layout.units, case.partitions, strict=True)
+    return max((partition.counts[0] for unit, partition in sizes if unit.trainable), default=0)
+
+
+def in_flight(case: Case) -> int:
+    """Reductions under way at once, at most."""
+    return min(REDUCTIONS_IN_FLIGHT, sum(unit.trainable for unit in case.layout.units))
+
+
+def contributor_counts(case: Case) -> list[int]:
+    """The different numbers of ranks that have a micro-batch in some round."""
+    rounds = case.rounds
+    return sorted({rounds.contributors(0), rounds.contributors(len(rounds) - 1)})
+
+
+def node_shared(case: Case, gathers: int, buffers: int) -> int:
+    """Bytes of a node's shared windows: wholes or gathered units once, gradients of each rank, counters."""
+    if not case.shares_slots:
+        return 0
+    wholes = case.layout.wholes(case.strategy, case.owners) if case.shares_wholes else []
+    once = gathers if case.shares_gathers else sum(padded(whole.length) for whole in wholes)
+    return max(1, once + case.per_node * buffers) + COUNTERS * case.per_node

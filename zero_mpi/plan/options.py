@@ -1,0 +1,174 @@
+"""The flags: those of `zero_mpi.train` that say what a run is, and some that say what to plan."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.config import Config, Parser, check, read_toml, spelled
+from zero_mpi.config import make_parser as train_parser
+from zero_mpi.errors import UsageError
+from zero_mpi.models import ModelConfig
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.machine import Machine, machine_of, read_doctor
+from zero_mpi.sharding.module import check_patterns
+from zero_mpi.sharding.strategy import STRATEGIES
+from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_model
+
+SHOWN_GROUPS = ("model", "batch", "sharding")
+SHOWN = ("--async-save", "--tokenizer", "--config", "--help")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+RATES = {
+    "alpha": "seconds that a message between nodes takes at least",
+    "beta": "seconds a byte over a node's link",
+    "alpha_node": "the same between ranks of a node",
+    "beta_node": "the same between ranks of a node",
+    "flops": "floating-point operations a second of a rank's matrix products",
+    "memory_bandwidth": "bytes a second of a rank in everything else",
+}
+OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan. per_node: for the sweep."""
+
+    cases: tuple[Case, ...]
+    machine: Machine
+    known: tuple[str, ...]  # names of the machine's numbers that were given or measured
+    per_node: int
+    most_ranks: int
+    sweeps: bool
+    json: Path | None
+
+
+def make_parser() -> Parser:
+    """The parser of `train` with flags of our own; what a plan does not depend on is taken and not shown."""
+    parser = train_parser()
+    parser.prog = "python -m zero_mpi.plan"
+    parser.description = (
+        "Work out what a run will take: memory of a rank, bytes that travel, time of a step. Takes the flags "
+        "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun."
+    )
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            if group.title not in SHOWN_GROUPS and not set(action.option_strings) & set(SHOWN):
+                action.help = argparse.SUPPRESS
+    add_own(parser.add_argument_group("plan"))
+    return parser
+
+
+def add_own(group: Any) -> None:
+    """The flags that only a plan has."""
+    group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
+    group.add_argument("--nodes", type=int, metavar="M", help="nodes that they are on (default: 1)")
+    group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
+    group.add_argument("--doctor", metavar="FILE", help="rates that zero_mpi.doctor measured (its JSON)")
+    for name, text in RATES.items():
+        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before --doctor")
+    group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
+    group.add_argument("--most-ranks", type=int, metavar="N", help="of the sweep (default: 4096)")
+    group.add_argument("--json", metavar="FILE", help="write the numbers there as well")
+
+
+def read(arguments: Sequence[str]) -> Question:
+    """The question of a command line; raises UsageError."""
+    given = vars(make_parser().parse_args(arguments))
+    own = {name: given.pop(name) for name in OWN if name in given}
+    path = given.pop("config", None)
+    settings = (read_toml(Path(path)) if path else {}) | given
+    config = Config(**settings)
+    check(config)
+    ranks, nodes = at_least_one(own, "ranks", 1), at_least_one(own, "nodes", 1)
+    if ranks % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+    model = find_model(config)
+    names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
+    cases = tuple(make_case(config, model, name, ranks, nodes) for name in names)
+    for case in cases:
+        check_layout(case)
+    machine, known = find_machine(own)
+    return Question(
+        cases,
+        machine,
+        known,
+        per_node=at_least_one(own, "ranks_per_node", ranks // nodes),
+        most_ranks=at_least_one(own, "most_ranks", 4096),
+        sweeps="sweep" in own,
+        json=Path(own["json"]) if "json" in own else None,
+    )
+
+
+def at_least_one(own: dict[str, Any], name: str, default: int) -> int:
+    """A count among our own flags; raises UsageError."""
+    value = int(own.get(name, default))
+    if value < 1:
+        raise UsageError(f"{spelled(name)} {value}: expected at least 1")
+    return value
+
+
+def find_model(config: Config) -> ModelConfig:
+    """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
+    init = open_init(config)
+    if init is not None:
+        model = read_model(init)
+    else:
+        tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)
+        model = model_from_flags(config, tokenizer)
+    if config.context > model.context_length:
+        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    return model
+
+
+def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nodes: int) -> Case:
+    """The case of a configuration under a strategy."""
+    if config.transport == "shared" and ranks == nodes > 1:
+        raise UsageError("--transport shared: each node has one rank; use --transport auto or mpi")
+    return Case(
+        model,
+        ranks=ranks,
+        nodes=nodes,
+        strategy_name=strategy,
+        transport_wanted=config.transport,
+        exact_wanted=config.reduction == "exact",
+        batch_size=config.batch_size,
+        micro_batch=min(config.micro_batch, config.batch_size),
+        context=config.context,
+        prefetch=config.prefetch,
+        bucket_mb=config.bucket_mb,
+        frozen=tuple(config.freeze or ()),
+        recompute=config.recompute,
+        async_save=config.async_save,
+    )
+
+
+def check_layout(case: Case) -> None:
+    """Raise UsageError where nothing is left to train, as `train` does."""
+    try:
+        check_patterns(case.frozen, case.model.params())
+    except ValueError as error:
+        raise UsageError(f"--freeze: {error}") from error
+    if not any(unit.trainable for unit in case.layout.units):
+        raise UsageError(f"--freeze {' '.join(case.frozen)}: leaves no parameter to train")
+
+
+def find_machine(own: dict[str, Any]) -> tuple[Machine, tuple[str, ...]]:
+    """The machine's numbers, and which of them are known rather than assumed."""
+    numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    numbers |= {name: float(own[name]) for name in RATES if name in own}
+    if "memory" in own:
+        numbers["memory"] = read_size(own["memory"])
+    return machine_of(numbers), tuple(numbers)
+
+
+def read_size(text: str) -> float:
+    """Bytes of a text such as 64G (GiB), 512M or a number; raises UsageError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
+    return float(match[1]) * UNITS[match[2].upper()]

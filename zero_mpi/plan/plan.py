@@ -1,0 +1,63 @@
+"""Everything about one case, worked out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.fit import Largest, largest
+from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.steptime import StepTime, step_time, tokens_per_second
+from zero_mpi.plan.traffic import Traffic, plan_traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a case will take; `fits` is None where no limit of memory is known."""
+
+    case: Case
+    memory: Memory
+    traffic: Traffic
+    time: StepTime
+    tokens_per_second: float
+    fits: Largest | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers by name: bytes and seconds."""
+        return {
+            "strategy": self.case.strategy_name,
+            "transport": self.case.transport,
+            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "traffic": traffic_sums(self.traffic),
+            "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
+            "largest": None if self.fits is None else asdict(self.fits),
+        }
+
+
+def traffic_sums(traffic: Traffic) -> dict[str, Any]:
+    """Bytes that rank 0, the busiest rank and all ranks give away in a step."""
+    return {
+        "rank_0": int(traffic.sent[0]),
+        "most_of_a_rank": int(traffic.sent.max()),
+        "all": int(traffic.sent.sum()),
+        "all_inside_nodes": int(traffic.inside.sum()),
+        "all_between_nodes": int(traffic.between.sum()),
+        "parameters": int((traffic.parameters_inside + traffic.parameters_between).sum()),
+        "gradients": int((traffic.gradients_inside + traffic.gradients_between).sum()),
+        "vectors": int(traffic.vectors.sum()),
+    }
+
+
+def make_plan(case: Case, machine: Machine) -> Plan:
+    """The plan of a case."""
+    time = step_time(case, machine)
+    return Plan(
+        case,
+        plan_memory(case),
+        plan_traffic(case),
+        time,
+        tokens_per_second(case, time),
+        None if machine.memory is None else largest(case, machine.memory),
+    )

@@ -1,0 +1,166 @@
+"""How long a step takes: the script of a rehearsal played against a clock.
+
+Computing moves the clock. A transfer goes on a line behind those that were started before it and is complete
+some time later, whatever the rank does meanwhile; a wait moves the clock to that time, and what it moves is
+the exposed communication. Inside one node a transfer is copying by the ranks' own cores, so there nothing is
+hidden. All ranks are taken to be as fast as rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.collectives import unit_seconds, vector_seconds
+from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.memory import chunks, updated
+from zero_mpi.plan.rehearsal import (
+    ALLREDUCE,
+    COMPUTE,
+    GATHER,
+    MOST_ROUNDS,
+    NORM,
+    REDUCE,
+    TOTAL,
+    UPDATE,
+    WAIT,
+    Event,
+    rehearse,
+)
+from zero_mpi.plan.traffic import FLAGS
+from zero_mpi.sharding.unit import BYTES
+
+UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of rank 0, and floating-point operations of its products.
+
+    communication   of all transfers, one after the other
+    exposed         what the rank stands and waits for them
+    """
+
+    seconds: float
+    computation: float
+    communication: float
+    exposed: float
+    flop: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the smaller of communication and computation that is hidden; 1 if there is nothing."""
+        most = min(self.communication, self.computation)
+        return (self.communication - self.exposed) / most if most > 0 else 1.0
+
+
+NOTHING = StepTime(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
+    """a + times b."""
+    sums = (x + times * y for x, y in zip(values(a), values(b), strict=True))
+    return StepTime(*sums)
+
+
+def values(time: StepTime) -> tuple[float, ...]:
+    """The fields in their order."""
+    return time.seconds, time.computation, time.communication, time.exposed, time.flop
+
+
+class Player:
+    """Plays events; `time` is what they have taken."""
+
+    def __init__(self, case: Case, machine: Machine) -> None:
+        self.case, self.machine = case, machine
+        self.overlaps = case.nodes > 1
+        self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
+        self._line_free = 0.0
+        self._due: dict[tuple[str, int], float] = {}
+        self._seconds: dict[tuple[str, int], float] = {}
+
+    @property
+    def time(self) -> StepTime:
+        """So far."""
+        return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
+
+    def play(self, events: Iterable[Event]) -> None:
+        """One event after the other."""
+        for event in events:
+            if event.kind == COMPUTE:
+                self.compute(event.flop, event.moved)
+            elif event.kind == WAIT:
+                self.wait(self._due.pop((event.what, event.unit), 0.0))
+            elif event.kind in (GATHER, REDUCE, ALLREDUCE):
+                self.start(event.kind, event.unit)
+            else:
+                self.finish(event.kind)
+
+    def compute(self, flop: float, moved: float) -> None:
+        """Products, and passes over arrays."""
+        seconds = flop / self.machine.flops + moved / self.machine.moves
+        self.flop += flop
+        self.now += seconds
+        self.computed += seconds
+
+    def start(self, kind: str, unit: int) -> None:
+        """A transfer joins the line."""
+        key = kind, unit
+        if key not in self._seconds:
+            self._seconds[key] = unit_seconds(self.case, self.machine, unit, reduces=kind != GATHER)
+        self.communicated += self._seconds[key]
+        self._line_free = max(self.now, self._line_free) + self._seconds[key]
+        self._due[key] = self._line_free
+        if not self.overlaps:
+            self.wait(self._line_free)
+
+    def wait(self, until: float) -> None:
+        """Stand until then."""
+        late = max(0.0, until - self.now)
+        self.exposed += late
+        self.now += late
+
+    def finish(self, kind: str) -> None:
+        """What a step ends with: the total of the losses, the norm of the gradient, the update."""
+        case, units = self.case, zip(self.case.layout.units, self.case.partitions, strict=True)
+        trained = [(unit, partition.counts[0]) for unit, partition in units if unit.trainable]
+        if kind == NORM:
+            self.compute(0.0, BYTES * sum(own for _, own in trained))
+        if kind == UPDATE:
+            elements = sum(updated(case, unit, own) for unit, own in trained)
+            self.compute(0.0, UPDATE_PASSES * BYTES * elements)
+            return
+        numbers = chunks(case) if kind == NORM else case.rounds.micro_batches + FLAGS
+        assert kind in (NORM, TOTAL)
+        ranks = replace(case, ranks=case.owners, nodes=1) if kind == NORM and case.hybrid else case
+        seconds = vector_seconds(ranks, self.machine, numbers)
+        self.communicated += seconds
+        self.wait(self.now + seconds)
+
+
+def step_time(case: Case, machine: Machine) -> StepTime:
+    """The time of a step that another one came before."""
+    rounds = len(case.rounds)
+    if rounds <= MOST_ROUNDS:
+        return played(case, machine)
+    most, fewer = (
+        played(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
+        for count in (MOST_ROUNDS, MOST_ROUNDS - 1)
+    )
+    return plus(most, plus(most, fewer, -1.0), rounds - MOST_ROUNDS)
+
+
+def played(case: Case, machine: Machine) -> StepTime:
+    """The time of the second step of the rehearsal."""
+    player = Player(case, machine)
+    first, second = rehearse(case).steps
+    player.play(first)
+    before = player.time
+    player.play(second)
+    return plus(player.time, before, -1.0)
+
+
+def tokens_per_second(case: Case, time: StepTime) -> float:
+    """Of all ranks together."""
+    return case.tokens / time.seconds if time.seconds else float("inf")

@@ -1,0 +1,66 @@
+"""One case on 1, 2, 4, ... ranks, and where it stops to scale. The step stays: ranks share its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.steptime import step_time, tokens_per_second
+
+MOST_RANKS = 4096
+LEAST_EFFICIENCY = 0.5
+LEAST_SAVING = 0.02  # of a rank's memory, by twice the ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    """Some number of ranks. efficiency: tokens a second a rank, over those of one rank alone."""
+
+    ranks: int
+    nodes: int
+    memory: int
+    seconds: float
+    exposed: float
+    tokens_per_second: float
+    efficiency: float
+
+
+def sweep(case: Case, machine: Machine, per_node: int, most: int = MOST_RANKS) -> list[Point]:
+    """A point for each power of two up to `most`."""
+    points: list[Point] = []
+    ranks = 1
+    while ranks <= most:
+        here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
+        time = step_time(here, machine)
+        speed = tokens_per_second(here, time)
+        alone = points[0].tokens_per_second if points else speed
+        memory = plan_memory(here).total
+        points.append(
+            Point(ranks, here.nodes, memory, time.seconds, time.exposed, speed, speed / alone / ranks)
+        )
+        ranks *= 2
+    return points
+
+
+def limits(case: Case, points: Sequence[Point]) -> list[str]:
+    """What ends the scaling, each from how many ranks on up to the end, the first of them first."""
+
+    def saves_little(before: Point, here: Point) -> bool:
+        return here.memory > (1 - LEAST_SAVING) * before.memory
+
+    tests: dict[str, Callable[[Point, Point], bool]] = {
+        f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
+        "memory of a rank no longer falls": saves_little,
+        "there is less than one micro-batch a rank": lambda _, here: here.ranks > case.rounds.micro_batches,
+    }
+    found = []
+    for reason, test in tests.items():
+        outcomes = [(here.ranks, test(before, here)) for before, here in pairwise(points)]
+        held = [ranks for ranks, _ in takewhile(lambda outcome: outcome[1], reversed(outcomes))]
+        if held:
+            found.append((held[-1], reason))
+    return [f"from {ranks} ranks on {reason}" for ranks, reason in sorted(found, key=lambda item: item[0])]

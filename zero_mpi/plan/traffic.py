@@ -1,0 +1,101 @@
+"""Bytes that ranks give to each other in a step, in a node and between nodes: formulas of ARCHITECTURE.md.
+
+They count what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
+gathered, and a slice that it computed goes to its owner when it is reduced. Which way they take is the
+library's affair: in a ring a slice passes each link once. All are vectors over ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm import Partition
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import NUMBER, chunks
+from zero_mpi.plan.ways import Way, ways_of
+from zero_mpi.sharding.unit import BYTES
+
+FLAGS = 2  # numbers that `train` adds to the losses: whether to stop, whether a save failed
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes given away in a step, for each rank: (ranks,) each."""
+
+    parameters_inside: Array
+    parameters_between: Array
+    gradients_inside: Array
+    gradients_between: Array
+    vectors: Array  # losses and sums of squares
+
+    @property
+    def sent(self) -> Array:
+        """By each rank: `sent_bytes` of metrics.jsonl on rank 0."""
+        return self.inside + self.between + self.vectors
+
+    @property
+    def inside(self) -> Array:
+        """To ranks of the same node."""
+        return self.parameters_inside + self.gradients_inside
+
+    @property
+    def between(self) -> Array:
+        """To ranks of other nodes."""
+        return self.parameters_between + self.gradients_between
+
+
+def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
+    """The traffic of a step; `flags` numbers travel with the losses."""
+    ways = ways_of(case)
+    parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
+    for number, partition in enumerate(case.partitions):
+        if gathers := gathers_of(case, number):
+            parameters += gathers * np.stack(ways.gathers.gathered(partition))
+        if not case.layout.units[number].trainable:
+            continue
+        if case.allreduces:
+            gradients[int(case.nodes > 1)] += partition.length
+            continue
+        if gathers_gradient(case):
+            gradients += np.stack(ways.gathers.gathered(partition))
+        gradients += reductions(case, ways.reductions, partition)
+    (a, b), (c, d) = BYTES * parameters, BYTES * gradients
+    return Traffic(a, b, c, d, np.full(case.ranks, vectors(case, flags), np.int64))
+
+
+def vectors(case: Case, flags: int) -> int:
+    """Bytes of a rank in the sums of losses, over all ranks, and of squares, over owners of slices."""
+    losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)
+    return NUMBER * (losses + chunks(case) * (case.owners > 1))
+
+
+def reductions(case: Case, way: Way, partition: Partition) -> Array:
+    """Elements (inside, between) of all reductions of a unit in a step: (2, ranks)."""
+    rounds = case.rounds
+    kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
+    return sum(count * np.stack(way.reduced(partition, *kind)) for kind, count in kinds.items())
+
+
+def gathers_of(case: Case, unit: int) -> int:
+    """How often a unit's parameters are gathered in a step; shared memory need not."""
+    if case.shares_wholes or not case.strategy.shards_moments:
+        return 0
+    if not case.strategy.shards_parameters:
+        return int(case.layout.units[unit].trainable)  # once, after the update
+    return gathers_in_round(case)[unit] * len(case.rounds)
+
+
+def gathers_in_round(case: Case) -> Counter[int]:
+    """g_u: how often the schedule starts to gather each unit."""
+    schedule = case.layout.schedule
+    plans = [*schedule.forward, *schedule.backward[schedule.last_backward :]]
+    return Counter(unit for plan in plans for unit in plan.start)
+
+
+def gathers_gradient(case: Case) -> bool:
+    """Whether summed gradients are gathered once a step: where each rank has and updates all of it."""
+    return not case.strategy.shards_moments and not case.shares_wholes

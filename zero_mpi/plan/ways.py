@@ -1,0 +1,116 @@
+"""What each rank gives away in a gather and in a reduction of a unit, by the way that they go.
+
+A way has two vectors over ranks: elements that go to ranks of the same node, and to those of other nodes.
+They count as the transports do: what a rank lets others read where memory is shared is given away, too, but
+there a gather is free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm import Partition
+from zero_mpi.plan.case import NODES, Case
+
+Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
+
+
+class Way(ABC):
+    """Ranks 0 ... ranks - 1, `per_node` of them on each node but the last."""
+
+    def __init__(self, ranks: int, per_node: int) -> None:
+        self.ranks, self.per_node = ranks, per_node
+        self.nodes = -(-ranks // per_node)
+        self.rank = np.arange(ranks)
+        self.node, self.local = self.rank // per_node, self.rank % per_node
+        self.mates = np.bincount(self.node)[self.node] - 1  # others on the same node
+
+    @abstractmethod
+    def gathered(self, partition: Partition) -> Given:
+        """Of one gather."""
+
+    @abstractmethod
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+        """Of one reduction, to which so many ranks give something; `first` of its step."""
+
+
+class Straight(Way):
+    """Each slice straight to every rank, or to its owner; `all_give`: from ranks with only zeros, too."""
+
+    def __init__(self, ranks: int, per_node: int, all_give: bool) -> None:
+        super().__init__(ranks, per_node)
+        self.all_give = all_give
+
+    def gathered(self, partition: Partition) -> Given:
+        own = np.array(partition.counts, np.int64)
+        return own * self.mates, own * (self.ranks - 1 - self.mates)
+
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+        own = np.array(partition.counts, np.int64)
+        on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
+        gives = (self.rank < contributors) | self.all_give
+        return (on_node - own) * gives, (partition.length - on_node) * gives
+
+
+class Lanes(Way):
+    """Ranks of one position on their nodes carry what goes between nodes, their own slices (comm.nodes)."""
+
+    def gathered(self, partition: Partition) -> Given:
+        own = np.array(partition.counts, np.int64)
+        return 0 * own, own * (self.nodes - 1)
+
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+        """A sum goes from node to node up to the last that gives, and from there to its owner.
+
+        Where it goes on from an earlier round, it comes from its owner to the first node first.
+        """
+        own = np.array(partition.counts, np.int64)
+        carried = np.bincount(self.local, own).astype(np.int64)[self.local]
+        last = (contributors - 1) // self.per_node
+        inside = (partition.length - carried) * (self.rank < contributors)
+        forward = np.where(self.node < last, carried, np.where(self.node == last, carried - own, 0))
+        return inside, forward + own * ((self.node > 0) & (not first))
+
+
+class Replicated(Way):
+    """Every node has all slices; partitions are over a node's ranks (comm.node_owners)."""
+
+    def __init__(self, ranks: int, per_node: int, shared: bool) -> None:
+        super().__init__(ranks, per_node)
+        self.shared = shared
+
+    def gathered(self, partition: Partition) -> Given:
+        own = np.array(partition.counts, np.int64)[self.local]
+        return own * (0 if self.shared else self.per_node - 1), 0 * own
+
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+        """A sum goes forward from node to node up to the last that gives, and back to all."""
+        own = np.array(partition.counts, np.int64)[self.local]
+        last = (contributors - 1) // self.per_node
+        neighbours = (self.node > 0).astype(np.int64) + (self.node < self.nodes - 1)
+        inside = (partition.length - own) * (self.rank < contributors)
+        return inside, own * ((self.node < last) + neighbours - (self.node != last))
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the units of a case are gathered and reduced."""
+
+    gathers: Way
+    reductions: Way
+
+
+def ways_of(case: Case) -> Ways:
+    """What the transport of a case does; over NODES what is kept whole is gathered straight."""
+    if case.hybrid:
+        replicated = Replicated(case.ranks, case.per_node, case.shares_wholes)
+        return Ways(replicated, replicated)
+    straight = Straight(case.ranks, case.per_node, not case.exact)
+    if case.transport != NODES or not case.strategy.shards_moments:
+        return Ways(straight, straight)
+    lanes = Lanes(case.ranks, case.per_node)
+    return Ways(lanes if case.strategy.shards_parameters else straight, lanes)

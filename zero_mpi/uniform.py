@@ -1,0 +1,129 @@
+"""All ranks must be alike: the same package, Python, MPI and NumPy, the same flags, the same model files.
+
+Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
+train something else on each rank. So ranks compare what they have before they do anything with it; where all
+agree, which costs one short message, nothing else is exchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import __version__, environment, ops
+from zero_mpi.comm.checked import odd_one
+from zero_mpi.config import FIELDS, Config, spelled
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import BAD_USAGE, World, first_line
+from zero_mpi.rollcall import named
+
+Facts = Mapping[str, str]
+NOTHING = "nothing"
+LONGEST = 80  # characters of a value that are shown
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
+# How many ranks a launcher has started, and the number that it gave to one of them.
+STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
+
+
+def check(world: World, facts: Facts, remedy: str) -> None:
+    """Raise UsageError on all ranks if a rank has another fact, naming the first such rank. Collective."""
+    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
+    if len(set(world.everyone(digest))) == 1:
+        return
+    found: list[tuple[str, Facts]] = world.everyone((platform.node(), dict(facts)))
+    names = dict.fromkeys(name for _, of_rank in found for name in of_rank)
+    for name in names:
+        values = [of_rank.get(name, NOTHING) for _, of_rank in found]
+        odd = odd_one(values)
+        if odd is not None:
+            rank, usual = odd
+            alike = [number for number, value in enumerate(values) if value == usual]
+            raise UsageError(
+                f"the ranks differ: rank {rank} on {found[rank][0]} has {name} {short(values[rank])}, "
+                f"{named(alike)} (on {found[alike[0]][0]}) {short(usual)}; {remedy}"
+            )
+
+
+def short(value: str) -> str:
+    """A value for a line of text."""
+    return value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
+
+
+def check_installation(world: World) -> None:
+    """The programs that all ranks run. Collective; raises UsageError."""
+    check(world, installation(world), "use the same environment on all hosts")
+
+
+def installation(world: World) -> dict[str, str]:
+    """What this rank computes with."""
+    facts = {
+        "zero_mpi": __version__,
+        "zero_mpi's source": source_digest(Path(__file__).parent),
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+        "operations": ops.backend(),
+    }
+    if world.mpi is not None:
+        facts["MPI"] = mpi_library(world)
+    return facts
+
+
+def source_digest(folder: Path) -> str:
+    """A short text that changes with any of the package's files; a version stays for many commits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def check_settings(world: World, config: Config) -> None:
+    """The flags, and the variables that stand for flags. Collective; raises UsageError."""
+    check(world, settings(config), "start all ranks with the same flags and variables")
+
+
+def settings(config: Config) -> dict[str, str]:
+    """Every setting by its flag, and the variables by their names."""
+    flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
+    return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
+
+
+def check_inputs(world: World, inputs: Mapping[str, Any]) -> None:
+    """What ranks have read from files, each by its own file system. Collective; raises UsageError."""
+    facts = {name: short_digest(value) for name, value in inputs.items()}
+    check(world, facts, "give all hosts the same files, or a file system that they share")
+
+
+def short_digest(value: Any) -> str:
+    """A short text that stands for a value by what it prints."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError where a launcher has started several ranks and each takes itself for the only one.
+
+    Then mpi4py has loaded another MPI library than the launcher is of. Only the first rank says so.
+    """
+    started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
+    if world.size > 1 or started == 1:
+        return
+    if any(environ.get(name, "0") != "0" for name in NUMBERS):
+        raise SystemExit(BAD_USAGE)
+    library = "no MPI" if world.mpi is None else mpi_library(world)
+    raise UsageError(
+        f"the launcher started {started} ranks, but each of them is alone with {library}: use the mpiexec "
+        "(with srun: the --mpi=...) that belongs to the MPI library that mpi4py loads"
+    )
+
+
+def mpi_library(world: World) -> str:
+    """Name and version."""
+    return first_line(ValueError(world.mpi.Get_library_version().replace("\t", " ")))
