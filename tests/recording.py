@@ -34,6 +34,7 @@ class RecordingComm(Forwarding):
     def __init__(self, inner):
         super().__init__(inner)
         self.inner, self.log = inner, []
+        self.replicates_by_node = inner.replicates_by_node
 
     def _start(self, kind, label, sent, handle):
         self.log.append(Event(kind, label, sent))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 LOCAL_RANKS = (  # ranks on this node, as launchers tell it
@@ -36,7 +36,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.update(dict.fromkeys(THREADS, "1"))
     if "OMPI_COMM_WORLD_RANK" in environ:  # its UCX complains on stderr where it has no device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
-    if local_ranks(environ) > cores():
+    if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():
             environ.setdefault(name, value)
 
@@ -46,16 +46,37 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def local_ranks(environ: MutableMapping[str, str] = os.environ) -> int:
+def node_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Cores that all ranks of this node may run on together.
+
+    A rank that is bound sees its own only; its launcher's process on the node, or Slurm, knows of all.
+    """
+    told = environ.get("SLURM_CPUS_ON_NODE", "")
+    if told.isdigit():
+        return max(cores(), int(told))
+    if not under_launcher(environ):
+        return cores()
+    try:
+        return max(cores(), len(os.sched_getaffinity(os.getppid())))
+    except OSError:
+        return cores()
+
+
+def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Cores for each rank of this node: those that it is bound to, or its share."""
+    return max(1, min(cores(), node_cores(environ) // local_ranks(environ)))
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Ranks on this node as the launcher says, or 1."""
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
-def launch_rank(environ: MutableMapping[str, str] = os.environ) -> int:
+def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank as the launcher says, or 0."""
     return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
 
 
-def under_launcher(environ: MutableMapping[str, str] = os.environ) -> bool:
+def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)

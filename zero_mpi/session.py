@@ -126,7 +126,7 @@ def set_threads(config: Config) -> int:
     if wanted is None and environment.threads_were_set:
         return blas_threads()
     if wanted == 0:
-        wanted = max(1, environment.cores() // environment.local_ranks())
+        wanted = environment.cores_per_rank()
     threadpool_limits(wanted or 1)
     return wanted or 1
 
@@ -179,7 +179,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     )
 
     def on_nodes_of(ranks: int) -> Wish:
-        if strategy.within_nodes:
+        if strategy.within_nodes or not strategy.shards_moments:
             return Wish(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
         return Wish(buffers=layout.buffers, gathers=layout.gathers)
 

@@ -44,13 +44,27 @@ SHORTEST_SAVE = 1.0  # seconds
 SLOW_DISK = 200e6  # bytes a second; what the first save is taken to write
 
 
+class StopSignals:
+    """Notes SIGTERM and SIGUSR1, from the beginning on: also while a run is being prepared."""
+
+    def __init__(self) -> None:
+        self.caught = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.caught = True  # the ranks agree on it after the step
+
+
 class Trainer:
     """Runs a session to its last step."""
 
-    def __init__(self, world: World, session: Session, watchdog: Watchdog, status: Status) -> None:
+    def __init__(
+        self, world: World, session: Session, watchdog: Watchdog, status: Status, signals: StopSignals
+    ) -> None:
         config = session.config
         self.world, self.session, self.config = world, session, config
-        self.watchdog, self.status = watchdog, status
+        self.watchdog, self.status, self.signals = watchdog, status, signals
         self.progress = session.progress
         status.at(self.progress.step)
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
@@ -77,14 +91,8 @@ class Trainer:
         self.longest_step = self.longest_evaluation = 0.0
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
-        self.signalled = False
         self.saved_step = self.progress.step if self.progress.step else -1
         self.val_loss: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        self.signalled = True  # the ranks agree on it after the step
 
     def run(self) -> int:
         """Train to the last step or until told to stop. Returns the exit status."""
@@ -183,7 +191,7 @@ class Trainer:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
         if self.world.rank == 0 and self.limit.left() < self.needed():
             self.ended_by = f" in time for {self.limit.name}"
-        return self.signalled or bool(self.ended_by)
+        return self.signals.caught or bool(self.ended_by)
 
     def needed(self) -> float:
         """Seconds that one more step and the last checkpoint may take."""
@@ -289,12 +297,13 @@ def read_flags(world: World, arguments: Sequence[str]) -> Config:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """The whole run. Returns the exit status."""
+    signals = StopSignals()
     check_not_alone(world)
     check_installation(world)
     config = world.together(lambda: read_flags(world, arguments))
     watchdog, status = stand_guard(world, config)
     check_settings(world, config)
-    return Trainer(world, prepare(world, config), watchdog, status).run()
+    return Trainer(world, prepare(world, config), watchdog, status, signals).run()
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Status]:

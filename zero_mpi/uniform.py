@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from zero_mpi import __version__, environment, ops
 from zero_mpi.comm.checked import odd_one
@@ -70,10 +71,17 @@ def installation(world: World) -> dict[str, str]:
         "Python": platform.python_version(),
         "NumPy": np.__version__,
         "operations": ops.backend(),
+        "BLAS": blas(),
     }
     if world.mpi is not None:
         facts["MPI"] = mpi_library(world)
     return facts
+
+
+def blas() -> str:
+    """The library of matrix products and the kernels that it chose: others have other last bits."""
+    found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return ", ".join(f"{p['internal_api']} {p['version']} {p.get('architecture', '')}".strip() for p in found)
 
 
 def source_digest(folder: Path) -> str:

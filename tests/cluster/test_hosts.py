@@ -241,14 +241,15 @@ def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing(arguments, stat
 def test_most_of_the_transfers_hide_behind_computation():
     """FULL_SHARD over a slow link: transfers and computation take about as long, and the step little longer.
 
-    Blocks sleep instead of computing, so that the machine's cores decide little. Of twelve blocks, the first
-    gather, the first one of backward and the last reduction have nothing to hide behind: 1 - 3/36 is the most.
+    Blocks sleep instead of computing, so that the machine's cores decide little. Of twelve blocks,
+    the first gather, the first one of backward and the last reduction hide behind nothing: at most 1 - 3/36.
     """
     need("mpich")
     script = TOOLS.parents[1] / "benchmarks" / "overlap.py"
-    sizes = "--layers 12 --width 192 --heads 4 --ffn 512 --context 16 --batch 1".split()
+    sizes = {"layers": 12, "width": 192, "heads": 4, "ffn": 512, "context": 16, "batch": 1}
     flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "2", "--warmup", "1", "--json"]
-    status, printed, errors = run_command([sys.executable, script, *flags, *sizes], timeout=200)
+    flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    status, printed, errors = run_command([sys.executable, script, *flags], timeout=200)
     assert (status, errors) == (0, ""), printed
     found = json.loads(printed)
     assert found["rate"] == "50mbit"

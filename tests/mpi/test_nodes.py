@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import tiny
+from test_shared import Dawdling, restless
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
 from zero_mpi.comm import Partition, relay
@@ -166,6 +167,20 @@ def test_training_has_the_bits_of_one_process(strategy, kind):
 
 
 @pytest.mark.world(4, 8)
+@pytest.mark.timeout_seconds(300)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+@pytest.mark.parametrize("micro_batches", [1, 5])
+def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
+    """With one micro-batch all nodes but the first only receive, while ranks are behind others."""
+    options = {"micro_batches": micro_batches, "bucket_mb": 0.01}
+    expected = restless(SerialComm(), DEEP, strategy, **options)
+    for ranks in per_node():
+        with transport("shared", ranks) as comm:
+            assert restless(Dawdling(comm, micro_batches), DEEP, strategy, **options) == expected
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.timeout_seconds(300)
 def test_a_thread_may_push_it_all(monkeypatch):
     monkeypatch.setattr(relay, "PIECE", MANY_PIECES)
     for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:

@@ -53,6 +53,10 @@ class Dawdling(RecordingComm):
         super().__init__(inner)
         self.draw, self.longest = random.Random(f"{seed} {inner.rank}"), longest
 
+    def node_owners(self):
+        owners = super().node_owners()
+        return owners if owners is self else Dawdling(owners, f"owner {self.rank}", self.longest)
+
     def dawdle(self):
         if self.draw.random() < 0.4:
             time.sleep(self.draw.random() * self.longest)

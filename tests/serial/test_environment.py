@@ -132,3 +132,26 @@ def test_ranks_of_a_job_are_counted_as_the_launcher_tells():
     _, many = report("import zero_mpi", YIELDING, ranks=len(os.sched_getaffinity(0)) + 1)
     assert few == {name: os.environ.get(name) for name in YIELDING}
     assert many == YIELDING
+
+
+@pytest.mark.parametrize(
+    ("environ", "own", "parents", "ranks", "together", "each"),
+    [
+        ({}, 4, 4, 1, 4, 4),  # alone
+        ({}, 2, 8, 1, 2, 2),  # no launcher: the parent is a shell
+        ({"PMI_RANK": "0"}, 8, 8, 4, 8, 2),  # not bound
+        ({"PMI_RANK": "0"}, 2, 8, 4, 8, 2),  # bound to two of eight
+        ({"PMI_RANK": "0"}, 2, 8, 8, 8, 1),  # two ranks to two cores
+        ({"PMI_RANK": "0"}, 2, 2, 8, 2, 1),  # more ranks than cores
+        ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "8"}, 1, 64, 8, 8, 1),
+        ({"SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2"}, 2, 64, 8, 2, 1),
+    ],
+)
+def test_cores_of_a_rank_that_may_be_bound(monkeypatch, environ, own, parents, ranks, together, each):
+    monkeypatch.setattr(environment, "cores", lambda: own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(parents)))
+    environ = environ | {"MPI_LOCALNRANKS": str(ranks)}
+    assert environment.node_cores(environ) == together
+    assert environment.cores_per_rank(environ) == each
+    environment.prepare(environ)
+    assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in environ) == (ranks > together)

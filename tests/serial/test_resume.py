@@ -226,6 +226,32 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(name, flags, endless, tmp
     go_on_to_the_end(1, tmp_path / "out", flags, endless)
 
 
+EARLY = """
+import os, signal
+from zero_mpi import train
+
+prepare = train.prepare
+
+def signalled_prepare(world, config):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return prepare(world, config)
+
+train.prepare = signalled_prepare
+train.main()
+"""
+
+
+def test_a_signal_while_a_run_is_prepared_stops_it_after_a_step(flags, endless, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+    command = [str(script), "--out", str(tmp_path / "out"), *flags, *ENDLESS]
+    status, printed, errors = run_job(2, command, timeout=30)
+    assert (status, errors) == (REQUEUE, ""), printed
+    assert len(fields(tmp_path / "out")) == 1
+    go_on_to_the_end(1, tmp_path / "out", flags, endless)
+
+
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
     """Asking for a requeue would start a job that has nothing to do."""
     script = tmp_path / "signalled.py"

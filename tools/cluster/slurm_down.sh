@@ -19,7 +19,7 @@ daemon() {   # the process of daemon $1: another may have the number in its file
 
 cancel_jobs() {   # while the daemons are there to end them
     squeue --noheader --format=%A | sort -u | xargs --no-run-if-empty scancel || true
-    for _ in {1..150}; do
+    for _ in {1..600}; do   # Slurm kills after KillWait what does not end; a busy machine takes its time
         [[ -n $(squeue --noheader) ]] || break
         sleep 0.1
     done

@@ -117,6 +117,7 @@ class Comm(ABC):
     rank: int
     size: int
     exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
+    replicates_by_node = False  # what is replicated is better dealt out to the ranks of each node
     sums_in_place = False  # `full` may be `out` where nothing was added yet: one rank's sum is its own
 
     @cached_property

@@ -44,7 +44,7 @@ class CheckedComm(Forwarding):
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
-        self.sums_in_place = inner.sums_in_place
+        self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
         self._control = inner.background()
         self._number = 0  # of the next collective
 

@@ -8,7 +8,6 @@ communicator of its own, so that parameters, gradients and control messages cann
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from itertools import count
@@ -22,6 +21,7 @@ mpi4py.rc.thread_level = "multiple"
 
 from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
 
+from zero_mpi import environment  # noqa: E402
 from zero_mpi.arrays import Array, empty  # noqa: E402
 from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
 from zero_mpi.comm.files import OutputFile  # noqa: E402
@@ -70,7 +70,7 @@ class MPIComm(Comm):
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
-        crowded = ranks_here >= len(os.sched_getaffinity(0))
+        crowded = ranks_here >= environment.node_cores()
         pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
         return all(self.allgather_object(pays))
 

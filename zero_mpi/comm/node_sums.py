@@ -38,7 +38,7 @@ class NodeSums:
         self.flat, self.topology, self.node, self.memory = flat, topology, node, memory
         self.relay = Relay(lane, topology)
         self.started = 0
-        self._settled = 0  # reductions of which this rank has read all that it carries, or received
+        self._settled = 0  # reductions in which this rank has done its parts
 
     def start(
         self,
@@ -54,8 +54,9 @@ class NodeSums:
         total = Sum(self.started, full, out, partition, contributors, accumulate, replicated)
         self.started += 1
         self._count(total)
-        running = [self.relay.collect(total), self._add(total, self._post(total))]
-        running += [] if self.memory else [self._give(total)]
+        source = self._post(total)
+        running = [self._collect(total, source), self._carry(total, source)]
+        running += [self._settle(total)] if self.memory else [self._give(total)]
         return Together([self.flat.start(each, "reduce_scatter", label) for each in running], label)
 
     def is_free(self, number: int) -> bool:
@@ -81,15 +82,25 @@ class NodeSums:
         self.memory.counters.raise_to(POSTED, total.number + 1)
         return Slots(self.memory.counters, pool, givers, total)
 
-    def _add(self, total: Sum, source: Source) -> Running:
-        """Carry; then say that this rank reads no slots any more, in the order of reductions."""
+    def _carry(self, total: Sum, source: Source) -> Running:
         yield from self.relay.carry(total, source)
-        if self.memory is not None:
-            counters = self.memory.counters
-            yield lambda: self._settled == total.number
-            self._settled += 1
-            counters.raise_to(SUMMED, self._settled)
-            yield lambda: counters.all_reached(SUMMED, total.number + 1)
+        total.carried = True
+
+    def _collect(self, total: Sum, source: Source) -> Running:
+        yield from self.relay.collect(total, source)
+        total.collected = True
+
+    def _settle(self, total: Sum) -> Running:
+        """Say that this rank reads no slots any more and has its sum, in the order of reductions.
+
+        When all of the node have: then slots are free, and sums that the node shares are whole.
+        """
+        assert self.memory is not None
+        counters = self.memory.counters
+        yield lambda: self._settled == total.number and total.carried and total.collected
+        self._settled += 1
+        counters.raise_to(SUMMED, self._settled)
+        yield lambda: counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:
         """Send this rank's gradient to those of its node that carry it."""

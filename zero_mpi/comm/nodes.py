@@ -46,6 +46,8 @@ class NodesComm(Pushing):
     Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing to share.
     """
 
+    replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
+
     def __init__(
         self, comm: Any = None, *, wish: Callable[[int], Wish] | None = None, threaded: bool | None = None
     ) -> None:

@@ -5,9 +5,9 @@ So whoever waits goes on pushing everything that is under way: another rank may 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
+from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle
 from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.mpi import MPIComm
@@ -20,7 +20,7 @@ class Pushing(Forwarding):
     def __init__(self, inner: MPIComm, ranks_here: int) -> None:
         super().__init__(inner)
         self._library = inner
-        self._crowded = ranks_here > len(os.sched_getaffinity(0))
+        self._crowded = ranks_here > environment.node_cores()
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
         """Push on what is under way until `ready()`; `kind` and `label` say what is waited for."""

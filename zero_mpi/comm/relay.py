@@ -73,6 +73,9 @@ class Sum:
     accumulate: bool
     replicated: bool
     added: int = 0  # pieces that this rank has added so far
+    carried: bool = False  # this rank has done that part
+    collected: bool = False
+    lends: bool = False  # whether what this rank has to lend is on its way
     lent: dict[int, Any] = field(default_factory=dict)  # by piece: the request that sends `out` to node 0
 
 
@@ -119,6 +122,7 @@ class Relay:
         if self.topology.node > self.last(total):
             return
         yield source.ready
+        yield lambda: total.lends
         items = self.items(total, self.topology.local)
         rooms = self._take(total.full.dtype)
         posted: list[list[Any]] = []
@@ -185,14 +189,19 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------- back
 
-    def collect(self, total: Sum) -> Running:
-        """Receive the sums that this rank owns, and hand them on where others own them too."""
+    def collect(self, total: Sum, source: Source) -> Running:
+        """Receive the sums that this rank owns, and hand them on where others own them too.
+
+        Not before all of the node have announced the reduction: what `out` held may be read until then.
+        """
+        yield source.ready
         node, last = self.topology.node, self.last(total)
         items = self.items(total, self.topology.local)
         mine = [number for number, item in enumerate(items) if item.home in (None, node)]
         if total.accumulate and not total.replicated and node:
             for number in mine:
                 total.lent[number] = self._send(self.out(total, items[number]), 0, START, total)
+        total.lends = True
         if node == last:
             return
         coming = last if not total.replicated else node + 1 if node < last else node - 1

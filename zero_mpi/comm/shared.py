@@ -15,7 +15,6 @@ All ranks do these things in the same order, so a number identifies each. Everyt
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from zero_mpi import environment
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import DONE, Handle, Memory, Partition, ordered_sum
 from zero_mpi.comm.counters import ENTRIES, POSTED, PUBLISHED, SUMMED
@@ -118,7 +118,7 @@ class SharedComm(Forwarding):
         super().__init__(MPIComm(world, threaded=threaded))
         self.exact = True  # also where `fast` would do: the library has no faster sum
         self._counters = self._node_memory.counters
-        self._crowded = self.size > len(os.sched_getaffinity(0))
+        self._crowded = self.size > environment.node_cores()
         self._started = self._writes = 0  # reductions; times that this rank has published
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
 

@@ -77,8 +77,9 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """Whether every node has all slices."""
-        return self.strategy.within_nodes and self.nodes > 1
+        """Whether every node has all slices: so it does where it replicates what it shares."""
+        by_node = self.transport == NODES and not self.strategy.shards_moments
+        return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def owners(self) -> int:

@@ -56,7 +56,7 @@ class ShardedModule(ShardedState):
             self.stages, strategy, prefetch=prefetch, bucket_mb=bucket_mb, frozen=frozen, by_rows=by_rows
         )
         self._uses, self.schedule = layout.uses, layout.schedule
-        owners = comm.node_owners() if strategy.within_nodes else comm
+        owners = comm.node_owners() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = pools = memory.gathers, memory.buffers
         units = [
@@ -283,6 +283,11 @@ class AllOf(Handle):
 
     def test(self) -> bool:
         return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
+
+
+def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:
+    """Whether slices are dealt out to the ranks of each node instead of to all."""
+    return strategy.within_nodes or (comm.replicates_by_node and not strategy.shards_moments)
 
 
 def check_patterns(patterns: Sequence[str], params: Mapping[str, Param]) -> None:
