@@ -223,7 +223,11 @@ def share_corpus(world: World, comm: Comm, corpus: Corpus | None) -> Corpus:
     parts, rest = comm.broadcast_object(about)
     arrays: dict[str, Any] = {}
     for name, (kind, size) in parts.items():
-        array = np.empty(size, kind) if corpus is None else np.ascontiguousarray(getattr(corpus, name))
+        array = np.empty(size, kind)
+        if corpus is not None and comm.size == 1:
+            array = np.ascontiguousarray(getattr(corpus, name))
+        elif corpus is not None:  # a copy like the others': a mapped file could change under one rank only
+            array[...] = getattr(corpus, name)
         comm.broadcast(array, label=f"corpus {name}").wait()
         arrays[name] = array
     return Corpus(**arrays, **rest)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import INSIDE, RANKS, ROWS, SAVE_EVERY, STEPS, TIMEOUT, Fault, Trial
+from faults import CLOCK, INSIDE, RANKS, ROWS, SAVE_EVERY, STEPS, TIMEOUT, Fault, Trial, memory_group
 from hosts import OPENMPI_FLAGS, Hosts, hosts, installed, why_no_hosts
 from jobs import run_command
 from test_command_bits import assert_same_run, needs_mpiexec
@@ -33,6 +33,7 @@ HAPPENS_AT = 12  # step
 TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
+FLAGS += ["--max-time", "10m"]  # which is not to be reckoned by a clock that jumps
 FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY), "--timeout", str(TIMEOUT)]
 
 
@@ -72,7 +73,7 @@ def unbroken() -> Iterator[Path]:
     """The run to which nothing happened."""
     folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
     write_tokens(folder / "tokens.npy")
-    start = [*command("mpich", 1), "-m", "zero_mpi.train", "--out", str(folder / "out")]
+    start = [sys.executable, "-m", "zero_mpi.train", "--out", str(folder / "out")]
     status, printed, errors = run_command([*start, *flags(folder)], timeout=60)
     assert (status, errors) == (0, ""), printed
     yield folder / "out"
@@ -101,7 +102,10 @@ def sends(number: int) -> Callable[[Trial], contextlib.AbstractContextManager[St
 @contextlib.contextmanager
 def little_memory(trial: Trial) -> Iterator[Stage]:
     """One rank gets into a group with 64 MiB, and asks for more."""
-    group, limit = memory_group()
+    try:
+        group, limit = memory_group()
+    except OSError as error:
+        pytest.skip(str(error))
     try:
         (group / limit).write_text(str(64 << 20))
 
@@ -113,33 +117,6 @@ def little_memory(trial: Trial) -> Iterator[Stage]:
     finally:
         trial.close()
         group.rmdir()
-
-
-def memory_group() -> tuple[Path, str]:
-    """A new control group and its file for the limit, of version 2 or 1; skips where there is none."""
-    reasons = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in CONTROL:
-            continue
-        root, limit = CONTROL[controllers]
-        group = Path(f"{root}{path}") / f"zero_mpi-{os.getpid()}"
-        try:
-            group.mkdir()
-            if (group / limit).exists():
-                return group, limit
-            group.rmdir()
-            reasons.append(f"{group.parent}: no {limit} there")
-        except OSError as error:
-            reasons.append(str(error))
-    pytest.skip(f"no memory limit by control groups here: {'; '.join(reasons) or 'none are mounted'}")
-
-
-# Where groups with a limit are made, and its file: by the controllers that /proc names, none in version 2.
-CONTROL = {
-    "": ("/sys/fs/cgroup", "memory.max"),
-    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-}
 
 
 @contextlib.contextmanager
@@ -156,6 +133,7 @@ def small_disk(trial: Trial) -> Iterator[Stage]:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
+        os.truncate(filler, filler.stat().st_size - 4 * 4096)  # room for records, not for a checkpoint
 
     try:
         yield Stage(fire, mend=lambda trial: filler.unlink())
@@ -164,49 +142,6 @@ def small_disk(trial: Trial) -> Iterator[Stage]:
         run_command(["umount", "-l", trial.out], timeout=20)
 
 
-# A clock that is off by the seconds in a file, for rank 0; it is loaded before the C library.
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile long long *off;
-
-__attribute__((constructor)) static void begin(void) {
-    const char *rank = getenv("PMI_RANK"), *path = getenv("TEST_CLOCK");
-    if (!rank) rank = getenv("PMIX_RANK");
-    if (!rank || !path || atoi(rank) != 0) return;
-    int file = open(path, O_RDONLY);
-    void *found = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
-    if (found != MAP_FAILED) off = found;
-    close(file);
-}
-
-int clock_gettime(clockid_t id, struct timespec *now) {
-    int status = syscall(SYS_clock_gettime, id, now);
-    if (off && !status && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *off;
-    return status;
-}
-
-int gettimeofday(struct timeval *now, void *zone) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    now->tv_sec = exact.tv_sec, now->tv_usec = exact.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *now) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    if (now) *now = exact.tv_sec;
-    return exact.tv_sec;
-}
-"""
 HOUR = 3600
 
 
@@ -270,7 +205,7 @@ TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
     "link cut": lambda here: here.set_link("h2", up=False),
 }
 # Open MPI's launcher waits for a host that it cannot reach, unless ssh notices.
-ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"]
+ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCountMax=2"]
 REFUSED = "token file cut short before the start"
 
 
@@ -285,7 +220,7 @@ def read_status(out: Path) -> dict[str, str]:
 def is_sound(checkpoint: Path) -> bool:
     """Whether `zero_mpi.inspect` finds nothing wrong."""
     status, printed, errors = run_command([sys.executable, "-m", "zero_mpi.inspect", checkpoint], timeout=60)
-    assert status in (0, 1), printed + errors
+    assert status in (0, 1, 2), printed + errors  # 1: another content, 2: cannot be read
     return status == 0
 
 
@@ -304,9 +239,12 @@ def check_end(fault: Fault, trial: Trial) -> None:
     pattern = fault.said.replace("<process>", str(trial.victim))
     assert re.search(pattern, trial.words) if pattern else not trial.errors, trial.words
     said = read_status(trial.out)
-    assert said["state"] == fault.state, said
-    assert re.search(fault.reason, said["reason"]) if fault.reason else True, said
-    assert bool(said["reason"]) == (fault.state == "failed")
+    assert re.fullmatch(fault.state, said["state"]), said
+    if said["state"] == "failed":
+        assert fault.reason, said
+        assert re.search(fault.reason, said["reason"]), said
+    else:
+        assert said["reason"] == ""
 
 
 def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
@@ -323,12 +261,14 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
 def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
     """A row for the docs, where one is asked for."""
     if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
-        said, pattern = read_status(trial.out), fault.said.replace("<process>", r"\d+") or "$^"
-        line = next((line.strip() for line in trial.words.splitlines() if re.search(pattern, line)), "")
-        cells = [fault.event, fault.launcher, fault.transport, trial.job.returncode, line[:120]]
+        said, words = read_status(trial.out), "nothing"
+        if found := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
+            begin, end = trial.words.rfind("\n", 0, found.start()) + 1, trial.words.find("\n", found.end())
+            words = " ".join(trial.words[begin:end].split())
+        cells = [fault.event, fault.launcher, fault.transport, trial.job.returncode, words]
         cells += [f"{said['state']} {said['reason']}".strip(), f"{seconds:.1f}", lost]
         with open(path, "a") as file:
-            file.write(f"| {' | '.join(map(str, cells))} |\n")
+            file.write(f"| {' | '.join(map(str, cells))} |\n".replace(str(trial.out), "OUT"))
 
 
 def rows(events: Sequence[str]) -> pytest.MarkDecorator:
@@ -411,6 +351,6 @@ def test_the_table_in_the_docs_is_what_was_seen():
         assert int(status) in fault.statuses, fault.name
         pattern = fault.said.replace("<process>", r"\d+")
         assert re.search(pattern, said) if pattern else said == "nothing", fault.name
-        assert state.split()[0].strip("`:") == fault.state, fault.name
+        assert re.fullmatch(fault.state, state.split()[0].strip("`:")), fault.name
         assert float(seconds) < fault.seconds, fault.name
         assert int(lost) <= fault.lost, fault.name

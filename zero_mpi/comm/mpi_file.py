@@ -46,7 +46,12 @@ class MPIFile(OutputFile):
     def _put(self, offset: int, view: memoryview) -> None:
         """One call. A full disk may show as a short count and no error; the rest then names the cause."""
         status = MPI.Status()
-        self._file.Write_at(offset, [view, MPI.BYTE], status)
+        try:
+            self._file.Write_at(offset, [view, MPI.BYTE], status)
+        except MPI.Exception as error:
+            if error.Get_error_class() not in CAUSES:  # Open MPI does not pass the system's error on
+                write_plainly(self.path, offset, view)
+            raise
         written = status.Get_count(MPI.BYTE)
         if written < len(view):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(view)} bytes)")
@@ -60,6 +65,14 @@ class MPIFile(OutputFile):
                     self._file.Sync()
         finally:
             self._file.Close()
+
+
+def write_plainly(path: Path, offset: int, view: memoryview) -> None:
+    """The same write without MPI, for the OSError that the system has."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(offset)
+        while view:
+            view = view[file.write(view) :]
 
 
 @contextlib.contextmanager

@@ -98,8 +98,8 @@ class NodeSums:
         assert self.memory is not None
         counters = self.memory.counters
         yield lambda: self._settled == total.number and total.carried and total.collected
-        self._settled += 1
-        counters.raise_to(SUMMED, self._settled)
+        counters.raise_to(SUMMED, total.number + 1)
+        self._settled += 1  # last: another thread may run the next reduction from here on
         yield lambda: counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:

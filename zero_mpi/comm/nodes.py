@@ -130,8 +130,8 @@ class NodesComm(Pushing):
         self._launched += 1
         yield [request]
         yield lambda: self._gathered == number
-        self._gathered += 1
-        counters.raise_to(GATHERED, self._gathered)
+        counters.raise_to(GATHERED, number + 1)
+        self._gathered += 1  # last: another thread may run the next gather from here on
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
     # --------------------------------------------------------------------------------------- reductions
