@@ -79,9 +79,13 @@ def installation(world: World) -> dict[str, str]:
 
 
 def blas() -> str:
-    """The library of matrix products and the kernels that it chose: others have other last bits."""
-    found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return ", ".join(f"{p['internal_api']} {p['version']} {p.get('architecture', '')}".strip() for p in found)
+    """NumPy's library of matrix products and the kernels that it chose: others have other last bits."""
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
+    if not pools:
+        return "unknown"
+    about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
+    return " ".join(str(part) for part in about if part)
 
 
 def source_digest(folder: Path) -> str:

@@ -41,10 +41,15 @@ class Watchdog:
         self._tell: Callable[[str], None] = lambda reason: None
         self._kill: Callable[[int], object] = os._exit
         self._signed: float | None = None  # what `_changed` was when this rank signed
+        self._over = threading.Event()
         self._joins_at_once = False  # it has signed, got on a little, and others still stand
         if limit > 0:
             for run, name in ((self._watch, "watchdog"), (self._last_resort, "last resort")):
                 threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more: what was watched is done."""
+        self._over.set()
 
     def gather(
         self,
@@ -83,7 +88,8 @@ class Watchdog:
         before = time.perf_counter()
         while True:
             look = min(LOOK, self.limit / 16)
-            time.sleep(look)
+            if self._over.wait(look):
+                return
             now = time.perf_counter()
             if now - before > look + min(SUSPENDED, self.limit / 2):
                 self._since = now  # the whole process was stopped: nobody in it is to blame
@@ -136,8 +142,7 @@ class Watchdog:
 
     def _last_resort(self) -> None:
         late = False
-        while True:
-            time.sleep(LOOK)
+        while not self._over.wait(LOOK):
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)

@@ -140,9 +140,11 @@ def test_another_version_on_a_rank_is_bad_and_names_it(name):
     assert "same on all hosts" in bad.remedy
 
 
-def test_another_processor_is_a_note():
+def test_other_kernels_of_products_are_bad():
     found = versions.rows([installed(), installed(BLAS="openblas 0.3 Other")])
-    assert only(row for row in found if "Other" in row.value).verdict == NOTE
+    bad = only(row for row in found if "Other" in row.value)
+    assert (bad.what, bad.verdict) == ("BLAS", BAD)
+    assert "OPENBLAS_CORETYPE" in bad.remedy
 
 
 def test_plain_operations_are_a_note():

@@ -4,6 +4,7 @@ Jobs that really stand still are in test_failures.py; here the parts are looked 
 """
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -174,3 +175,12 @@ def test_a_network_that_stands_still_is_nobodys_fault():
 )
 def test_ranks_are_named_in_runs(ranks, text):
     assert named(ranks) == text
+
+
+def test_a_watchdog_that_is_stopped_ends_nothing():
+    """Its threads go; one that went on would end this very process."""
+    watchdog = Watchdog(0, 0.2)
+    watchdog.stop()
+    time.sleep(0.7)
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"zero_mpi watchdog", "zero_mpi last resort"}

@@ -146,9 +146,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
     world.on_root(lambda: check_file(options.json))
     watchdog = Watchdog(world.rank, options.timeout)
     watchdog.beat("finding the other ranks")
-    found = Examination(find_ranks(world), options, watchdog, speaks)
-    examine(found)
-    world.on_root(lambda: keep(found))
+    try:
+        found = Examination(find_ranks(world), options, watchdog, speaks)
+        examine(found)
+        world.on_root(lambda: keep(found))
+    finally:
+        watchdog.stop()
     if speaks:
         write([verdict(found)])
     return FAILED if found.count(BAD) else 0

@@ -1,15 +1,13 @@
 """What is installed, and whether it is the same on all ranks.
 
 A rank that runs another version computes other bits, or speaks another format: a job refuses to start with
-it. Where only the processors or their BLAS code differ the job runs, but results depend on who computes what.
+it. So it does where BLAS chose other kernels: then results would depend on who computes what.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-
-from threadpoolctl import threadpool_info
 
 from zero_mpi import uniform
 from zero_mpi.doctor.ranks import Ranks
@@ -29,7 +27,7 @@ class Versions:
 
 def look(world: World) -> Versions:
     """The versions that this rank runs."""
-    return Versions(uniform.installation(world), {"mpi4py": installed("mpi4py"), "BLAS": blas()})
+    return Versions(uniform.installation(world), {"mpi4py": installed("mpi4py")})
 
 
 def installed(package: str) -> str:
@@ -38,16 +36,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def blas() -> str:
-    """The library that NumPy computes products with, its version and the processor that its code is for."""
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
-    if not pools:
-        return "unknown"
-    about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
-    return " ".join(str(part) for part in about if part)
 
 
 def rows(found: list[Versions]) -> list[Row]:
@@ -65,8 +53,8 @@ def row(name: str, values: list[str], verdict: str) -> Row:
     if others:
         text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
         remedy = "install the same on all hosts, and start all ranks from one environment"
-        if verdict == NOTE:
-            remedy = "choose hosts of one kind: bits are the same only where BLAS runs the same code"
+        if name == "BLAS":
+            remedy = "choose hosts of one kind, or give all ranks the same OPENBLAS_CORETYPE"
         return Row(name, f"{values[0]}, but {text}", verdict, remedy)
     if name == "operations" and values[0] == SLOW:
         return Row(
