@@ -143,8 +143,11 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     state = Path(tempfile.mkdtemp(prefix="zero_mpi-hosts-", dir="/var/tmp"))
     (state / "runs").mkdir()
     arguments = [str(TOOLS), str(count), rate or "none", str(state)]
+    pythons = {sys.executable, os.environ.get(OPENMPI_PYTHON) or sys.executable}
+    shared = ":".join(sorted(str(Path(python).parents[1]) for python in pythons))
     keeper = subprocess.Popen(
         ["bash", "-c", KEEPER, "keeper", *arguments],
+        env=os.environ | {"HOSTS_SHARE": shared},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

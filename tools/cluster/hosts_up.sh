@@ -8,7 +8,7 @@
 #
 # A host is a process (its sshd) in namespaces of its own: network, name, System V memory, mounts, processes.
 # /tmp and /dev/shm are its own too, so that two hosts have no memory in common; all else of the file system is
-# shared, as over NFS. The hosts' links meet in a bridge in one more network namespace: the machine's own network
+# shared, as over NFS, and so are this project and the folders of HOSTS_SHARE (a:b) where they lie under /tmp. The hosts' links meet in a bridge in one more network namespace: the machine's own network
 # is not touched. RATE (1gbit) limits each link in both directions by a token bucket. Needs root, Linux,
 # openssh-server, iproute2 and util-linux.
 set -euo pipefail
@@ -93,10 +93,18 @@ make_bridge() {
 }
 
 make_host() {   # make_host NAME NUMBER
-    local inside host
+    local inside host folder before="" after="" number=0
+    local -a shared
+    IFS=: read -ra shared <<< "${HOSTS_SHARE:-}"
+    for folder in "$(realpath "$here/../..")" "${shared[@]}"; do
+        [[ $folder == /tmp/* && -d $folder ]] || continue
+        before+="mkdir -p '$state/kept/$number' && mount --bind '$folder' '$state/kept/$number' && "
+        after+="mkdir -p '$folder' && mount --bind '$state/kept/$number' '$folder' && "
+        number=$((number + 1))
+    done
     # The first process of a process namespace: with it ends everything inside.
     inside="hostname $1 && mount --bind '$state/hosts' /etc/hosts && mount -t tmpfs none /dev/shm &&
-        mount -t tmpfs none /tmp && ip link set lo up && exec /usr/sbin/sshd -D -e -f '$state/sshd_config'"
+        $before mount -t tmpfs none /tmp && $after ip link set lo up && exec /usr/sbin/sshd -D -e -f '$state/sshd_config'"
     unshare --net --uts --ipc --mount --pid --fork --mount-proc bash -c "$inside" \
         < /dev/null > "$state/$1.log" 2>&1 &
     host=$(first_child $!)
