@@ -14,9 +14,10 @@ from zero_mpi.plan.traffic import plan_traffic
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 
-EACH, SHORT, LONG = 2, 2, 6  # ranks a host, steps
+EACH, SHORT, LONG = 2, 2, 8  # ranks a host, steps
 SIZES = {"layers": 4, "dim": 256, "heads": 4, "context": 32, "vocab_size": 256, "tied": False}
 HEADERS = 1.08  # the most that packets add
+START = 0.01  # of the bytes: so much may starting and ending differ from run to run
 FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch", "1", "--resume", "never"]
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
 
@@ -51,4 +52,5 @@ def test_bytes_between_hosts(strategy, hosts, batch, four_hosts, common_path):
     measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
     for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):
         small = 4 * EACH * plan_traffic(case).vectors.max()  # the small sums, by whatever way
-        assert expected <= found <= HEADERS * expected + small, (host, measured, planned.tolist())
+        least, most = (1 - START) * expected, HEADERS * expected + small
+        assert least <= found <= most, (host, measured, planned.tolist())

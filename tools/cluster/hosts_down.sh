@@ -28,5 +28,7 @@ for file in *.pid; do
     done
 done
 rm -f ./*.pid h[0-9]*.log host_key host_key.pub user_key user_key.pub sshd_config ssh enter hosts
+# mount points, empty out here
+[[ ! -d kept ]] || find kept -depth -type d -exec rmdir --ignore-fail-on-non-empty {} +
 cd /
 rmdir --ignore-fail-on-non-empty "$state"
