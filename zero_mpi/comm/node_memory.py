@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Partition
-from zero_mpi.comm.counters import Counters
+from zero_mpi.comm.counters import PUBLISHED, Counters
 from zero_mpi.comm.slots import FLOAT, SlotPool, padded
 from zero_mpi.comm.window import NoSharedMemory, Window
 
@@ -35,6 +35,7 @@ class NodeMemory:
         self._windows: list[Window] = []
         self._pools: list[weakref.ref[SlotPool]] = []
         self._prepared: tuple[Request, Allotment] | None = None
+        self._writes = 0  # times that this rank has published
         try:
             self.counters = Counters(node)
         except NoSharedMemory:
@@ -90,6 +91,15 @@ class NodeMemory:
             if not any(in_use):
                 window.free()
                 self._windows.remove(window)
+
+    def publish(self) -> None:
+        """Say that what this rank wrote into its parts of wholes is complete."""
+        self._writes += 1
+        self.counters.raise_to(PUBLISHED, self._writes)
+
+    def all_published(self) -> bool:
+        """Whether every rank of the node has published as often as this one."""
+        return self.counters.all_reached(PUBLISHED, self._writes)
 
     def find(self, array: Array) -> tuple[SlotPool | None, int]:
         """The pool that an array is of, and where in this rank's block it begins."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle, Memory, Partition
-from zero_mpi.comm.counters import ENTRIES, PUBLISHED
+from zero_mpi.comm.counters import ENTRIES
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.node_sums import NodeSums
 from zero_mpi.comm.pushing import Pushing
@@ -28,7 +28,6 @@ class NodeOwners(Pushing):
         self.meter = self._inner.meter = flat.meter
         self.exact = True  # also where `fast` would do
         self._flat, self._sums = flat, sums
-        self._writes = 0  # times that this rank has published
 
     def progress(self) -> None:
         self._flat.progress()
@@ -43,15 +42,13 @@ class NodeOwners(Pushing):
         return Memory(list(arrays), slots)
 
     def publish(self) -> None:
-        self._writes += 1
         if self._sums.memory is not None:
-            self._sums.memory.counters.raise_to(PUBLISHED, self._writes)
+            self._sums.memory.publish()
 
     def await_published(self) -> None:
         memory = self._sums.memory
-        if memory is not None and not memory.counters.all_reached(PUBLISHED, self._writes):
-            counters = memory.counters
-            self.wait_until(lambda: counters.all_reached(PUBLISHED, self._writes), "allgather", "parameters")
+        if memory is not None and not memory.all_published():
+            self.wait_until(memory.all_published, "updated parameters")
 
     def await_readers(self) -> None:
         if self._sums.memory is not None:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from zero_mpi import environment
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import DONE, Handle, Memory, Partition, ordered_sum
-from zero_mpi.comm.counters import ENTRIES, POSTED, PUBLISHED, SUMMED
+from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.node_memory import NodeMemory
@@ -119,7 +119,7 @@ class SharedComm(Forwarding):
         self.exact = True  # also where `fast` would do: the library has no faster sum
         self._counters = self._node_memory.counters
         self._crowded = self.size > environment.node_cores()
-        self._started = self._writes = 0  # reductions; times that this rank has published
+        self._started = 0  # reductions
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
@@ -158,12 +158,11 @@ class SharedComm(Forwarding):
     # ---------------------------------------------------------------------------------------- gathering
 
     def publish(self) -> None:
-        self._writes += 1
-        self._counters.raise_to(PUBLISHED, self._writes)
+        self._node_memory.publish()
 
     def await_published(self) -> None:
-        if not self._counters.all_reached(PUBLISHED, self._writes):
-            self.wait_until(lambda: self._counters.all_reached(PUBLISHED, self._writes), "updated parameters")
+        if not self._node_memory.all_published():
+            self.wait_until(self._node_memory.all_published, "updated parameters")
 
     def await_readers(self) -> None:
         self._inner.barrier()
