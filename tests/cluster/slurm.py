@@ -12,9 +12,7 @@ shell of its own waits for the end of its standard input and takes it down.
 import contextlib
 import functools
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,17 +20,10 @@ from pathlib import Path
 from shutil import which
 
 import jobs
+from keeper import kept
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tools" / "cluster"
 PACKAGES = "apt-get install -y --no-install-recommends slurm-wlm munge"
-KEEPER = """
-trap : PIPE HUP INT TERM
-if "$1/slurm_up.sh" "$2" "$3" 2>&1; then echo up; else echo failed; fi
-read -r _
-"$1/slurm_down.sh" "$3"
-rm -rf "$3"
-"""
 
 
 @dataclass(frozen=True)
@@ -136,34 +127,8 @@ def slurm(cpus: int = 8) -> Iterator[Slurm]:
     """A Slurm of one node with `cpus` processors. RuntimeError if it cannot be."""
     if reason := why_no_slurm():
         raise RuntimeError(reason)
-    state = Path(tempfile.mkdtemp(prefix="zero_mpi-slurm-", dir="/var/tmp"))
-    (state / "runs").mkdir()
-    keeper = subprocess.Popen(
-        ["bash", "-c", KEEPER, "keeper", str(TOOLS), str(cpus), str(state)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=jobs.clean_environment(),
-        start_new_session=True,
-    )
-    try:
-        if said := until_up(keeper):
-            raise RuntimeError(f"no Slurm: {said}")
+    with kept("slurm", str(cpus), env=jobs.clean_environment()) as state:
         yield Slurm(state)
-    finally:
-        keeper.communicate()  # closes its standard input and waits
-
-
-def until_up(keeper: subprocess.Popen[str]) -> str:
-    """Wait for the Slurm; what was said if it did not come up."""
-    said: list[str] = []
-    for line in keeper.stdout or ():
-        if line == "up\n":
-            return ""
-        if line == "failed\n":
-            break
-        said.append(line.strip())
-    return "; ".join(said) or "slurm_up.sh failed and said nothing"
 
 
 @functools.cache

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import TOOLS, Hosts, hosts, installed, why_no_hosts
+from hosts import Hosts, hosts, installed, why_no_hosts
 from jobs import COMPILED, run_command
+from keeper import TOOLS
 from test_command_bits import MODELS, SETTINGS, SIZES, assert_same_run, train_compiled, write_text
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())

@@ -1,0 +1,58 @@
+"""What a script of tools/cluster starts for a test, and ends for certain: hosts, a Slurm.
+
+It goes when the block ends, and also when this process is killed: a shell of its own waits for the end of its
+standard input and then takes it down.
+"""
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "cluster"
+KEEPER = """
+trap : PIPE HUP INT TERM
+tool=$1; shift
+state=${!#}
+if "${tool}_up.sh" "$@" 2>&1; then echo up; else echo failed; fi
+read -r _
+"${tool}_down.sh" "$state"
+rm -rf "$state"
+"""
+
+
+@contextlib.contextmanager
+def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
+    """The state folder of what `WHAT_up.sh ARGUMENTS... STATE` has started, an empty folder `runs` in it.
+
+    Raises RuntimeError with what the script said if it did not come up.
+    """
+    state = Path(tempfile.mkdtemp(prefix=f"zero_mpi-{what}-", dir="/var/tmp"))
+    (state / "runs").mkdir()
+    keeper = subprocess.Popen(
+        ["bash", "-c", KEEPER, "keeper", str(TOOLS / what), *arguments, str(state)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        if said := until_up(keeper, what):
+            raise RuntimeError(f"no {what}: {said}")
+        yield state
+    finally:
+        keeper.communicate()  # closes its standard input and waits
+
+
+def until_up(keeper: subprocess.Popen[str], what: str) -> str:
+    """Wait until it is up; what was said if it did not come up."""
+    said: list[str] = []
+    for line in keeper.stdout or ():
+        if line == "up\n":
+            return ""
+        if line == "failed\n":
+            break
+        said.append(line.strip())
+    return "; ".join(said) or f"{what}_up.sh failed and said nothing"
