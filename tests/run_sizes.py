@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Run the whole suite: tests/serial in one process, then tests/mpi at each world size.
+"""Run the whole suite: tests/serial in one process, then tests/mpi and tests/gpu at each world size.
 
     python tests/run_sizes.py [-n 1,2,3,4,8] [PATH...] [-- PYTEST OPTION...]
 
 A line for each part with the reasons of its skips, the end of its output where it failed, and one last
 line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, none
-failed, and something passed. A PATH under tests/serial or tests/mpi runs that part only.
+failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
+
+tests/gpu runs on a CuPy without a GPU (tests/pretend), at up to three ranks; with ZERO_MPI_TEST_GPU=1 on the
+one that is installed.
 
 $ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 1500
 $ZERO_MPI_SUITE_TIMEOUT  seconds for all parts together, default no limit
@@ -26,6 +29,8 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
+MOST_GPU_RANKS = 3  # pretend streams are threads
+PRETEND = ROOT / "tests" / "pretend"
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
@@ -76,9 +81,13 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
         command = [*jobs.launcher(), "-n", str(ranks), *command, "--with-mpi"]
     if timeout <= 0:
         return jobs.TIMED_OUT, "no time left: see ZERO_MPI_SUITE_TIMEOUT"
-    operations = {"ZERO_MPI_OPS": os.environ.get("ZERO_MPI_OPS", "auto")}
+    env = {"ZERO_MPI_OPS": os.environ.get("ZERO_MPI_OPS", "auto")}
+    if any(is_under("gpu", path) for path in paths) and os.environ.get("ZERO_MPI_TEST_GPU") != "1":
+        env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), os.environ.get("PYTHONPATH", "")]).strip(
+            os.pathsep
+        )
     status, output, _ = jobs.run_command(
-        [*command, *paths, *options], timeout=timeout, env=operations, cwd=ROOT, merge=True
+        [*command, *paths, *options], timeout=timeout, env=env, cwd=ROOT, merge=True
     )
     if status == jobs.TIMED_OUT:
         output += f"\nended after {timeout:.0f} s"
@@ -99,11 +108,24 @@ def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None
 
 def parts(sizes: list[int], paths: list[str]) -> list[tuple[str, int, list[str]]]:
     """(name, ranks, paths) of each part; 0 ranks stand for one process without a launcher."""
-    serial = [path for path in paths if ROOT / "tests" / "serial" in within(path)]
-    parallel = [path for path in paths if path not in serial]
-    return ([("serial", 0, serial)] if serial else []) + [
-        (f"{ranks} rank{'s' if ranks > 1 else ''}", ranks, parallel) for ranks in sizes if parallel
+    serial = [path for path in paths if is_under("serial", path)]
+    gpu = [path for path in paths if is_under("gpu", path)]
+    parallel = [path for path in paths if path not in serial + gpu]
+    found = [("serial", 0, serial)] if serial else []
+    found += [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
+    return found + [
+        (f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks <= MOST_GPU_RANKS
     ]
+
+
+def plural(ranks: int) -> str:
+    """A number of ranks for people."""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def is_under(folder: str, path: str) -> bool:
+    """Whether a path (or a pytest node id) is of one of the folders of tests."""
+    return ROOT / "tests" / folder in within(path)
 
 
 def within(path: str) -> list[Path]:
@@ -122,7 +144,7 @@ def read_arguments() -> tuple[list[int], list[str], list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
-    parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi"])
+    parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi", "tests/gpu"])
     args = parser.parse_args(own)
     return [int(size) for size in args.sizes.split(",")], args.paths, options
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy
+from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy, device
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -65,5 +65,5 @@ def digest(state):
     """sha256 over names and bytes of whole parameters."""
     total = hashlib.sha256()
     for name, array in state.items():
-        total.update(name.encode() + np.ascontiguousarray(array).tobytes())
+        total.update(name.encode() + device.in_use().to_host(array).tobytes())
     return total.hexdigest()

@@ -18,7 +18,7 @@ PACKAGE = "zero_mpi"
 # A key ending in ".*" is a whole package. Modules under one key may use each other; everything else that
 # a module may use is listed beside its key, by the same patterns. The package's own __init__ is free.
 BASE = ("errors", "environment")
-STATE = (*BASE, "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
+STATE = (*BASE, "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
 FILES = (
     "checkpoint.digest",
     "checkpoint.stored",
@@ -42,12 +42,13 @@ ANYTHING = ("*",)
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "environment": ("errors",),
-    "arrays": BASE,
-    "ops.*": (*BASE, "arrays"),
-    "nn.*": (*BASE, "arrays", "ops.*"),
+    "device": BASE,
+    "arrays": (*BASE, "device"),
+    "ops.*": (*BASE, "device", "arrays"),
+    "nn.*": (*BASE, "device", "arrays", "ops.*"),
     "models.*": (*BASE, "arrays", "ops.*", "nn.*"),
-    "comm.*": (*BASE, "arrays"),
-    "sharding.*": (*BASE, "arrays", "ops.*", "comm.*", "nn.layer"),
+    "comm.*": (*BASE, "device", "arrays"),
+    "sharding.*": (*BASE, "device", "arrays", "ops.*", "comm.*", "nn.layer"),
     "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
     "optim": STATE,
     "accumulate": (*STATE, "optim", "nn.loss"),
@@ -104,8 +105,8 @@ LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 # Libraries that only some modules may import.
 GUARDED: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm.*", "launch"),
-    "cupy": ("arrays", "ops.gpu.*", "comm.*"),
-    "cupyx": ("arrays", "ops.gpu.*", "comm.*"),
+    "cupy": ("device", "ops.gpu.*", "comm.*"),
+    "cupyx": ("device", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*",),
     "scipy": ("ops.cpu.*",),
 }

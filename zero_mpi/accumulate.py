@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi import device
+from zero_mpi.arrays import Array, Scalar
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
 
-Criterion = Callable[[Any], tuple[float, Any]]  # output of the model -> (loss, its gradient)
+Criterion = Callable[[Any], tuple[Scalar, Any]]  # output of the model -> (loss, its gradient)
 
 
 class Rounds:
@@ -50,7 +51,7 @@ class GradAccum:
     def __init__(self, module: ShardedModule, steps: int) -> None:
         self.module = module
         self.rounds = Rounds(steps, module.comm.rank, module.comm.size)
-        self.losses = np.zeros(steps)
+        self.losses = no_losses(steps)
         self.round = 0
 
     @property
@@ -63,7 +64,7 @@ class GradAccum:
         """Number of the micro-batch that this rank computes next; None: it has none in the coming round."""
         return self.rounds.mine(0 if self.complete else self.round)
 
-    def accumulate(self, x: Any, criterion: Criterion | None = None) -> float | None:
+    def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
         """One round: forward, loss and backward of this rank's micro-batch. Returns its loss.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
@@ -71,7 +72,7 @@ class GradAccum:
         """
         if self.complete:
             self.round = 0
-            self.losses = np.zeros(self.rounds.micro_batches)
+            self.losses = no_losses(self.rounds.micro_batches)
         mine = self.rounds.mine(self.round)
         if (x is None) != (mine is None):
             raise ValueError(
@@ -87,7 +88,7 @@ class GradAccum:
         self.round += 1
         return loss
 
-    def _forward_backward(self, x: Any, criterion: Criterion | None) -> float | None:
+    def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
         """In one go where the criterion tells the targets. The collectives are the same either way, so a rank
         without a micro-batch need not know."""
         contributors, last = self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
@@ -106,8 +107,14 @@ class GradAccum:
 
     def totals(self, *flags: float) -> tuple[float, ...]:
         """The step's loss, and the sum over ranks of each of `flags`, small whole numbers. One collective."""
-        totals = self.module.comm.sum_vector(np.append(self.losses, flags))
+        losses = device.in_use().to_host(self.losses)
+        totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
+
+
+def no_losses(micro_batches: int) -> Array:
+    """Room for a loss of each micro-batch, where losses are computed: nobody waits for a single one."""
+    return device.in_use().zeros(micro_batches, np.float64)
 
 
 def ordered_total(values: Array) -> float:
@@ -123,7 +130,7 @@ def evaluate(
     `read(i)` gives input and criterion of micro-batch i.
     """
     rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
-    losses = np.zeros(micro_batches)
+    losses = no_losses(micro_batches)
     for number in range(len(rounds)):
         mine = rounds.mine(number)
         if mine is None:
@@ -131,10 +138,10 @@ def evaluate(
         else:
             x, criterion = read(mine)
             losses[mine] = loss_of(module, x, criterion)
-    return ordered_total(module.comm.sum_vector(losses))
+    return ordered_total(module.comm.sum_vector(device.in_use().to_host(losses)))
 
 
-def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> float:
+def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
     """The loss of one micro-batch, without gradients. Collective."""
     if not isinstance(criterion, CrossEntropy):
         return criterion(module.forward(x, training=False))[0]

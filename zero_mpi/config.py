@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES
+from zero_mpi.sharding.precision import precision_named
 
 
 def flag(
@@ -106,11 +107,34 @@ class Config:
         "auto",
         str,
         "sharding",
-        "mpi: messages; shared: memory that the ranks of a node share; auto: shared where it is possible",
-        choices=("auto", "mpi", "shared"),
+        "mpi: messages; shared: memory that the ranks of a node share; auto: shared where it is possible. "
+        "On a GPU, mpi: straight from it; staged: through host memory; nccl; auto: mpi where MPI can do it",
+        choices=("auto", "mpi", "shared", "staged", "nccl"),
     )
-    device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu"))
-    precision: str = flag("fp32", str, "machine", "type of parameters and activations", choices=("fp32",))
+    device: str = flag(
+        "auto",
+        str,
+        "machine",
+        "where arrays live; auto: on a GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
+    )
+    precision: str = flag(
+        "fp32",
+        str,
+        "machine",
+        "type of what is computed; slices, moments and sums stay fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    reduce_dtype: str | None = flag(
+        None, str, "machine", "type of gradients on their way: fp32, or that of --precision (default)"
+    )
+    offload: str = flag(
+        "none",
+        str,
+        "machine",
+        "moments: keep them in the host's memory instead of the GPU's",
+        choices=("none", "moments"),
+    )
     threads: str | None = flag(
         None, str, "machine", "BLAS threads per rank, or auto: cores per rank (default 1)"
     )
@@ -270,6 +294,7 @@ def check(config: Config) -> None:
     if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)
+    precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
 
 

@@ -7,15 +7,16 @@ gradient norm is not finite is skipped, on all ranks alike since all see the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi import ops
-from zero_mpi.arrays import Array, zeros
+from zero_mpi import device, ops
+from zero_mpi.arrays import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.offload import HostMoments, make_offload
 from zero_mpi.sharding.shard import ShardedUnit
 
 
@@ -28,15 +29,16 @@ class StepResult:
 
 
 @dataclass
-class Moments:
-    """First and second moments for one unit's part (or one array), flat."""
+class FlatMoments:
+    """First and second moments for one unit's part (or one array), flat, where they are updated."""
 
     first: Array
     second: Array
 
     @classmethod
-    def like(cls, array: Array) -> Moments:
+    def like(cls, array: Array) -> FlatMoments:
         """Zeros for a flat array."""
+        zeros = device.in_use().zeros
         return cls(zeros(array.size), zeros(array.size))
 
     @property
@@ -45,10 +47,14 @@ class Moments:
         return int(self.first.nbytes + self.second.nbytes)
 
 
+Moments = FlatMoments | HostMoments  # to read and to fill
+
+
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, 2019) for a ShardedModule. Decay applies to matrices only.
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
+    `offload`: "moments" keeps them in pinned memory of the host; raises UsageError where there is no GPU.
     """
 
     def __init__(
@@ -59,12 +65,14 @@ class ShardedAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        offload: str = "none",
     ) -> None:
         self.module, self.lr, self.betas, self.eps, self.weight_decay = module, lr, betas, eps, weight_decay
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
-        self.moments = {unit.name: Moments.like(unit.updated[0]) for unit in self.units}
-        self._plain: list[Moments] = []
+        self._offload = make_offload(offload)
+        self.moments = self._make_moments()
+        self._plain: list[FlatMoments] = []
         self._plain_steps = 0
         self._decaying = {unit.name: decaying_chunks(unit) for unit in self.units}
 
@@ -81,21 +89,53 @@ class ShardedAdamW:
             self.steps += 1
             self.module.drop_gathered()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
+            scale /= self.module.loss_scale.factor
             for unit in self.units:
                 self._update_unit(unit, self.lr if lr is None else lr, scale)
             self.module.broadcast_updated_params()
         else:
             self.skipped += 1
+        self.module.loss_scale.update(finite)
         self.module.zero_gradients()
         return StepResult(norm, not finite)
 
+    def _make_moments(self) -> Mapping[str, Moments]:
+        """Zeros for each unit, where they are kept."""
+        names = [unit.name for unit in self.units]
+        if self._offload is None:
+            return dict(zip(names, (FlatMoments.like(unit.updated[0]) for unit in self.units), strict=True))
+        sizes = [(int(unit.updated[0].size), unit.unit.quantum) for unit in self.units]
+        return dict(zip(names, self._offload.moments(sizes), strict=True))
+
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
         parameters, gradients, _ = unit.updated
-        moments, decay = self.moments[unit.name], self.weight_decay * self._decaying[unit.name]
-        self._update(parameters, gradients, moments, lr, scale, decay, self.steps)
+        low, decay = unit.rounds_to, self.weight_decay * self._decaying[unit.name]
+        for part, moments in self._pieces(unit):
+            runs = slice(part.start // unit.unit.quantum, -(-part.stop // unit.unit.quantum))
+            rounded = None if low is None else low[part]
+            p, g = parameters[part], gradients[part]
+            self._update(p, g, moments, lr, scale, decay[runs], self.steps, rounded)
+
+    def _pieces(self, unit: ShardedUnit) -> Iterator[tuple[slice, FlatMoments]]:
+        """A unit's moments where they can be updated: all, or if they are offloaded piece by piece."""
+        kept = self.moments[unit.name]
+        if isinstance(kept, FlatMoments):
+            yield slice(0, kept.first.size), kept
+            return
+        assert self._offload is not None
+        for part, first, second in self._offload.through(kept):
+            yield part, FlatMoments(first, second)
 
     def _update(
-        self, p: Array, g: Array, moments: Moments, lr: float, scale: float, decay: Array, step: int
+        self,
+        p: Array,
+        g: Array,
+        moments: FlatMoments,
+        lr: float,
+        scale: float,
+        decay: Array,
+        step: int,
+        low: Array | None = None,
     ) -> None:
         ops.adamw(
             p,
@@ -109,6 +149,7 @@ class ShardedAdamW:
             eps=self.eps,
             decay=decay,
             step=step,
+            low=low,
         )
 
     def step_on_params(
@@ -125,7 +166,7 @@ class ShardedAdamW:
         if not all(p.flags.c_contiguous for p in params):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
         if not self._plain:
-            self._plain = [Moments.like(p) for p in params]
+            self._plain = [FlatMoments.like(p) for p in params]
         if [m.first.size for m in self._plain] != [p.size for p in params]:
             raise ValueError("step_on_params: the arrays are not those of the first call")
         self._plain_steps += 1
@@ -134,15 +175,22 @@ class ShardedAdamW:
             self._update(p.reshape(-1), g.reshape(-1), moments, rate, 1.0, decay, self._plain_steps)
 
     def memory_bytes(self) -> int:
-        """Bytes of moments on this rank."""
+        """Bytes of moments on this rank, wherever they are."""
         return sum(moments.nbytes for moments in [*self.moments.values(), *self._plain])
+
+    def offloaded_bytes(self) -> tuple[int, int]:
+        """(host, device): bytes of moments in pinned memory, and of the rooms that they pass through."""
+        if self._offload is None:
+            return 0, 0
+        return sum(moments.nbytes for moments in self.moments.values()), self._offload.nbytes
 
 
 def decaying_chunks(unit: ShardedUnit) -> Array:
     """1 for each of the fixed chunks of what the optimizer updates that decays, else 0: (chunks,) float64."""
     part, whole = unit.updated[2], unit.unit
     chunks = [np.full(whole.chunks(name), param.decays, np.float64) for name, param in whole.params.items()]
-    return np.concatenate(chunks)[part.start // whole.quantum : -(-part.stop // whole.quantum)]
+    found = np.concatenate(chunks)[part.start // whole.quantum : -(-part.stop // whole.quantum)]
+    return device.in_use().from_host(found)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import __version__, environment, ops
+from zero_mpi import __version__, device, environment, ops
 from zero_mpi.checkpoint.state import ID, Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.comm import Comm, SerialComm
+from zero_mpi.comm import Comm, SerialComm, device_choice
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config import Config, thread_count, write_toml
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
@@ -28,6 +28,7 @@ from zero_mpi.optim import ShardedAdamW
 from zero_mpi.resume import Start, check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
+from zero_mpi.sharding.precision import precision_named
 from zero_mpi.source import (
     choose_tokenizer,
     fingerprint,
@@ -77,14 +78,8 @@ def prepare(world: World, config: Config) -> Session:
         comm = CheckedComm(comm)
     corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
     module = make_module(config, model, comm)
-    optimizer = ShardedAdamW(
-        module,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
-    description = describe(config, model, corpus, tokenizer, init, threads)
+    optimizer = world.together(lambda: make_optimizer(config, module))
+    description = world.together(lambda: describe(config, model, corpus, tokenizer, init, threads))
     notes += corpus.notes
     progress = Progress()
     if start is not None:
@@ -151,6 +146,12 @@ def make_folder(out: Path) -> None:
 
 def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm:
     """The transport between the ranks. Collective; raises UsageError on all ranks alike."""
+    if device.in_use().name == "cuda":
+        return device_choice.choose(config.transport, world.size, config.reduction == "exact", notes)
+    if config.transport in device_choice.ON_GPU:
+        raise UsageError(
+            f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
+        )
     if world.mpi is None or (world.size == 1 and config.transport == "auto"):
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
@@ -176,6 +177,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         prefetch=config.prefetch,
         bucket_mb=config.bucket_mb,
         frozen=config.freeze,
+        precision=precision_named(config.precision, config.reduce_dtype),
     )
 
     def on_nodes_of(ranks: int) -> Wish:
@@ -243,6 +245,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
             prefetch=config.prefetch,
             bucket_mb=config.bucket_mb,
             frozen=config.freeze,
+            precision=precision_named(config.precision, config.reduce_dtype),
         )
     except UsageError:  # of the strategy
         raise
@@ -251,6 +254,18 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
     if not any(unit.unit.trainable for unit in module.units):
         raise UsageError(f"--freeze {' '.join(config.freeze)}: leaves no parameter to train")
     return module
+
+
+def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:
+    """The optimizer of the flags; raises UsageError where moments cannot be offloaded."""
+    return ShardedAdamW(
+        module,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        offload=config.offload,
+    )
 
 
 def describe(
@@ -282,6 +297,10 @@ def describe(
         "zero_mpi": __version__,
         "cpu": platform.machine(),
     }
+    if config.precision != "fp32":
+        machine["precision"] = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
+    if device.in_use().name != "cpu":
+        machine["device"] = device.in_use().about
     return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
 
 

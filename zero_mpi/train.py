@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.arrays import Array
 from zero_mpi.batch import TimeLimit, find_job
@@ -136,6 +137,8 @@ class Trainer:
             skipped=optimizer.skipped,
             updates=optimizer.steps,
             samples=self.progress.samples + self.session.loader.batch_size,
+            scale_exponent=self.session.module.loss_scale.exponent,
+            scale_steps=self.session.module.loss_scale.good_steps,
         )
         self.status.at(number + 1)
         took = time.perf_counter() - begun
@@ -232,7 +235,7 @@ class Trainer:
         return [
             f"zero_mpi: {session.model.arch}, {parameters:,} parameters, {module.strategy.name} over "
             f"{comm.size} rank{'s' if comm.size > 1 else ''}, {self.config.reduction} reduction, "
-            f"{session.description.machine['threads']} BLAS thread(s) a rank",
+            f"{self.computing()}",
             f"data: {session.corpus.train.size:,} tokens to train on in "
             f"{session.corpus.documents - session.corpus.val_documents} documents, "
             f"{session.corpus.val.size:,} held out; {session.loader.tokens_per_step:,} tokens a step in "
@@ -240,6 +243,14 @@ class Trainer:
             f"memory on rank 0: {mebibytes(module.shard_memory_bytes)} parameters and {mebibytes(moments)} "
             f"moments; the whole model has {mebibytes(module.replicated_memory_bytes)} of parameters",
         ]
+
+    def computing(self) -> str:
+        """On what and in which precision."""
+        machine = self.session.description.machine
+        low = f"{machine['precision']}, " if "precision" in machine else ""
+        if "device" in machine:
+            return f"{low}{machine['device']}, {machine['operations']}"
+        return f"{low}{machine['threads']} BLAS thread(s) a rank"
 
     def close(self) -> None:
         """Rank 0 compares with what letter frequencies alone would give, and shows a sample."""
@@ -303,6 +314,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     config = world.together(lambda: read_flags(world, arguments))
     watchdog, status = stand_guard(world, config)
     check_settings(world, config)
+    world.together(lambda: device.use(config.device))
     return Trainer(world, prepare(world, config), watchdog, status, signals).run()
 
 

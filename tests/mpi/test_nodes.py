@@ -22,6 +22,7 @@ from zero_mpi.comm.window import MPI, NodesApart
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 from zero_mpi.sharding import STRATEGIES
+from zero_mpi.sharding.precision import BF16
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
@@ -159,6 +160,7 @@ def test_training_has_the_bits_of_one_process(strategy, kind):
         {"micro_batches": 9, "prefetch": 2, "recompute": True},
         {"micro_batches": 1, "prefetch": 0},
         {"micro_batches": 3, "frozen": ["token_embd*", "blk.0.*"]},
+        {"micro_batches": 5, "precision": BF16},
     ]
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:

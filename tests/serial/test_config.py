@@ -22,6 +22,7 @@ ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"
 SPECIAL = {
     "threads": "2",
     "max_time": "1h30m",
+    "reduce_dtype": "fp32",
     "resume": "never",
     "schedule": "linear",
     "strategy": "no-shard",

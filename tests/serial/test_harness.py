@@ -178,7 +178,7 @@ def test_without_an_mpi_library_serial_tests_still_run(tmp_path):
 @needs_mpiexec
 def test_run_sizes_ends_with_one_closing_line(tmp_path):
     make_suite(tmp_path, WORLD_TESTS)
-    command = [sys.executable, "tests/run_sizes.py", "-n", "1,2"]
+    command = [sys.executable, "tests/run_sizes.py", "-n", "1,2", "tests/serial", "tests/mpi"]
     status, output, _ = run_command(command, cwd=tmp_path, timeout=60)
     assert (status, output.splitlines()[-1]) == (0, "5 passed, 0 failed, 0 skipped"), output
     more = tmp_path / "tests" / "mpi" / "test_more.py"

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from jobs import COMPILED, run_job
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, arrays
+from zero_mpi.comm.topology import PRETEND
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
@@ -38,6 +40,8 @@ MODELS = {
     "qwen3": Qwen3.from_flags(SIZES | {"kv_heads": 1, "tied": False}),
 }
 SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
+SLOWER = replace(SLOW, node=Link(1e-5, 1e-8))
+DEVICES = ("cpu", "cuda")
 
 
 # ---------------------------------------------------------------------------------------------- activations
@@ -45,8 +49,8 @@ SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
 
 def recycled_bytes(case, monkeypatch):
     """What the pool of activations holds after two real steps that begin with an empty one."""
-    monkeypatch.setattr(arrays, "_free", {})
-    monkeypatch.setattr(arrays, "_blocks", [])
+    monkeypatch.setattr(arrays._host, "_free", {})
+    monkeypatch.setattr(arrays._host, "_blocks", [])
     strategy = strategy_named(case.strategy_name)
     module = ShardedModule(
         case.model.stages(case.recompute), SerialComm(), strategy, prefetch=case.prefetch, frozen=case.frozen
@@ -274,6 +278,211 @@ def test_resident_memory_is_the_plan_s(strategy, rounds, tmp_path):
     assert held == pytest.approx(plan, rel=0.1)
 
 
+# ------------------------------------------------------------------------------------------- low precision
+
+HELD = """
+import json, sys
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.launch import run
+from zero_mpi.models import GPT2
+from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.precision import precision_named
+import numpy as np
+from zero_mpi.nn import CrossEntropy
+
+def held(module, optimizer):
+    low, units = module.precision.is_low, module.units
+    gradients = sum(unit.gradient.nbytes for unit in units)
+    gradients += sum(0 if unit.full_gradient is None else unit.full_gradient.nbytes for unit in units)
+    return {
+        "parameters": sum((unit.rounded if unit.keeps_slice else unit.full).nbytes for unit in units),
+        "masters": sum(unit._master.nbytes for unit in units) if low else 0,
+        "gradients": gradients,
+        "moments": optimizer.memory_bytes(),
+        "gathered": module.parameter_pool.nbytes,
+        "gradient_buffers": module.gradient_pool.nbytes,
+    }
+
+def command(world, arguments):
+    sizes, cases = map(json.loads, arguments)
+    comm, found = MPIComm(), []
+    for strategy, precision, reduce in cases:
+        kinds = precision_named(precision, reduce)
+        stages = GPT2.from_flags(sizes).stages()
+        module = ShardedModule(stages, comm, strategy_named(strategy), precision=kinds)
+        module.initialize(0)
+        optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 2 * comm.size)
+        tokens = np.zeros((1, sizes["context"]), np.int64)
+        before = comm.meter.sent_bytes
+        for _ in range(2):
+            accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-3))
+        accumulator.total_loss()
+        optimizer.step()
+        found.append({"held": held(module, optimizer), "sent": comm.meter.sent_bytes - before})
+    if world.rank == 0:
+        print(json.dumps(found))
+    return 0
+
+run("held", command, sys.argv[1:])
+"""
+LOW = [
+    (strategy, precision, reduce)
+    for strategy in ("full-shard", "shard-grad-op", "no-shard")
+    for precision, reduce in (("bf16", None), ("fp16", None), ("bf16", "fp32"), ("fp32", None))
+]
+
+
+def test_buffers_and_bytes_of_low_precision_are_the_plan_s(tmp_path):
+    sizes = {"layers": 3, "dim": 80, "heads": 4, "context": 11, "vocab_size": 777}
+    (tmp_path / "held.py").write_text(HELD)
+    arguments = [str(tmp_path / "held.py"), json.dumps(sizes), json.dumps(LOW)]
+    status, printed, errors = run_job(2, arguments, timeout=60)
+    assert (status, errors) == (0, "")
+    for (strategy, precision, reduce), found in zip(LOW, json.loads(printed), strict=True):
+        case = Case(
+            GPT2.from_flags(sizes),
+            ranks=2,
+            strategy_name=strategy,
+            transport_wanted="mpi",
+            batch_size=4,
+            micro_batch=1,
+            context=11,
+            precision_name=precision,
+            reduce_dtype=reduce,
+        )
+        plan = plan_memory(case)
+        assert {name: getattr(plan, name) for name in found["held"]} == found["held"], (strategy, precision)
+        assert plan_traffic(case, flags=0).sent[0] == found["sent"], (strategy, precision)
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("reduce", [None, "fp32"])
+def test_buffers_of_one_process_in_low_precision(strategy, reduce, rounds):
+    case = Case(
+        MODELS["llama"], strategy_name=strategy, batch_size=rounds, micro_batch=1, precision_name="bf16",
+        reduce_dtype=reduce, context=16,
+    )  # fmt: skip
+    module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, precision=case.precision)
+    module.initialize(0)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, rounds)
+    tokens = np.zeros((1, 16), np.int64)
+    for _ in range(rounds):
+        accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-2))
+    optimizer.step()
+    plan, units = plan_memory(case), module.units
+    assert plan.gradient_buffers == module.gradient_pool.nbytes
+    assert plan.moments == optimizer.memory_bytes()
+    assert plan.masters == sum(unit._master.nbytes for unit in units) == 2 * plan.parameters
+    assert plan.parameters == sum(unit.rounded.nbytes for unit in units)
+    assert plan.gathered == module.parameter_pool.nbytes == 0
+
+
+def test_half_the_bytes_travel_in_half_precision():
+    base = Case(MODELS["llama"], ranks=4, transport_wanted="mpi", batch_size=8, micro_batch=1)
+    low = replace(base, precision_name="bf16")
+    for name in ("parameters_inside", "gradients_inside"):
+        wide, narrow = (getattr(plan_traffic(case), name) for case in (base, low))
+        assert (wide == 2 * narrow).all()
+    assert (plan_traffic(replace(low, reduce_dtype="fp32")).gradients_inside == 2 * narrow).all()
+    gathered = [plan_memory(case).gathered for case in (base, low)]
+    assert gathered[0] == 2 * gathered[1]
+    assert step_time(low, SLOW).communication < step_time(base, SLOW).communication
+
+
+# What travels between nodes are float32 sums in any precision; PRETEND makes two nodes of four ranks.
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (3, ["--transport", "mpi", "--strategy", "full-shard"]),
+        (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--reduce-dtype", "fp32"]),
+        (4, ["--strategy", "full-shard", "--nodes", "2"]),
+        (4, ["--strategy", "hybrid-shard", "--nodes", "2"]),
+    ],
+    ids=["mpi", "shared", "nodes", "hybrid"],
+)
+def test_sent_bytes_of_bf16_are_those_of_the_plan(ranks, more, tmp_path):
+    (tmp_path / "text").write_text("some text to train on. " * 99)
+    flags = [*TINY, "--precision", "bf16", *[flag for flag in more if flag not in ("--nodes", "2")]]
+    run = ["--data", "text", "--out", "run", "--steps", "2", "--sample", "0", "--eval-every", "1"]
+    env = {PRETEND: "2"} if "--nodes" in more else {}
+    status, _, errors = run_job(
+        ranks, ["-m", "zero_mpi.train", *flags, *run], cwd=tmp_path, env=env, timeout=60
+    )
+    assert (status, errors) == (0, "")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (plan,) = planned(*TINY, "--precision", "bf16", *more, "--ranks", ranks, folder=tmp_path)["plans"]
+    assert [json.loads(line)["sent_bytes"] for line in lines] == [plan["traffic"]["rank_0"]] * 2
+
+
+# --------------------------------------------------------------------------------------------------- a GPU
+
+
+def on_gpu(**changes):
+    settings = {"model": MODELS["llama"], "device": "cuda", "precision_name": "bf16", "batch_size": 8}
+    return Case(**settings | changes)
+
+
+def test_offloaded_moments_are_on_the_host():
+    kept, offloaded = (plan_memory(on_gpu(ranks=2, offload=where)) for where in ("none", "moments"))
+    assert kept.moments == offloaded.host - kept.host > 0
+    assert (offloaded.moments, kept.rooms) == (0, 0)
+    longest = max(partition.counts[0] for partition in on_gpu(ranks=2).partitions)
+    assert offloaded.rooms == 3 * 8 * min(longest, 4 << 20)
+    assert offloaded.total == kept.total - kept.moments + offloaded.rooms
+
+
+def test_offloaded_moments_take_the_time_of_their_link():
+    machine = replace(SLOW, moves=1e15, host_link=1e6)
+    kept, offloaded = (step_time(on_gpu(offload=where), machine) for where in ("none", "moments"))
+    elements = sum(unit.length for unit in on_gpu().layout.units)
+    assert offloaded.seconds - kept.seconds == pytest.approx(8 * elements / 1e6, rel=1e-3)
+
+
+def test_what_gpus_of_a_node_send_hides_behind_what_they_compute():
+    host, gpu = (
+        step_time(on_gpu(ranks=2, device=where, transport_wanted="mpi"), SLOWER) for where in DEVICES
+    )
+    assert host.exposed == pytest.approx(host.communication)
+    assert 0 < gpu.exposed < 0.9 * gpu.communication
+
+
+def test_gpus_send_messages_also_on_one_node():
+    assert on_gpu(ranks=4).transport == "mpi"
+    assert on_gpu(ranks=1).transport == "serial"
+    assert on_gpu(ranks=4, transport_wanted="staged").transport == "mpi"
+    staged, aware = (plan_memory(on_gpu(ranks=4, transport_wanted=way)) for way in ("staged", "mpi"))
+    assert (staged.node_shared, aware.host) == (0, 0)
+    assert staged.host == 4 * 3 * 2 * 3 * ((8 << 20) // 3)
+    assert aware.transport == 2 * 2 * 3 * 2 * (1 << 20)
+
+
+def test_activations_of_low_precision_take_half_or_less(monkeypatch):
+    monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "auto")
+    model = Llama.from_flags(SIZES | {"dim": 256, "ffn": 1024, "vocab_size": 5000, "tied": False})
+    wide, low = (
+        plan_memory(on_gpu(model=model, context=1024, precision_name=kind)) for kind in ("fp32", "bf16")
+    )
+    assert 0.25 * wide.activations < low.activations < 0.55 * wide.activations  # cuDNN keeps no scores
+    assert low.logits * 2 == wide.logits == 2 * 1024 * 5000 * 4
+
+
+def test_a_plan_of_gpus_as_text_and_numbers(tmp_path, capsys):
+    flags = ["--device", "cuda", "--precision", "bf16", "--offload", "moments"]
+    numbers = planned(*flags, "--ranks", "8", "--nodes", "2", folder=tmp_path)
+    said = capsys.readouterr().out
+    assert "cuda, a GPU a rank; bf16, gradients bf16; moments on the host" in said
+    assert "GB/s to the host" in said
+    assert re.search(r"\(in the host's memory\) +\d", said)
+    assert [plan["strategy"] for plan in numbers["plans"]] == ["full-shard", "shard-grad-op", "no-shard"]
+    for plan in numbers["plans"]:
+        assert plan["transport"] == "mpi"
+        assert plan["memory"]["moments"] == 0
+        assert plan["memory"]["rooms"] > 0
+    assert numbers["machine"]["flops"] == 4e14
+
+
 # ----------------------------------------------------------------------------------------- fits and sweeps
 
 
@@ -385,6 +594,19 @@ def test_a_sweep_as_numbers(tmp_path):
             ["--transport", "shared", "--nodes", "2", "--ranks", "2"],
             "--transport shared: each node has one rank",
         ),
+        (["--offload", "moments"], "--offload moments: expected --device cuda"),
+        (["--transport", "staged"], "--transport staged: it carries arrays of a GPU; use --device cuda"),
+        (["--transport", "shared", "--device", "cuda"], "--transport shared: expected --device cpu"),
+        (
+            ["--device", "cuda", "--strategy", "hybrid-shard", "--ranks", "4", "--nodes", "2"],
+            "--strategy hybrid-shard: with --device cuda expected one node",
+        ),
+        (
+            ["--precision", "bf16", "--reduction", "fast", "--transport", "mpi", "--ranks", "2"],
+            "--precision bf16 with --reduction fast",
+        ),
+        (["--precision", "fp16", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"),
+        (["--host-bandwidth", "0"], "--host-bandwidth 0: expected more than 0"),
         (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json: cannot be written"),
         (["--dim", "4194304", "--heads", "1"], "larger than the memory of this machine"),
         (["--layers", "many"], "--layers"),

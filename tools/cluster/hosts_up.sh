@@ -114,9 +114,9 @@ make_host() {   # make_host NAME NUMBER
     nsenter --target "$host" --net ip addr add "10.77.0.$2/24" dev eth0
     nsenter --target "$host" --net ip link set eth0 up
     [[ $rate != none ]] || return 0
-    # What an idle link saves up for later is to be some milliseconds' worth, and enough for large packets.
-    local burst=32kb
-    [[ $rate != *gbit ]] || burst=256kb
+    # What an idle link saves up for later is to be little, but enough for the large segments that TCP hands
+    # down: what is larger than the burst the kernel cuts into packets, which takes as long as the computation.
+    local burst=256kb
     nsenter --target "$host" --net tc qdisc add dev eth0 root tbf rate "$rate" burst $burst latency 50ms
     nsenter --target "$bridge" --net tc qdisc add dev "to-$1" root tbf rate "$rate" burst $burst latency 50ms
 }

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from zero_mpi import device
 from zero_mpi.arrays import Array, empty
 from zero_mpi.checkpoint.digest import PIECE, piece_digests
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
-from zero_mpi.sharding.state import held
 from zero_mpi.sharding.unit import BYTES, Unit
 
 FIRST, SECOND = "optimizer.adam.first_moments.", "optimizer.adam.second_moments."
@@ -27,6 +25,10 @@ class Contribution:
     unit: Unit
     partition: Partition
     values: Array
+
+    def on_host(self, inside: slice) -> Array:
+        """A part of this rank's slice, where it can be written from: a view, or a GPU's copy."""
+        return device.in_use().to_host(self.values[inside])
 
     def runs(self, start: int, values: Array) -> Iterator[Run]:
         """Elements of the unit's buffer from `start` on as runs of its tensors, gaps left out."""
@@ -48,7 +50,7 @@ def parameters_of(optimizer: ShardedAdamW) -> list[Contribution]:
     comm = optimizer.module.comm
     for unit in optimizer.module.units:
         unit.wait_gather()
-    return [contribution(comm, "", unit, *held(unit)) for unit in optimizer.module.units]
+    return [contribution(comm, "", unit, *unit.kept) for unit in optimizer.module.units]
 
 
 def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:
@@ -85,5 +87,5 @@ class Snapshot:
         key = given.prefix, given.unit.name
         if key not in self._rooms:
             self._rooms[key] = empty(given.values.size, given.values.dtype)
-        np.copyto(self._rooms[key], given.values)
+        device.in_use().copy(self._rooms[key], given.values)
         return self._rooms[key]

@@ -125,7 +125,7 @@ class Pieces:
         digests: list[tuple[str, bytes]] = []
         for piece in given.partition.cut(self._length(given)):
             inside = piece.of_slice(given.partition, self.comm.rank)
-            mine, start = given.values[inside], given.partition.bounds[self.comm.rank] + inside.start
+            mine, start = given.on_host(inside), given.partition.bounds[self.comm.rank] + inside.start
             if given.by_pieces:
                 digests += given.digests(start, mine)
             if self._direct:

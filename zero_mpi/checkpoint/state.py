@@ -45,13 +45,18 @@ READ = 1 << 22  # bytes digested at a time
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite."""
+    """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
+
+    scale_exponent, scale_steps   of the loss scale (`sharding.loss_scale`), where there is one
+    """
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     updates: int = 0
     samples: int = 0
+    scale_exponent: int = 0
+    scale_steps: int = 0
 
 
 COUNTS = {  # key -> name in Progress
@@ -61,6 +66,7 @@ COUNTS = {  # key -> name in Progress
     "optimizer.iteration_count": "updates",
     "training.sample_count": "samples",
 }
+SCALE_COUNTS = {"training.loss_scale_exponent": "scale_exponent", "training.loss_scale_steps": "scale_steps"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ def sign(
         "training.token_count": np.uint64(progress.tokens),
     }
     own = {**description.model, "general.file_type": np.uint32(0), **shared, TENSOR_DIGESTS: as_lines(model)}
-    counts = {key: np.uint64(getattr(progress, name)) for key, name in COUNTS.items()}
+    scaled = SCALE_COUNTS if progress.scale_exponent or progress.scale_steps else {}
+    counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scaled}.items()}
     texts = {
         f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
         for name in ("settings", "machine", "plan")
@@ -166,7 +173,8 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
 
 def read_progress(state: GGUFFile) -> Progress:
     """Where the run stood; raises UsageError if a count is missing."""
-    return Progress(**{name: read_count(state, key) for key, name in COUNTS.items()})
+    known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
+    return Progress(**{name: read_count(state, key) for key, name in known.items()})
 
 
 def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:
@@ -252,6 +260,9 @@ def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> Pro
         load_moments(unit, optimizer.moments[unit.name], state)
     progress = read_progress(state)
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
+    scale = optimizer.module.loss_scale
+    if scale.dynamic and any(key in state.metadata for key in SCALE_COUNTS):
+        scale.exponent, scale.good_steps = progress.scale_exponent, progress.scale_steps
     return progress
 
 

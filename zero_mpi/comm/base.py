@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.comm.device_sum import ordered_sum_on_gpu
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.meter import Meter
 
@@ -228,13 +230,20 @@ class Comm(ABC):
 
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place."""
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
+
+    Parts of a lower type are widened before they are added.
+    """
+    if device.is_cupy(out):
+        ordered_sum_on_gpu(out, parts, accumulate)
+        return
     if not accumulate:
         if not parts:
             out.fill(0)
-        elif len(parts) == 1:
+        elif len(parts) == 1 or parts[0].dtype != out.dtype:
             out[...] = parts[0]
         else:
             np.add(parts[0], parts[1], out=out)
-    for part in parts if accumulate else parts[2:]:
+    wide = bool(parts) and not accumulate and parts[0].dtype != out.dtype
+    for part in parts if accumulate else parts[1 if wide else 2 :]:
         np.add(out, part, out=out)

@@ -36,8 +36,10 @@ DEPTH = 2  # pieces of an exact reduction in flight
 
 
 def mpi_type(array: Array) -> Any:
-    """The MPI type of an array's elements."""
+    """The MPI type of an array's elements; of low precision one that is moved and never added."""
     assert array.flags.c_contiguous, "a collective needs a contiguous array"
+    if array.dtype.itemsize == 2:
+        return MPI.UINT16_T
     return MPI._typedict[array.dtype.char]
 
 

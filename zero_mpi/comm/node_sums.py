@@ -64,11 +64,11 @@ class NodeSums:
         return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
 
     def _count(self, total: Sum) -> None:
-        elements = self.relay.given(total)
+        nbytes = self.relay.given(total) * total.out.itemsize
         if self.topology.rank < total.contributors:
             carried = sum(item.stop - item.start for item in self.relay.items(total, self.topology.local))
-            elements += total.partition.length - carried
-        self.flat.meter.sent_bytes += elements * total.full.itemsize
+            nbytes += (total.partition.length - carried) * total.full.itemsize
+        self.flat.meter.sent_bytes += nbytes
 
     def _post(self, total: Sum) -> Source:
         """Say where this rank's gradient lies; where those of the others will be found."""

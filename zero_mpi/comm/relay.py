@@ -124,7 +124,7 @@ class Relay:
         yield source.ready
         yield lambda: total.lends
         items = self.items(total, self.topology.local)
-        rooms = self._take(total.full.dtype)
+        rooms = self._take(total.out.dtype)
         posted: list[list[Any]] = []
         sent: list[list[Any]] = [[] for _ in rooms]
         for number in range(len(items) + DEPTH - 1):
@@ -142,7 +142,7 @@ class Relay:
                 sent[room] = self._pass_on(total, items[done], rooms[room])
                 total.added += 1
         yield [request for requests in sent for request in requests]
-        self._rooms[total.full.dtype].append(rooms)
+        self._rooms[total.out.dtype].append(rooms)
 
     def _take(self, dtype: Any) -> list[Array]:
         try:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.arrays import Array, BufferPool, zeros
+from zero_mpi import device
+from zero_mpi.arrays import Array, BufferPool, address
 from zero_mpi.comm.base import DONE, Comm, Handle, Memory, Partition, Piece, ordered_sum
 from zero_mpi.comm.files import OutputFile, PlainFile
 
@@ -19,6 +20,7 @@ class SerialComm(Comm):
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> Memory:
+        zeros = device.in_use().zeros
         return Memory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
@@ -36,7 +38,7 @@ class SerialComm(Comm):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        if full.ctypes.data != out.ctypes.data:
+        if address(full) != address(out):
             ordered_sum(out, [full] if contributors != 0 else [], accumulate)
         return DONE
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zero_mpi.arrays import ALIGNMENT, Array, BufferPool
+from zero_mpi.device import HOST
 
 FLOAT = np.dtype(np.float32)
 
@@ -23,7 +24,7 @@ class SlotPool(BufferPool):
     """
 
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__(where=HOST)
         self.blocks = list(blocks)
         self.start = int(blocks[rank].ctypes.data)
         self.stop = self.start + int(blocks[rank].size)

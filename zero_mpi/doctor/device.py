@@ -8,25 +8,16 @@ nothing of this job. Where messages go through host memory a job runs all the sa
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_mpi.comm.device_live import PROBE, run_probe
+from zero_mpi.comm.device_live import outside_job as outside_job  # where the doctor's readers look for it
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import NOTE, Row, plural
 from zero_mpi.doctor.versions import installed
 
-# What a launcher tells its ranks: a process that finds it takes itself for one of them. Settings stay.
-JOB = re.compile(
-    r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
-    r"MPI_LOCAL(NRANKS|RANKID)$"
-)
-PROBE = (sys.executable, "-m", "zero_mpi.doctor.device_probe")
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
@@ -52,7 +43,7 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
     if not (has_driver() if present is None else present):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name)) != "none"), "none")
-    told, end = run_probe(command)
+    told, end = run_probe(command, PATIENCE)
     about = json.loads(told[0]) if told else {"error": end}
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)
@@ -65,45 +56,6 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
 def has_driver() -> bool:
     """Whether the system has a driver for CUDA devices."""
     return any(Path(path).exists() for path in DRIVER)
-
-
-def run_probe(command: Sequence[str]) -> tuple[list[str], str]:
-    """What the child said, line by line, and how it ended."""
-    try:
-        done = subprocess.run(
-            command,
-            env=outside_job(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        text = said.decode(errors="replace") if isinstance(said, bytes) else said
-        return jsons(text), f"no answer within {PATIENCE:.0f} s"
-    except OSError as error:
-        return [], f"cannot be started: {error.strerror or error}"
-    return jsons(done.stdout), ending(done.returncode, done.stderr)
-
-
-def jsons(text: str) -> list[str]:
-    """The lines that are meant for us: libraries have their own to say."""
-    return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
-
-
-def ending(status: int, said: str) -> str:
-    """How a process ended, for people."""
-    if status < 0:
-        return f"the test died of {signal.Signals(-status).name}"
-    last = said.strip().splitlines()[-1:] or [""]
-    return f"the test ended with status {status}: {last[0][:80]}".rstrip(": ")
-
-
-def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what the launcher of this job put into it."""
-    return {name: value for name, value in environ.items() if not JOB.match(name)}
 
 
 # ------------------------------------------------------------------------------------------------- rows

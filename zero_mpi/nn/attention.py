@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import ops
+from zero_mpi import device, ops
 from zero_mpi.arrays import namespace, side_by_side
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.nn.linear import Linear
@@ -120,17 +120,19 @@ class QKNorm(Layer):
 
 @lru_cache(maxsize=32)
 def rope_table(
-    positions: int, width: int, base: float, factors: tuple[float, ...], sign: int, dtype: str
+    positions: int, width: int, base: float, factors: tuple[float, ...], sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
     """Cosines and sines (positions, width / 2) of sign * position * base^(-2 j / width) / factors[j].
 
     Without factors the division is left out.
     """
+    place = device.in_use() if on_gpu else device.HOST
     frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     if factors:
         frequencies /= factors
     angles = sign * np.outer(np.arange(positions), frequencies)
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+    cos, sin = (place.from_host(turn(angles).astype(dtype)) for turn in (np.cos, np.sin))
+    return cos, sin
 
 
 class RoPE(Layer):
@@ -152,7 +154,9 @@ class RoPE(Layer):
         q, k, v = qkv
         stop = start + q.shape[1]
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
-        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, sign, q.dtype.name)
+        kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
+        on_gpu = device.is_cupy(q)
+        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, sign, kind, on_gpu)
         table = cos[start:stop], sin[start:stop]
         q, k = (ops.rope(x, *table, self.interleaved, x if self.in_place else None) for x in (q, k))
         return q, k, v

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from zero_mpi import ops
+from zero_mpi.arrays import Scalar
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 
 
@@ -54,14 +55,14 @@ class Chain(Layer):
         dy = self.but_first.backward(p, saved[1:], dy, g)
         return self.layers[0].backward_onto(p, saved[0], dy, g, base)
 
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         if not self.layers:
             return super().loss(p, x, targets, scale, g)
         y, saved = self.but_last.forward(p, x)
         loss, dy = self.layers[-1].loss(p, y, targets, scale, g)
         return loss, self.but_last.backward(p, saved, dy, g)
 
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         if not self.layers:
             return super().evaluate(p, x, targets, scale)
         y, _ = self.but_last.forward(p, x)
@@ -114,10 +115,10 @@ class Recompute(Wrapper):
         kept = self.inner.forward(p, saved)[1]
         return self.inner.backward(p, kept, dy, g)
 
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         return self.inner.loss(p, x, targets, scale, g)  # backward follows at once: nothing to save
 
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         return self.inner.evaluate(p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arrays import Array
+from zero_mpi.arrays import Array, Scalar
 
 Weights = Mapping[str, Array]
 Gradients = MutableMapping[str, Array]
@@ -78,19 +78,19 @@ class Layer:
         """base + dx. A layer that can add where it writes dx overrides it."""
         return ops.add(base, self.backward(p, saved, dy, g))
 
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """(loss, dx): forward, the cross-entropy of y as logits, and backward, in one.
 
         The last layer of a model overrides it where it can do with less than all logits at once. The loss is
-        `scale` times the sum over targets of -log softmax, a float.
+        `scale` times the sum over targets of -log softmax.
         """
         y, saved = self.forward(p, x)
         loss, dy = ops.cross_entropy(y, targets, scale)
-        return float(loss), self.backward(p, saved, dy, g)
+        return loss, self.backward(p, saved, dy, g)
 
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         """The loss alone."""
-        return float(ops.cross_entropy(self.forward(p, x)[0], targets, scale)[0])
+        return ops.cross_entropy(self.forward(p, x)[0], targets, scale)[0]
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """y for the positions that follow those in `cache`; layers that mix positions override it."""

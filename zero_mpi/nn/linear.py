@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import ops
+from zero_mpi.arrays import Scalar
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
 
 
@@ -39,11 +40,11 @@ class Linear(Layer):
             ops.linear_backward_b(dy, g[self.bias])
         return ops.linear_backward_x(dy, p[self.weight], into)
 
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[float, Any]:
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
         loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
-        return float(loss), dx
+        return loss, dx
 
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> float:
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         weight, bias = p[self.weight], self._bias(p)
-        return float(ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0])
+        return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]

@@ -3,7 +3,7 @@
 `reference` defines each one. A faster version for an array type registers itself with
 `ops.NAME.register(ArrayType)`; callers write `ops.NAME(...)` and never ask where an array lies. For NumPy
 arrays that is `ops.cpu`, where numba and SciPy are installed; it is loaded by `prepare` or by the first
-operation, and ZERO_MPI_OPS=reference keeps it away.
+operation, and ZERO_MPI_OPS=reference keeps it away. For CuPy arrays it is `ops.gpu`.
 """
 
 import os
@@ -14,44 +14,64 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.ops import code_cache, reference
+from zero_mpi import device
+from zero_mpi.ops import code_cache, half, reference
 
-add = singledispatch(reference.add)
-linear = singledispatch(reference.linear)
-linear_backward_x = singledispatch(reference.linear_backward_x)
-linear_backward_w = singledispatch(reference.linear_backward_w)
-linear_backward_b = singledispatch(reference.linear_backward_b)
-embedding = singledispatch(reference.embedding)
-embedding_backward = singledispatch(reference.embedding_backward)
-positions = singledispatch(reference.positions)
-positions_backward = singledispatch(reference.positions_backward)
-rms_norm = singledispatch(reference.rms_norm)
-rms_norm_backward = singledispatch(reference.rms_norm_backward)
-layer_norm = singledispatch(reference.layer_norm)
-layer_norm_backward = singledispatch(reference.layer_norm_backward)
-gelu = singledispatch(reference.gelu)
-gelu_backward = singledispatch(reference.gelu_backward)
-swiglu = singledispatch(reference.swiglu)
-swiglu_backward = singledispatch(reference.swiglu_backward)
-rope = singledispatch(reference.rope)
-causal_attention = singledispatch(reference.causal_attention)
-causal_attention_backward = singledispatch(reference.causal_attention_backward)
-cross_entropy = singledispatch(reference.cross_entropy)
-linear_cross_entropy = singledispatch(reference.linear_cross_entropy)
-adamw = singledispatch(reference.adamw)
-chunk_squares = singledispatch(reference.chunk_squares)
+
+def _dispatched(definition: Callable[..., Any]) -> Any:
+    """An operation that is chosen by the type of its first array, and takes low precision on the host."""
+    return singledispatch(half.aware(definition.__name__, definition))
+
+
+add = _dispatched(reference.add)
+linear = _dispatched(reference.linear)
+linear_backward_x = _dispatched(reference.linear_backward_x)
+linear_backward_w = _dispatched(reference.linear_backward_w)
+linear_backward_b = _dispatched(reference.linear_backward_b)
+embedding = _dispatched(reference.embedding)
+embedding_backward = _dispatched(reference.embedding_backward)
+positions = _dispatched(reference.positions)
+positions_backward = _dispatched(reference.positions_backward)
+rms_norm = _dispatched(reference.rms_norm)
+rms_norm_backward = _dispatched(reference.rms_norm_backward)
+layer_norm = _dispatched(reference.layer_norm)
+layer_norm_backward = _dispatched(reference.layer_norm_backward)
+gelu = _dispatched(reference.gelu)
+gelu_backward = _dispatched(reference.gelu_backward)
+swiglu = _dispatched(reference.swiglu)
+swiglu_backward = _dispatched(reference.swiglu_backward)
+rope = _dispatched(reference.rope)
+causal_attention = _dispatched(reference.causal_attention)
+causal_attention_backward = _dispatched(reference.causal_attention_backward)
+cross_entropy = _dispatched(reference.cross_entropy)
+linear_cross_entropy = _dispatched(reference.linear_cross_entropy)
+adamw = _dispatched(reference.adamw)
+chunk_squares = _dispatched(reference.chunk_squares)
 
 _compiles = (
     os.environ.get("ZERO_MPI_OPS") != "reference"
     and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
     and find_spec("numba") is not None
 )
-_prepared = False
+_prepared = _gpu_prepared = False
 
 
 def backend() -> str:
-    """What computes on NumPy arrays: "numba 0.68.1", or "numpy" for the reference."""
+    """What computes: "numba 0.68.1", "numpy" for the reference, or the libraries that a GPU has."""
+    if device.in_use().name == "cuda":
+        from zero_mpi.ops import gpu
+
+        return gpu.about()
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
+
+
+def prepare_gpu() -> None:
+    """Compile the kernels of the GPU in use, or load them from CuPy's cache; once is enough."""
+    from zero_mpi.ops import gpu
+
+    for operation in gpu.OPERATIONS:
+        globals()[operation.__name__].register(gpu.ARRAY, operation)
+    gpu.prepare()
 
 
 def prepare(say: Callable[[str], object] | None = None) -> None:
@@ -60,7 +80,10 @@ def prepare(say: Callable[[str], object] | None = None) -> None:
     Before it compiles, which takes ten seconds or so, it tells `say` in one line. Where many ranks start at
     once let one of each node go first: the others then find the cache filled.
     """
-    global _prepared
+    global _prepared, _gpu_prepared
+    if device.in_use().name == "cuda" and not _gpu_prepared:
+        _gpu_prepared = True
+        prepare_gpu()
     if _prepared or not _compiles:
         return
     if say is not None and not code_cache.is_complete():
@@ -68,7 +91,8 @@ def prepare(say: Callable[[str], object] | None = None) -> None:
     from zero_mpi.ops import cpu
 
     for operation in cpu.OPERATIONS:
-        globals()[operation.__name__].register(np.ndarray, operation)
+        name = operation.__name__
+        globals()[name].register(np.ndarray, half.aware(name, operation))
     code_cache.mark_complete()
     _prepared = True
 

@@ -332,8 +332,9 @@ def adamw(
     eps: float,
     decay: Array,
     step: int,
+    low: Array | None = None,
 ) -> None:
-    """One AdamW update, in place in p, m and v; all flat and of one size.
+    """One AdamW update, in place in p, m and v; all flat and of one size. `low` takes p rounded.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
     p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
@@ -362,6 +363,8 @@ def adamw(
         d *= rate
         pb *= keep[(start + xp.arange(pb.size)) // run]
         pb -= d
+        if low is not None:
+            low[part] = pb
 
 
 def run_length(p: Array, runs: Array) -> int:

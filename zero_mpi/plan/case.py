@@ -10,6 +10,7 @@ from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
+from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.shard import accumulates_locally
 
 SERIAL, SHARED, NODES, MPI = "serial", "shared", "nodes", "mpi"  # NODES: shared in each, MPI between them
@@ -43,6 +44,35 @@ class Case:
     frozen: tuple[str, ...] = ()
     recompute: bool = False
     async_save: bool = False
+    precision_name: str = "fp32"
+    reduce_dtype: str | None = None
+    device: str = "cpu"
+    offload: str = "none"
+
+    @property
+    def precision(self) -> Precision:
+        """The types of what is computed and of what travels."""
+        return precision_named(self.precision_name, self.reduce_dtype)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element of gathered parameters and activations."""
+        return int(self.precision.compute.itemsize)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of an element of a gradient on its way."""
+        return int(self.precision.reduce.itemsize)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether each rank has a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether moments lie in the host's memory."""
+        return self.offload == "moments"
 
     @property
     def strategy(self) -> Strategy:
@@ -51,19 +81,29 @@ class Case:
 
     @property
     def transport(self) -> str:
-        """What a run would choose: memory that is shared wherever several ranks are on a node."""
+        """What a run would choose: memory that is shared wherever several ranks are on a node.
+
+        Of GPUs it is messages, in whatever way they go.
+        """
         if self.transport_wanted in (SERIAL, NODES, MPI):
             return self.transport_wanted
-        if self.ranks == 1 and self.transport_wanted == "auto":
+        if self.ranks == 1 and (self.transport_wanted == "auto" or self.on_gpu):
             return SERIAL
+        if self.on_gpu:
+            return MPI
         if self.nodes == 1:
             return SHARED
         return NODES if self.per_node > 1 else MPI
 
     @property
+    def stages(self) -> bool:
+        """Whether what GPUs send goes through the host; of `auto` it is taken that it does."""
+        return self.on_gpu and self.transport_wanted not in (MPI, "nccl")
+
+    @property
     def exact(self) -> bool:
         """Whether reductions add in the order of ranks, as only `mpi` with `fast` does not."""
-        return self.exact_wanted or self.transport != MPI or self.hybrid
+        return self.exact_wanted or self.transport != MPI or self.hybrid or self.stages
 
     @property
     def allreduces(self) -> bool:
@@ -115,7 +155,13 @@ class Case:
     def layout(self) -> Layout:
         """Units and schedule, which no number of ranks changes."""
         return layout_of(
-            self.model, self.recompute, self.strategy_name, self.prefetch, self.bucket_mb, self.frozen
+            self.model,
+            self.recompute,
+            self.strategy_name,
+            self.prefetch,
+            self.bucket_mb,
+            self.frozen,
+            self.precision,
         )
 
     @cached_property
@@ -132,6 +178,7 @@ def layout_of(
     prefetch: int,
     bucket_mb: float,
     frozen: tuple[str, ...],
+    precision: Precision,
 ) -> Layout:
     """The layout that the runtime would work out; many cases share it."""
     return lay_out(
@@ -140,6 +187,7 @@ def layout_of(
         prefetch=prefetch,
         bucket_mb=bucket_mb,
         frozen=frozen,
+        precision=precision,
     )
 
 

@@ -13,6 +13,7 @@ import math
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
 from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.memory import EXACT_PIECE, NUMBER, RELAY_PIECE
+from zero_mpi.plan.rehearsal import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
 SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
@@ -28,12 +29,12 @@ def tree_depth(ranks: int) -> int:
     return math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
 
-def gather_seconds(case: Case, machine: Machine, unit: int) -> float:
+def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
     """To bring a unit together on all its owners. Where memory is shared there is nothing to bring."""
     if case.shares_wholes or case.ranks == 1:
         return 0.0
     partition = case.partitions[unit]
-    own, length = BYTES * partition.counts[0], BYTES * partition.length
+    own, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
     if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
@@ -52,35 +53,35 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
     """To sum a unit's gradient into slices."""
     if case.ranks == 1 or case.transport == SERIAL:
         return 0.0
-    own = BYTES * case.partitions[unit].counts[0]
+    own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
     if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
-        return relay_seconds(case, machine, BYTES * case.partitions[unit].length)
-    added = own * (case.ranks + 1) / machine.moves
+        return relay_seconds(case, machine, case.partitions[unit].length)
+    added = own * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == SHARED:  # the owner reads what the others wrote
-        return machine.node.alpha + max(added, own * (case.ranks - 1) * machine.node.beta)
+        return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
     return exchange_seconds(case, machine, unit) + added * case.exact
 
 
 def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
     """To send every slice of a unit to its owner."""
     partition, mates = case.partitions[unit], case.per_node
-    own = partition.counts[0]
-    inside = BYTES * own * (mates - 1) * machine.node.beta
-    between = BYTES * mates * max(0, partition.length - own * mates) * machine.between.beta
+    own, itemsize = partition.counts[0], case.reduce_bytes
+    inside = itemsize * own * (mates - 1) * machine.node.beta
+    between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
     pieces = -(-own // EXACT_PIECE)
     return pieces * slowest(case, machine).alpha + max(inside, between)
 
 
-def relay_seconds(case: Case, machine: Machine, nbytes: int) -> float:
+def relay_seconds(case: Case, machine: Machine, length: int) -> float:
     """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
 
-    A node between two others then sends both ways over its link.
+    A node between two others then sends both ways over its link. Sums are float32.
     """
-    link, hops = machine.between, case.nodes - 1
+    link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
     piece = min(nbytes, BYTES * RELAY_PIECE * case.per_node)
     ways = 2 if case.hybrid else 1
     volume = nbytes * (ways if case.nodes > 2 else 1)
-    added = nbytes / case.per_node * (case.per_node + 1) / machine.moves
+    added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
     return volume * link.beta + ways * hops * (link.alpha + piece * link.beta) + added
 
 
@@ -100,10 +101,11 @@ def vector_seconds(case: Case, machine: Machine, numbers: int) -> float:
     return allreduce_seconds(case, machine, NUMBER * numbers)
 
 
-def unit_seconds(case: Case, machine: Machine, unit: int, reduces: bool) -> float:
-    """One transfer of a unit: its gather, or its reduction."""
-    if not reduces:
-        return gather_seconds(case, machine, unit)
-    if case.allreduces:
+def unit_seconds(case: Case, machine: Machine, unit: int, kind: str) -> float:
+    """One transfer of a unit: a gather, or its reduction."""
+    if kind in (GATHER, GATHER_SUMS):
+        itemsize = BYTES if kind == GATHER_SUMS else case.compute_bytes
+        return gather_seconds(case, machine, unit, itemsize)
+    if kind == ALLREDUCE:
         return allreduce_seconds(case, machine, BYTES * case.partitions[unit].length)
     return reduce_seconds(case, machine, unit)

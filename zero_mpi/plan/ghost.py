@@ -49,9 +49,11 @@ class Room:
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
+    kernels   what operations take beside their results (`plan.kernels`)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
         self.held = self.small = self.logits = 0
         self.flop = self.moved = 0.0
         self._small_now = 0

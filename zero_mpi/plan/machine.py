@@ -30,6 +30,7 @@ class Machine:
     flops    floating-point operations a second of a rank's matrix products, while all ranks compute
     moves    bytes a second of a rank in everything else
     memory   bytes for a rank, or None: not known
+    host_link   bytes a second from a GPU to its host, and as many back at the same time
     """
 
     node: Link
@@ -37,10 +38,15 @@ class Machine:
     flops: float
     moves: float
     memory: int | None = None
+    host_link: float = 4e10
 
 
 # 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.
 ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9)
+# GPUs of 2023 and their networks by data sheets, at shares that are often reached: not measured here.
+GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
+ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
+ASSUMED_GPU_FP32 = Machine(*GPU_LINKS, flops=4e13, moves=3e12)
 DOCTOR = {  # flag -> where the doctor has it
     "alpha_node": ("links", "node", "alpha_seconds"),
     "beta_node": ("links", "node", "beta_seconds_per_byte"),
@@ -49,7 +55,7 @@ DOCTOR = {  # flag -> where the doctor has it
     "flops": ("flops_per_second_per_rank",),
     "memory": ("memory_bytes_per_rank",),
 }
-POSITIVE = ("flops", "memory_bandwidth", "memory")
+POSITIVE = ("flops", "memory_bandwidth", "memory", "host_bandwidth")
 
 
 def read_doctor(path: Path) -> dict[str, float]:
@@ -80,20 +86,28 @@ def number_at(path: Path, found: Mapping[str, Any], keys: tuple[str, ...]) -> fl
     return float(value)
 
 
-def machine_of(numbers: Mapping[str, float]) -> Machine:
-    """ASSUMED with what is known put in; raises UsageError for a number that cannot be."""
+def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
+    """What is assumed with what is known put in; raises UsageError for a number that cannot be."""
     for name, value in numbers.items():
         if not 0 <= value < math.inf or (name in POSITIVE and value == 0):
             least = "more than 0" if name in POSITIVE else "at least 0"
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected {least}")
-    node = Link(numbers.get("alpha_node", ASSUMED.node.alpha), numbers.get("beta_node", ASSUMED.node.beta))
-    between = Link(numbers.get("alpha", ASSUMED.between.alpha), numbers.get("beta", ASSUMED.between.beta))
+    node = Link(numbers.get("alpha_node", base.node.alpha), numbers.get("beta_node", base.node.beta))
+    between = Link(numbers.get("alpha", base.between.alpha), numbers.get("beta", base.between.beta))
     memory = numbers.get("memory")
     return replace(
-        ASSUMED,
+        base,
         node=node,
         between=between,
-        flops=numbers.get("flops", ASSUMED.flops),
-        moves=numbers.get("memory_bandwidth", ASSUMED.moves),
+        flops=numbers.get("flops", base.flops),
+        moves=numbers.get("memory_bandwidth", base.moves),
         memory=None if memory is None else int(memory),
+        host_link=numbers.get("host_bandwidth", base.host_link),
     )
+
+
+def assumed(on_gpu: bool, low: bool) -> Machine:
+    """What is taken for numbers that nobody gave."""
+    if not on_gpu:
+        return ASSUMED
+    return ASSUMED_GPU if low else ASSUMED_GPU_FP32

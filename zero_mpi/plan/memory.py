@@ -1,7 +1,9 @@
 """Bytes that the largest rank holds, by what they are for; every size comes from the runtime's own layout.
 
-Rank 0 is the largest: it owns the longest slice of every unit. Beside what is listed a process has its
-interpreter and libraries (some 100 MB), the tokens of the corpus, and whatever the MPI library takes.
+Rank 0 is the largest: it owns the longest slice of every unit. They lie on its device; what a rank with a GPU
+keeps in the host's memory is told apart. Beside what is listed a process has its interpreter and libraries
+(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and whatever the MPI
+library takes.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from dataclasses import asdict, dataclass
 
 from zero_mpi.comm.slots import padded
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
-from zero_mpi.plan.rehearsal import rehearse
+from zero_mpi.plan.rehearsal import kernels_of, rehearse
 from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT
+from zero_mpi.sharding.offload import ROOMS, piece_of
 from zero_mpi.sharding.unit import BYTES, Unit
 
 # Of transports that cannot be imported without MPI; a test compares.
 EXACT_PIECE, DEPTH = 1 << 18, 2  # comm.mpi: elements of a slice at a time, pieces in flight
 RELAY_PIECE, RELAY_DEPTH = 1 << 17, 4  # comm.relay: the same, of sums that travel from node to node
+AWARE_PIECE, AWARE_DEPTH = 1 << 20, 2  # comm.device_aware: elements of a slice at a time, rounds under way
+STAGE, LEAST_STAGE, STAGED_DEPTH, ALIGNED = 8 << 20, 64 << 10, 3, 1024  # comm.device_staged: bytes, rounds
+TRANSFERS = 4  # comm.device_comm: under way at once
 COUNTERS = 8 * 104  # comm.counters: bytes of a rank
 PAGE = 4096
 ROUNDS = 2  # from the second on every round finds the buffers that it needs
@@ -29,36 +35,44 @@ class Memory:
 
     parameters, gradients, moments   kept between rounds and steps: slices, or wholes where replicated; where
                     a node shares one copy, this rank's part of it
+    masters         the parameters in float32, where `parameters` are rounded copies of them
+    rooms           on the GPU, for moments that pass through it
     gathered        units that are whole for a while
     gradient_buffers  gradients of a micro-batch before they are reduced
     activations, logits   what layers keep and make, in memory that is used again
     transport       slices that arrive in a reduction
     tables          where chunks lie, which ones decay, their sums of squares
+    workspace       of the GPU's library of matrix products
     snapshot        copies while a checkpoint is written in the background
     node_shared     not of a rank: what the ranks of a node need in /dev/shm together
+    host            not on the device: pinned memory of a rank with a GPU, and its snapshot
     """
 
     parameters: int
+    masters: int
     gradients: int
     moments: int
+    rooms: int
     gathered: int
     gradient_buffers: int
     activations: int
     logits: int
     transport: int
     tables: int
+    workspace: int
     snapshot: int
     node_shared: int
+    host: int
 
     @property
     def total(self) -> int:
-        """Of the rank."""
-        return int(sum(asdict(self).values())) - self.node_shared
+        """Of the rank, on its device."""
+        return int(sum(asdict(self).values())) - self.node_shared - self.host
 
     @property
     def state(self) -> int:
         """What lasts from step to step."""
-        return self.parameters + self.gradients + self.moments
+        return self.parameters + self.masters + self.gradients + self.moments
 
 
 def plan_memory(case: Case) -> Memory:
@@ -68,18 +82,26 @@ def plan_memory(case: Case) -> Memory:
     units = list(zip(case.layout.units, slices, strict=True))
     buffers = sum(padded(length) for length in case.layout.buffers)
     gathers = sum(padded(length) for length in case.layout.gathers)
+    kinds, trained = case.precision, [(unit, own) for unit, own in units if unit.trainable]
+    moments = 2 * BYTES * sum(updated(case, unit, own) for unit, own in trained)
+    snapshot = BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save
+    on_host = moments * case.offloads + snapshot * case.on_gpu + pinned(case)
     return Memory(
-        parameters=BYTES * sum(kept_parameters(case, unit, own) for unit, own in units),
-        gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in units if unit.trainable),
-        moments=2 * BYTES * sum(updated(case, unit, own) for unit, own in units if unit.trainable),
+        parameters=case.compute_bytes * sum(kept_parameters(case, unit, own) for unit, own in units),
+        masters=BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low,
+        gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in trained),
+        moments=0 if case.offloads else moments,
+        rooms=rooms(case, trained) if case.offloads else 0,
         gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
         gradient_buffers=buffers if case.shares_slots else seen.gradient_buffers,
         activations=seen.activations,
         logits=seen.logits,
         transport=arriving(case),
         tables=tables(case, units),
-        snapshot=BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save,
+        workspace=kernels_of(case).workspace,
+        snapshot=0 if case.on_gpu else snapshot,
         node_shared=node_shared(case, gathers, buffers),
+        host=on_host,
     )
 
 
@@ -103,6 +125,12 @@ def updated(case: Case, unit: Unit, own: int) -> int:
     return own if case.strategy.shards_moments else unit.length
 
 
+def rooms(case: Case, trained: list[tuple[Unit, int]]) -> int:
+    """Bytes of the rooms that offloaded moments pass through."""
+    pieces = [min(updated(case, unit, own), piece_of(unit.quantum)) for unit, own in trained]
+    return ROOMS * 2 * BYTES * max(pieces, default=0)
+
+
 def tables(case: Case, units: list[tuple[Unit, int]]) -> int:
     """Numbers a chunk: its place (of slices), whether it decays (of what is updated), squares twice."""
     places = sum(-(-own // unit.quantum) for unit, own in units)
@@ -119,6 +147,8 @@ def arriving(case: Case) -> int:
     """Bytes of what reductions receive before it is added."""
     if case.ranks == 1 or case.transport in (SERIAL, SHARED):
         return 0
+    if case.on_gpu:
+        return device_scratch(case)
     if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
         return relay_scratch(case)
     return exact_scratch(case) if case.exact else fast_scratch(case)
@@ -131,8 +161,9 @@ def relay_scratch(case: Case) -> int:
     """
     carried = longest_slice(case) * (1 if case.hybrid else case.nodes)
     pieces = min(RELAY_DEPTH, -(-carried // RELAY_PIECE))
-    givers = 1 if case.shares_slots else case.per_node
-    return in_flight(case) * pieces * givers * min(RELAY_PIECE, longest_slice(case)) * BYTES
+    posted = 0 if case.shares_slots else case.per_node - 1  # of the node's other ranks, as they travel
+    sizes = BYTES + posted * case.reduce_bytes
+    return in_flight(case) * pieces * min(RELAY_PIECE, longest_slice(case)) * sizes
 
 
 def exact_scratch(case: Case) -> int:
@@ -142,9 +173,31 @@ def exact_scratch(case: Case) -> int:
     rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
     """
     longest = longest_slice(case)
-    place = -(-min(longest, EXACT_PIECE) * BYTES // PAGE) * PAGE
+    place = -(-min(longest, EXACT_PIECE) * case.reduce_bytes // PAGE) * PAGE
     rooms = min(DEPTH, -(-longest // EXACT_PIECE)) * in_flight(case)
     return rooms * place * sum(count - 1 for count in contributor_counts(case))
+
+
+def device_scratch(case: Case) -> int:
+    """On a GPU, rooms for pieces of the other ranks' slices, for each reduction under way."""
+    itemsize, others = case.reduce_bytes, case.ranks - 1
+    if case.stages:
+        place, depth = staged_piece(case) // itemsize // ALIGNED * ALIGNED, STAGED_DEPTH
+    else:
+        place, depth = AWARE_PIECE, AWARE_DEPTH
+    return in_flight(case) * depth * others * place * itemsize
+
+
+def staged_piece(case: Case) -> int:
+    """Bytes of pinned memory for a piece of one other rank."""
+    return max(LEAST_STAGE, STAGE // (case.ranks - 1))
+
+
+def pinned(case: Case) -> int:
+    """Bytes of the host that transfers go through, for as many as may be under way."""
+    if not case.stages or case.ranks == 1:
+        return 0
+    return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(case) * (case.ranks - 1)
 
 
 def fast_scratch(case: Case) -> int:

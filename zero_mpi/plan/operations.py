@@ -1,8 +1,8 @@
 """The operations on ghosts: the results and temporaries of the compiled ones, and what their work amounts to.
 
-Each takes from the room what `ops.cpu` takes from `arrays.recycled`, in the same order. The sizes of
-attention's blocks are those of `ops.cpu.attention`, which is not imported because that compiles kernels; a
-test compares.
+Each takes from the room what `ops.cpu` takes from `arrays.recycled`, in the same order, or on a GPU what
+`ops.gpu` takes; what differs is in `kernels`. Results have the type of their inputs, statistics are float32.
+(On the host low types are a reference, whose float32 copies are not counted.)
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arrays import Array, side_by_side
-from zero_mpi.ops.reference import chunk_rows
+from zero_mpi.arrays import Array
 from zero_mpi.plan.ghost import Ghost, Room
+from zero_mpi.plan.kernels import weights_of_head
 
-BLOCK, KEPT_WEIGHTS = 64, 64 << 10  # of ops.cpu.attention
+FLOAT = 4  # bytes of a score
 
 
 def room_of(x: Array) -> Room:
@@ -33,7 +33,7 @@ def lines(x: Array) -> int:
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
     """As `reference.linear`."""
     room = room_of(x)
-    y = room.take((*x.shape[:-1], w.shape[0]))
+    y = room.take((*x.shape[:-1], w.shape[0]), x.dtype)
     room.product(lines(x), *w.shape)
     if plus is not None or b is not None:
         room.passes(y, y)
@@ -46,7 +46,7 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     """As `reference.linear_backward_x`."""
     room = room_of(dy)
     room.product(lines(dy), *w.shape)
-    return room.take((*dy.shape[:-1], w.shape[1])) if into is None else into
+    return room.take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
 
 
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
@@ -57,12 +57,13 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 def linear_backward_b(dy: Array, db: Array) -> None:
     """As `reference.linear_backward_b`."""
     room_of(dy).passes(dy)
+    room_of(dy).kernels.column_sums(room_of(dy), lines(dy), dy.shape[-1])
 
 
 def embedding(tokens: Array, w: Array) -> Array:
     """As `reference.embedding`."""
     room = room_of(tokens)
-    y = room.take((*tokens.shape, w.shape[1]))
+    y = room.take((*tokens.shape, w.shape[1]), w.dtype)
     room.passes(y, y)
     return y
 
@@ -70,6 +71,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """As `reference.embedding_backward`."""
     room_of(tokens).passes(dy, dy, dy)
+    room_of(tokens).kernels.sorted_tokens(room_of(tokens), tokens, dy.shape[-1])
 
 
 def positions(x: Array, w: Array) -> Array:
@@ -80,12 +82,13 @@ def positions(x: Array, w: Array) -> Array:
 def positions_backward(dy: Array, dw: Array) -> None:
     """As `reference.positions_backward`."""
     room_of(dy).passes(dy)
+    room_of(dy).kernels.column_sums(room_of(dy), dy.shape[0], dw.size)
 
 
 def elementwise(x: Array, reads: int) -> Array:
     """One array of x's shape from `reads` such arrays."""
     room = room_of(x)
-    y = room.take(x.shape)
+    y = room.take(x.shape, x.dtype)
     room.passes(*[y] * (reads + 1))
     return y
 
@@ -124,7 +127,9 @@ def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
     """As `reference.rms_norm_backward`."""
-    return elementwise(x, 2 if plus is None else 3)
+    dx = elementwise(x, 2 if plus is None else 3)
+    room_of(x).kernels.norm_sums(room_of(x), x, int(dw is not None))
+    return dx
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
@@ -144,34 +149,28 @@ def layer_norm_backward(
     plus: Array | None = None,
 ) -> Array:
     """As `reference.layer_norm_backward`."""
-    return elementwise(x, 2 if plus is None else 3)
+    dx = elementwise(x, 2 if plus is None else 3)
+    room_of(x).kernels.norm_sums(room_of(x), x, (dw is not None) + (db is not None))
+    return dx
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """As `reference.rope`."""
     room = room_of(x)
-    y = room.take(x.shape) if out is None else out
+    y = room.take(x.shape, x.dtype) if out is None else out
     room.passes(y, y)
     return y
-
-
-def weights_of_head(length: int, total: int) -> int:
-    """Elements of a head's weights, by blocks that end at the diagonal: T queries of S positions."""
-    starts = range(0, length, BLOCK)
-    return sum(min(BLOCK, length - r) * (total - length + min(r + BLOCK, length)) for r in starts)
 
 
 def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
     """As `reference.causal_attention`; blocks above the diagonal are not computed."""
     room, (batch, length, heads, width) = room_of(q), q.shape
     size = weights_of_head(length, k.shape[1])
-    keep = size <= KEPT_WEIGHTS
-    y = room.take((batch, length, heads, v.shape[3]))
-    p = room.take((batch * heads * size if keep else BLOCK * k.shape[1],))
-    sums = room.take((batch * heads * length,))
+    y, kept = room.kernels.attention(room, q, k, v)
     room.product(batch * heads, size, width + v.shape[3])
-    room.moved += 3 * p.itemsize * batch * heads * size  # the most, the exponentials, the shares
-    return y, (p if keep else None, sums)
+    # The most, the exponentials, the shares.
+    room.moved += 3 * FLOAT * batch * heads * size * room.kernels.moves_scores(q)
+    return y, kept
 
 
 def causal_attention_backward(
@@ -179,26 +178,11 @@ def causal_attention_backward(
 ) -> tuple[Array, Array, Array]:
     """As `reference.causal_attention_backward`; weights that were not kept are computed again."""
     room, (batch, length, heads, width) = room_of(dy), q.shape
-    weights, _ = kept
-    d = room.take((BLOCK * k.shape[1],))
-    again = room.take((BLOCK * k.shape[1],)) if weights is None else None
-    gradients = gradients_like(room, q, k, v)
+    (dq, dk, dv), again = room.kernels.attention_backward(room, dy, q, k, v, kept)
     size = weights_of_head(length, k.shape[1])
-    room.product(batch * heads, size, (2 if again is None else 3) * width + 2 * v.shape[3])
-    room.moved += 4 * d.itemsize * batch * heads * size
-    return gradients
-
-
-def gradients_like(room: Room, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Room for dq, dk and dv: columns of one array if q, k and v are."""
-    joint = side_by_side((q, k, v))
-    if joint is None:
-        return room.take(q.shape), room.take(k.shape), room.take(v.shape)
-    whole = room.take((*q.shape[:2], joint.shape[-1]))
-    first = q.shape[2] * q.shape[3]
-    second = first + k.shape[2] * k.shape[3]
-    dq, dk, dv = whole[..., :first], whole[..., first:second], whole[..., second:]
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    room.product(batch * heads, size, (3 if again else 2) * width + 2 * v.shape[3])
+    room.moved += 4 * FLOAT * batch * heads * size * room.kernels.moves_scores(q)
+    return dq, dk, dv
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[float, Array]:
@@ -219,8 +203,9 @@ def linear_cross_entropy(
 ) -> tuple[float, Array | None]:
     """As `reference.linear_cross_entropy`."""
     room, n = room_of(x), lines(x)
-    logits = room.take((chunk_rows(n, w.shape[0]), w.shape[0]))
-    dx = room.take(x.shape) if need_dx else None
+    logits, dx = room.kernels.logits(room, x, w, need_dx)
+    if db is not None:
+        room.kernels.column_sums(room, len(logits), w.shape[0])
     room.logits = max(room.logits, int(logits.nbytes))
     for wanted in (True, dw is not None, need_dx):
         if wanted:

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.comm.device_choice import ON_GPU
 from zero_mpi.config import Config, Parser, check, read_toml, spelled
 from zero_mpi.config import make_parser as train_parser
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import Machine, machine_of, read_doctor
-from zero_mpi.sharding.module import check_patterns
+from zero_mpi.plan.case import Case, Imagined
+from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
+from zero_mpi.sharding.module import check_patterns, check_reduction
 from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_model
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = ("--async-save", "--tokenizer", "--config", "--help")
+SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
+SHOWN |= {"--offload"}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 RATES = {
     "alpha": "seconds that a message between nodes takes at least",
@@ -29,6 +31,7 @@ RATES = {
     "beta_node": "the same between ranks of a node",
     "flops": "floating-point operations a second of a rank's matrix products",
     "memory_bandwidth": "bytes a second of a rank in everything else",
+    "host_bandwidth": "bytes a second between a GPU and its host, each way",
 }
 OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
 
@@ -52,11 +55,12 @@ def make_parser() -> Parser:
     parser.prog = "python -m zero_mpi.plan"
     parser.description = (
         "Work out what a run will take: memory of a rank, bytes that travel, time of a step. Takes the flags "
-        "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun."
+        "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun, no GPU: "
+        "--device auto is the CPU."
     )
     for group in parser._action_groups:
         for action in group._group_actions:
-            if group.title not in SHOWN_GROUPS and not set(action.option_strings) & set(SHOWN):
+            if group.title not in SHOWN_GROUPS and not SHOWN & set(action.option_strings):
                 action.help = argparse.SUPPRESS
     add_own(parser.add_argument_group("plan"))
     return parser
@@ -89,10 +93,12 @@ def read(arguments: Sequence[str]) -> Question:
         raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
     model = find_model(config)
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
+    if "strategy" not in settings and config.device == "cuda" and nodes > 1:
+        names.remove("hybrid-shard")
     cases = tuple(make_case(config, model, name, ranks, nodes) for name in names)
     for case in cases:
         check_layout(case)
-    machine, known = find_machine(own)
+    machine, known = find_machine(own, cases[0])
     return Question(
         cases,
         machine,
@@ -129,6 +135,15 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
     """The case of a configuration under a strategy."""
     if config.transport == "shared" and ranks == nodes > 1:
         raise UsageError("--transport shared: each node has one rank; use --transport auto or mpi")
+    on_gpu = config.device == "cuda"
+    if config.transport == "shared" and on_gpu:
+        raise UsageError("--transport shared: expected --device cpu; GPUs send messages: use auto or mpi")
+    if strategy == "hybrid-shard" and on_gpu and nodes > 1:
+        raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
+    if config.transport in ON_GPU and not on_gpu:
+        raise UsageError(f"--transport {config.transport}: it carries arrays of a GPU; use --device cuda")
+    if config.offload != "none" and not on_gpu:
+        raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
     return Case(
         model,
         ranks=ranks,
@@ -144,11 +159,16 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
         frozen=tuple(config.freeze or ()),
         recompute=config.recompute,
         async_save=config.async_save,
+        precision_name=config.precision,
+        reduce_dtype=config.reduce_dtype,
+        device="cuda" if on_gpu else "cpu",
+        offload=config.offload,
     )
 
 
 def check_layout(case: Case) -> None:
-    """Raise UsageError where nothing is left to train, as `train` does."""
+    """Raise UsageError where nothing is left to train, or sums cannot be made, as `train` does."""
+    check_reduction(Imagined(case), case.precision)
     try:
         check_patterns(case.frozen, case.model.params())
     except ValueError as error:
@@ -157,13 +177,15 @@ def check_layout(case: Case) -> None:
         raise UsageError(f"--freeze {' '.join(case.frozen)}: leaves no parameter to train")
 
 
-def find_machine(own: dict[str, Any]) -> tuple[Machine, tuple[str, ...]]:
+def find_machine(own: dict[str, Any], case: Case) -> tuple[Machine, tuple[str, ...]]:
     """The machine's numbers, and which of them are known rather than assumed."""
     numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    if case.on_gpu:  # what a doctor measures of computing is the host's
+        numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if "memory" in own:
         numbers["memory"] = read_size(own["memory"])
-    return machine_of(numbers), tuple(numbers)
+    return machine_of(numbers, assumed(case.on_gpu, case.precision.is_low)), tuple(numbers)
 
 
 def read_size(text: str) -> float:

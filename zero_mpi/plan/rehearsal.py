@@ -16,15 +16,19 @@ import numpy as np
 
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import DONE, Handle
+from zero_mpi.device import HOST
 from zero_mpi.plan import operations  # noqa: F401  (registers the operations on ghosts)
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.ghost import Room
+from zero_mpi.plan.kernels import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
+from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import FLOAT32, floats
 from zero_mpi.sharding.shard import Views, accumulates_locally
-from zero_mpi.sharding.unit import BYTES, Unit
+from zero_mpi.sharding.unit import Unit
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
-NORM, UPDATE = "norm", "update"
+GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
 STEPS = 2  # the first finds no buffers, and no transfers of the one before
 
@@ -97,15 +101,19 @@ class ImaginedUnit:
         self.number, self.unit, self.name, self.in_use = number, unit, unit.name, False
         self.script, self.strategy = module.script, module.strategy
         self._pools = module.parameter_pool, module.gradient_pool
-        room = module.script.room
-        self._weights = {name: room.outside(param.shape) for name, param in unit.params.items()}
+        room, self._kinds = module.script.room, module.precision
+        widens = self._kinds.reduce != FLOAT32  # then a gradient is not summed where it is written
+        self._weights, self._to_add = (
+            {name: room.outside(param.shape, kind) for name, param in unit.params.items()}
+            for kind in (self._kinds.compute, self._kinds.reduce)
+        )
         self._common = whole and self.strategy.shards_moments
         self.gathered = self._common or not self.strategy.shards_parameters
         keeps = unit.trainable and not self.strategy.shards_moments
-        self._own_gradient = keeps and not whole
+        self._own_gradient = keeps and not whole and not widens
         self._allreduces = keeps and accumulates_locally(module.comm, self.strategy)
-        self._gathers_gradient = self._own_gradient and not self._allreduces
-        self._in_place = module.comm.sums_in_place
+        self._gathers_gradient = keeps and not whole and not self._allreduces
+        self._in_place = module.comm.sums_in_place and not widens
         self._updates = unit.trainable and not self._common
         self._buffer: Array | None = None
         self._gradient_buffer: Array | None = None
@@ -117,7 +125,7 @@ class ImaginedUnit:
     def start_gather(self) -> None:
         """As `ShardedUnit.start_gather`."""
         if not self.gathered:
-            self._buffer = self._pools[0].take(self.unit.length)
+            self._buffer = self._pools[0].take(floats(self.unit.length, self._kinds.compute))
             self.gathered = True
             self._gather = Transfer(self.script, GATHER, self.number)
 
@@ -155,9 +163,9 @@ class ImaginedUnit:
             self.wait_reduce()
             in_place = self._own_gradient or (self._in_place and self.contributions == 0)
             if not in_place:
-                self._gradient_buffer = self._pools[1].take(self.unit.length)
-            self.script.room.moved += BYTES * self.unit.length  # it is set to zero
-            self._gradients = self._weights  # shapes are all that counts
+                self._gradient_buffer = self._pools[1].take(floats(self.unit.length, self._kinds.reduce))
+            self.script.room.moved += self._kinds.reduce.itemsize * self.unit.length  # it is set to zero
+            self._gradients = self._to_add
         return self._gradients
 
     def start_reduce(self, contributors: int) -> None:
@@ -178,7 +186,7 @@ class ImaginedUnit:
 
     def start_gradient_gather(self) -> Handle:
         """As `ShardedUnit.start_gradient_gather`."""
-        return Transfer(self.script, GATHER, self.number) if self._gathers_gradient else DONE
+        return Transfer(self.script, GATHER_SUMS, self.number) if self._gathers_gradient else DONE
 
     def reset(self) -> None:
         """As `ShardedUnit.reset`."""
@@ -196,7 +204,8 @@ class ImaginedModule(ShardedModule):
         self.stages, self.strategy, self.script = case.model.stages(case.recompute), case.strategy, script
         self._uses, self.schedule = layout.uses, layout.schedule
         self.comm = self.owners = Imagined(case)
-        self.parameter_pool, self.gradient_pool = BufferPool(), BufferPool()
+        self.precision, self.loss_scale = case.precision, LossScale()
+        self.parameter_pool, self.gradient_pool = BufferPool(where=HOST), BufferPool(where=HOST)
         units: list[Any] = [
             ImaginedUnit(i, unit, self, case.shares_wholes) for i, unit in enumerate(layout.units)
         ]
@@ -223,6 +232,11 @@ class ImaginedModule(ShardedModule):
         return self.script.cut()
 
 
+def kernels_of(case: Case) -> Compiled:
+    """Of the case's device."""
+    return OnGPU() if case.on_gpu else Compiled()
+
+
 def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
     """The rehearsal of a case; more than `most_rounds` rounds are rehearsed as so many."""
     ranks = min(case.nodes, 2) * min(case.per_node, 2)  # all that makes a difference
@@ -241,13 +255,16 @@ def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
             bucket_mb=case.bucket_mb,
             frozen=case.frozen,
             recompute=case.recompute,
+            precision_name=case.precision_name,
+            reduce_dtype=case.reduce_dtype,
+            device=case.device,
         )
     )
 
 
 @lru_cache(maxsize=64)
 def _rehearse(case: Case) -> Rehearsal:
-    room = Room()
+    room = Room(kernels_of(case))
     module = ImaginedModule(case, Script(room))
     steps = tuple(module.step(len(case.rounds), (case.micro_batch, case.context)) for _ in range(STEPS))
     gathered, gradients = module.parameter_pool.nbytes, module.gradient_pool.nbytes

@@ -13,14 +13,17 @@ from zero_mpi.plan.sweep import Point
 TITLE, COLUMN = 34, 16  # widths
 MEMORY = {
     "parameters": "parameters",
+    "masters": "parameters in fp32",
     "gradients": "gradients",
     "moments": "moments",
+    "rooms": "rooms for moments",
     "gathered": "gathered units",
     "gradient_buffers": "gradient buffers",
     "activations": "activations",
     "logits": "logits",
     "transport": "arriving slices",
     "tables": "tables",
+    "workspace": "workspace of products",
     "snapshot": "copies for --async-save",
     "total": "total",
 }
@@ -74,20 +77,35 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
         f"node(s); {case.tokens:,} tokens a step in {case.rounds.micro_batches} micro-batch(es) of "
-        f"{case.micro_batch} x {case.context}, {len(case.rounds)} round(s)"
+        f"{case.micro_batch} x {case.context}, {len(case.rounds)} round(s){kinds_of(case)}"
     )
     rates = {
         "flops": f"{machine.flops / 1e9:.3g} GFLOP/s a rank",
         "memory_bandwidth": f"{machine.moves / 1e9:.3g} GB/s a rank",
+        "host_bandwidth": f"{machine.host_link / 1e9:.3g} GB/s to the host",
         "alpha_node": f"{seconds(machine.node.alpha)} in a node",
         "beta_node": f"{rate(machine.node.beta)} in a node",
         "alpha": f"{seconds(machine.between.alpha)} between nodes",
         "beta": f"{rate(machine.between.beta)} between nodes",
     }
     for title, wanted in (("given", True), ("assumed", False)):
-        texts = [text for name, text in rates.items() if (name in known) == wanted]
+        texts = [text for name, text in rates.items() if (name in known) == wanted and applies(name, case)]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
+
+
+def kinds_of(case: Case) -> str:
+    """Device and types, where they are not the CPU and float32."""
+    about = [f"{case.device}, a GPU a rank"] * case.on_gpu
+    if case.precision.is_low:
+        about.append(f"{case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
+    about += ["moments on the host"] * case.offloads
+    return "".join(f"; {text}" for text in about)
+
+
+def applies(name: str, case: Case) -> bool:
+    """Whether a rate makes a difference."""
+    return name != "host_bandwidth" or case.offloads
 
 
 def rate(beta: float) -> str:
@@ -104,6 +122,8 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
             yield row(title, [size(table[name]) for table in tables])
     if any(plan.memory.node_shared for plan in plans):
         yield row("(a node in /dev/shm)", [size(plan.memory.node_shared) for plan in plans])
+    if any(plan.memory.host for plan in plans):
+        yield row("(in the host's memory)", [size(plan.memory.host) for plan in plans])
 
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:

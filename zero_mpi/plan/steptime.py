@@ -3,7 +3,7 @@
 Computing moves the clock. A transfer goes on a line behind those that were started before it and is complete
 some time later, whatever the rank does meanwhile; a wait moves the clock to that time, and what it moves is
 the exposed communication. Inside one node a transfer is copying by the ranks' own cores, so there nothing is
-hidden. All ranks are taken to be as fast as rank 0.
+hidden, unless GPUs compute. All ranks are taken to be as fast as rank 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zero_mpi.plan.rehearsal import (
     ALLREDUCE,
     COMPUTE,
     GATHER,
+    GATHER_SUMS,
     MOST_ROUNDS,
     NORM,
     REDUCE,
@@ -74,7 +75,7 @@ class Player:
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine
-        self.overlaps = case.nodes > 1
+        self.overlaps = case.nodes > 1 or case.on_gpu
         self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
         self._line_free = 0.0
         self._due: dict[tuple[str, int], float] = {}
@@ -92,7 +93,7 @@ class Player:
                 self.compute(event.flop, event.moved)
             elif event.kind == WAIT:
                 self.wait(self._due.pop((event.what, event.unit), 0.0))
-            elif event.kind in (GATHER, REDUCE, ALLREDUCE):
+            elif event.kind in (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE):
                 self.start(event.kind, event.unit)
             else:
                 self.finish(event.kind)
@@ -108,7 +109,7 @@ class Player:
         """A transfer joins the line."""
         key = kind, unit
         if key not in self._seconds:
-            self._seconds[key] = unit_seconds(self.case, self.machine, unit, reduces=kind != GATHER)
+            self._seconds[key] = unit_seconds(self.case, self.machine, unit, kind)
         self.communicated += self._seconds[key]
         self._line_free = max(self.now, self._line_free) + self._seconds[key]
         self._due[key] = self._line_free
@@ -128,8 +129,7 @@ class Player:
         if kind == NORM:
             self.compute(0.0, BYTES * sum(own for _, own in trained))
         if kind == UPDATE:
-            elements = sum(updated(case, unit, own) for unit, own in trained)
-            self.compute(0.0, UPDATE_PASSES * BYTES * elements)
+            self.update(sum(updated(case, unit, own) for unit, own in trained))
             return
         numbers = chunks(case) if kind == NORM else case.rounds.micro_batches + FLAGS
         assert kind in (NORM, TOTAL)
@@ -137,6 +137,15 @@ class Player:
         seconds = vector_seconds(ranks, self.machine, numbers)
         self.communicated += seconds
         self.wait(self.now + seconds)
+
+    def update(self, elements: int) -> None:
+        """AdamW, which also rounds in low precision; offloaded moments come and go meanwhile."""
+        rounded, begun = self.case.compute_bytes * self.case.precision.is_low, self.now
+        self.compute(0.0, elements * (UPDATE_PASSES * BYTES + rounded))
+        if self.case.offloads:
+            seconds = 2 * BYTES * elements / self.machine.host_link
+            self.communicated += seconds
+            self.wait(begun + seconds)
 
 
 def step_time(case: Case, machine: Machine) -> StepTime:

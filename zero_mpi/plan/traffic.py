@@ -51,19 +51,21 @@ class Traffic:
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """The traffic of a step; `flags` numbers travel with the losses."""
     ways = ways_of(case)
+    between = BYTES if ways.reductions.passes_sums else case.reduce_bytes
+    reduced = np.array([[case.reduce_bytes], [between]])
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     for number, partition in enumerate(case.partitions):
         if gathers := gathers_of(case, number):
-            parameters += gathers * np.stack(ways.gathers.gathered(partition))
+            parameters += case.compute_bytes * gathers * np.stack(ways.gathers.gathered(partition))
         if not case.layout.units[number].trainable:
             continue
         if case.allreduces:
-            gradients[int(case.nodes > 1)] += partition.length
+            gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
             continue
         if gathers_gradient(case):
-            gradients += np.stack(ways.gathers.gathered(partition))
-        gradients += reductions(case, ways.reductions, partition)
-    (a, b), (c, d) = BYTES * parameters, BYTES * gradients
+            gradients += BYTES * np.stack(ways.gathers.gathered(partition))  # sums, float32 always
+        gradients += reduced * reductions(case, ways.reductions, partition)
+    (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors(case, flags), np.int64))
 
 

@@ -20,7 +20,12 @@ Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
 
 class Way(ABC):
-    """Ranks 0 ... ranks - 1, `per_node` of them on each node but the last."""
+    """Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
+
+    `passes_sums`: what goes between nodes in a reduction are sums, float32 always, and not gradients.
+    """
+
+    passes_sums = False
 
     def __init__(self, ranks: int, per_node: int) -> None:
         self.ranks, self.per_node = ranks, per_node
@@ -59,6 +64,8 @@ class Straight(Way):
 class Lanes(Way):
     """Ranks of one position on their nodes carry what goes between nodes, their own slices (comm.nodes)."""
 
+    passes_sums = True
+
     def gathered(self, partition: Partition) -> Given:
         own = np.array(partition.counts, np.int64)
         return 0 * own, own * (self.nodes - 1)
@@ -78,6 +85,8 @@ class Lanes(Way):
 
 class Replicated(Way):
     """Every node has all slices; partitions are over a node's ranks (comm.node_owners)."""
+
+    passes_sums = True
 
     def __init__(self, ranks: int, per_node: int, shared: bool) -> None:
         super().__init__(ranks, per_node)

@@ -28,6 +28,7 @@ class DDP(ShardedModule):
             raise ValueError(
                 f"broadcast_parameters: root {root} is not a rank; expected 0 to {self.comm.size - 1}"
             )
-        handles = [self.comm.broadcast(unit.full, root, f"parameters {unit.name}") for unit in self.units]
-        for handle in handles:
+        handles = [self.comm.broadcast(unit.kept[0], root, f"parameters {unit.name}") for unit in self.units]
+        for unit, handle in zip(self.units, handles, strict=True):
             handle.wait()
+            unit.round()

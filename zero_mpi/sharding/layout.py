@@ -13,7 +13,9 @@ from fnmatch import fnmatchcase
 
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Partition
+from zero_mpi.device import HOST
 from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.sharding.precision import FP32, Precision, floats
 from zero_mpi.sharding.schedule import Indices, Schedule, StagePlan, make_schedule
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit, units_by_bytes, units_by_scope
@@ -25,9 +27,10 @@ ROUNDS = 3  # of micro-batches in a step, after which the same buffers are lent 
 
 @dataclass(frozen=True)
 class Layout:
-    """units; the numbers of those that each stage uses; their schedule; lengths of what is lent at once.
+    """units; the numbers of those that each stage uses; their schedule; what is lent at once.
 
-    buffers   of gradients, gathers   of parameters that are gathered
+    buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which have
+              room for twice as many elements in low precision
     """
 
     units: list[Unit]
@@ -35,16 +38,21 @@ class Layout:
     schedule: Schedule
     buffers: tuple[int, ...]
     gathers: tuple[int, ...]
+    precision: Precision = FP32
 
     def wholes(self, strategy: Strategy, ranks: int) -> list[Partition]:
         """Per unit, what of it is one array where ranks share memory: parameters, else summed gradients.
 
         Nothing of a replicated unit that is frozen: it has no gradient.
         """
-        return [
-            unit.partition(ranks) if strategy.shards_moments or unit.trainable else Partition(0, ranks)
-            for unit in self.units
-        ]
+        if strategy.shards_moments:
+            return [self._room(unit, ranks) for unit in self.units]
+        return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in self.units]
+
+    def _room(self, unit: Unit, ranks: int) -> Partition:
+        """Float32 elements that a unit's parameters take in the type of computing."""
+        kind = self.precision.compute
+        return Partition(floats(unit.length, kind), ranks, floats(unit.quantum, kind))
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
@@ -60,6 +68,7 @@ def lay_out(
     bucket_mb: float = BUCKET_MB,
     frozen: Sequence[str] = (),
     by_rows: bool = False,
+    precision: Precision = FP32,
 ) -> Layout:
     """The layout of a ShardedModule with the same arguments."""
     params = stage_params(list(stages))
@@ -80,7 +89,14 @@ def lay_out(
         prefetch,
     )
     gathers = gather_buffers(units, schedule) if strategy.shards_parameters else ()
-    return Layout(units, uses, schedule, gradient_buffers(units, uses, schedule), gathers)
+    return Layout(
+        units,
+        uses,
+        schedule,
+        tuple(floats(length, precision.reduce) for length in gradient_buffers(units, uses, schedule)),
+        tuple(floats(length, precision.compute) for length in gathers),
+        precision,
+    )
 
 
 class Rehearsal:
@@ -88,7 +104,7 @@ class Rehearsal:
 
     def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule) -> None:
         self.units, self.uses, self.schedule = units, uses, schedule
-        self.pool = BufferPool()  # its memory is never touched, so it takes none
+        self.pool = BufferPool(where=HOST)  # its memory is never touched, so it takes none
         self.lengths: dict[int, int] = {}  # of all buffers that were ever taken
         self.open: dict[int, Array] = {}  # by unit
         self.travelling: dict[int, Array] = {}
@@ -146,7 +162,7 @@ class GatherRehearsal:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self.units, self.schedule = units, schedule
-        self.pool = BufferPool()  # its memory is never touched, so it takes none
+        self.pool = BufferPool(where=HOST)  # its memory is never touched, so it takes none
         self.lengths: dict[int, int] = {}
         self.open: dict[int, Array] = {}
 

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zero_mpi.arrays import Array
+from zero_mpi import device
+from zero_mpi.arrays import Array, Scalar
 from zero_mpi.comm import Comm, Handle
+from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.layout import BUCKET_MB, REDUCTIONS_IN_FLIGHT, is_trainable, lay_out
+from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import FLOAT32, FP32, Precision
 from zero_mpi.sharding.schedule import StagePlan
 from zero_mpi.sharding.shard import ShardedUnit, Views, accumulates_locally
 from zero_mpi.sharding.state import ShardedState
@@ -31,9 +35,10 @@ class ShardedModule(ShardedState):
     bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
     frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
     by_rows     one unit a parameter, cut between rows (dimension 0)
+    precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
 
     Parameters start as zeros; `initialize` or `load_state_dict` fills them. Raises ValueError for
-    impossible arguments.
+    impossible arguments, UsageError for a precision that the transport cannot reduce.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class ShardedModule(ShardedState):
         bucket_mb: float = BUCKET_MB,
         frozen: Sequence[str] = (),
         by_rows: bool = False,
+        precision: Precision = FP32,
     ) -> None:
         if prefetch < 0 or bucket_mb <= 0:
             raise ValueError(f"expected prefetch >= 0 and bucket_mb > 0, got {prefetch} and {bucket_mb}")
@@ -53,17 +59,25 @@ class ShardedModule(ShardedState):
         params = stage_params(self.stages)
         check_patterns(self.frozen, params)
         layout = lay_out(
-            self.stages, strategy, prefetch=prefetch, bucket_mb=bucket_mb, frozen=frozen, by_rows=by_rows
+            self.stages,
+            strategy,
+            prefetch=prefetch,
+            bucket_mb=bucket_mb,
+            frozen=frozen,
+            by_rows=by_rows,
+            precision=precision,
         )
+        check_reduction(comm, precision)
         self._uses, self.schedule = layout.uses, layout.schedule
         owners = comm.node_owners() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = pools = memory.gathers, memory.buffers
         units = [
-            ShardedUnit(unit, owners, strategy, *pools, whole)
+            ShardedUnit(unit, owners, strategy, *pools, whole, precision)
             for unit, whole in zip(layout.units, memory.wholes, strict=True)
         ]
-        super().__init__(params, units, comm, strategy, owners)
+        super().__init__(params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
+        self.precision = precision
         self._saved: list[Any] | None = None
         self._reducing: deque[ShardedUnit] = deque()
         self._synced = False
@@ -75,7 +89,7 @@ class ShardedModule(ShardedState):
     # -------------------------------------------------------------------------------------- two loops
 
     def forward(self, x: Any, training: bool = True) -> Any:
-        """The model's output for x; keeps what backward needs if `training`.
+        """The model's output for x, on the host or the device; keeps what backward needs if `training`.
 
         A rank that has no micro-batch in this round passes None: it joins the collectives and gets None.
         """
@@ -87,6 +101,7 @@ class ShardedModule(ShardedState):
     def _ascend(self, x: Any, plans: Sequence[StagePlan], training: bool) -> tuple[Any, list[Any]]:
         """The output of the first stages, as many as there are plans, and what backward needs of each."""
         saved: list[Any] = []
+        x = None if x is None else device.in_use().from_host(x)
         for stage, uses, plan in zip(self.stages, self._uses, plans, strict=False):
             self._start_and_wait(plan)
             kept = None
@@ -106,6 +121,8 @@ class ShardedModule(ShardedState):
         if self._saved is None:
             raise ValueError("backward needs a forward(x, training=True) before it")
         saved, self._saved = self._saved, None
+        if dy is not None and self.loss_scale.dynamic:
+            dy = self.loss_scale.times(dy)
         return self._descend(dy, saved, contributors, last)
 
     def _descend(self, dy: Any, saved: list[Any], contributors: int | None, last: bool) -> Any:
@@ -129,7 +146,7 @@ class ShardedModule(ShardedState):
 
     def forward_backward(
         self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
-    ) -> float | None:
+    ) -> Scalar | None:
         """Forward, cross-entropy of the output as logits, and backward, of one micro-batch. Returns the loss.
 
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
@@ -142,21 +159,23 @@ class ShardedModule(ShardedState):
         self._start_and_wait(self.schedule.forward[-1])
         self._start_and_wait(plan)
         if y is not None:
-            layer = self.stages[-1].layer
-            loss, dy = layer.loss(self._weights(uses), y, targets, scale, self._gradients(uses))
+            layer, targets = self.stages[-1].layer, device.in_use().from_host(targets)
+            factor = self.loss_scale.factor
+            loss, dy = layer.loss(self._weights(uses), y, targets, scale * factor, self._gradients(uses))
+            loss = loss / factor
         self._release(self.schedule.forward[-1])
         self._finish_stage(plan, contributors, last)
         self._descend(dy, saved, contributors, last)
         return loss
 
-    def evaluate(self, x: Any, targets: Any, scale: float) -> float | None:
+    def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
         """The loss alone, without what backward would need; None for a rank without a micro-batch."""
         *plans, plan = self.schedule.evaluate
         y, _ = self._ascend(x, plans, training=False)
         self._saved, loss = None, None
         self._start_and_wait(plan)
         if y is not None:
-            layer = self.stages[-1].layer
+            layer, targets = self.stages[-1].layer, device.in_use().from_host(targets)
             loss = layer.evaluate(self._weights(self._uses[-1]), y, targets, scale)
         self._release(plan)
         self.owners.progress()
@@ -288,6 +307,15 @@ class AllOf(Handle):
 def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:
     """Whether slices are dealt out to the ranks of each node instead of to all."""
     return strategy.within_nodes or (comm.replicates_by_node and not strategy.shards_moments)
+
+
+def check_reduction(comm: Comm, precision: Precision) -> None:
+    """Raise UsageError where the transport leaves sums to the library, which has none of low types."""
+    if not comm.exact and precision.reduce != FLOAT32:
+        raise UsageError(
+            f"--precision {precision.name} with --reduction fast: the MPI library does not add "
+            f"{precision.reduce.name}; use --reduction exact, or --reduce-dtype fp32"
+        )
 
 
 def check_patterns(patterns: Sequence[str], params: Mapping[str, Param]) -> None:

@@ -4,13 +4,20 @@ Parameters: `start_gather`, `wait_gather`, use of `weights`, `release`. Gradient
 `start_reduce`, `wait_reduce`, after which `gradient` is this rank's slice of the sum. What is not sharded
 takes the same calls, which then have nothing to do. Where the transport gives one array to all ranks, that is
 the whole of the parameters (of the summed gradient, where parameters are replicated): of it a rank writes its
-slice and reads the rest, and gathering is waiting for what the others write.
+slice and reads the rest, and gathering is waiting for what the others write. In low precision the slice of
+the parameters is float32 as ever, and a rounded copy of it is what travels.
 """
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array, BufferPool, zeros
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import DONE, Comm, Handle
+from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
 
@@ -27,14 +34,16 @@ def read_only(whole: Array | None) -> Array | None:
     if whole is None:
         return None
     view = whole.view()
-    view.flags.writeable = False
+    if not device.is_cupy(view):  # which has no such flag
+        view.flags.writeable = False
     return view
 
 
 class ShardedUnit:
     """One rank's part of a unit. Buffers of gathered parameters and of gradients come from two pools.
 
-    `whole`: an array of the unit's length that all ranks see, or None.
+    `whole`: memory for the unit's length that all ranks see, or None. Buffers and wholes are float32 arrays,
+    of which less is used in low precision.
     """
 
     def __init__(
@@ -45,41 +54,58 @@ class ShardedUnit:
         parameters: BufferPool,
         gradients: BufferPool,
         whole: Array | None = None,
+        precision: Precision = FP32,
     ) -> None:
-        self.unit, self.comm, self.strategy = unit, comm, strategy
+        self.unit, self.comm, self.strategy, self.precision = unit, comm, strategy, precision
         self._parameter_pool, self._gradient_pool = parameters, gradients
         self.partition = unit.partition(comm.size)
         self.part = self.partition.part(comm.rank)
         self._views: dict[int, Views] = {}
-        self._common = read_only(whole) if strategy.shards_moments else None  # parameters of all ranks
+        self._zeros = device.in_use().zeros
+        parameters_of_all = None  # in a memory that all ranks see
+        if whole is not None and strategy.shards_moments:
+            parameters_of_all = as_kind(whole, unit.length, precision.compute)
+        self._common = read_only(parameters_of_all)
         self.in_use = False  # whether a rank may have read the common parameters since all ranks last met
         self.full: Array | None = self._common
         if strategy.shards_parameters:
             self.full = None
         elif self._common is None:
-            self.full = zeros(unit.length)
-        self.shard = self._own(self.full if self._common is None else whole)
+            self.full = self._zeros(unit.length, precision.compute)
+        # What travels: the slice of the parameters in the type of computing.
+        self.rounded = self._own(self.full if self._common is None else parameters_of_all, precision.compute)
+        self.shard = self.rounded
+        self._master: Array | None = None  # float32 of all that this rank updates, where `rounded` is not
+        if precision.is_low:
+            self._master = self._zeros(self._updated_part.stop - self._updated_part.start)
+            first = self.part.start - self._updated_part.start
+            self.shard = self._master[first : first + self.part.stop - self.part.start]
         self._buffer: Array | None = None
         self._gather: Handle | None = None
         keeps_gradient = unit.trainable and not strategy.shards_moments
         self._common_gradient = read_only(whole) if keeps_gradient else None
         self.full_gradient: Array | None = self._common_gradient
         if keeps_gradient and whole is None:
-            self.full_gradient = zeros(unit.length)
+            self.full_gradient = self._zeros(unit.length)
         self._allreduces = keeps_gradient and accumulates_locally(comm, strategy)
-        self.gradient = zeros(0)
+        self.gradient = self._zeros(0)
         if unit.trainable:
             shared = whole if keeps_gradient else None
             self.gradient = self._own(self.full_gradient if self._allreduces else shared)
         self._gradient_buffer: Array | None = None  # lent by the pool
-        self._whole_gradient = zeros(0)  # of this round
+        self._whole_gradient = self._zeros(0)  # of this round
         self._gradient_views: Views | None = None
         self._reduce: Handle | None = None
         self.contributions = 0  # rounds that are in `gradient`
 
-    def _own(self, full: Array | None) -> Array:
+    def _own(self, full: Array | None, kind: Any = np.float32) -> Array:
         """This rank's slice of `full`, or one of its own."""
-        return zeros(self.part.stop - self.part.start) if full is None else full[self.part]
+        return self._zeros(self.part.stop - self.part.start, kind) if full is None else full[self.part]
+
+    @property
+    def _updated_part(self) -> slice:
+        """Which part of the unit this rank's optimizer works on."""
+        return self.part if self.strategy.shards_moments else slice(0, self.unit.length)
 
     # ------------------------------------------------------------------------------------- parameters
 
@@ -98,10 +124,10 @@ class ShardedUnit:
         if self._common is not None:
             self.full = self._common
         elif self.full is None:
-            self._buffer = self._parameter_pool.take(self.unit.length)
-            self.full = self._buffer[: self.unit.length]
+            self._buffer = self._parameter_pool.take(floats(self.unit.length, self.precision.compute))
+            self.full = as_kind(self._buffer, self.unit.length, self.precision.compute)
             self._gather = self.comm.allgather(
-                self.shard, self.full, self.partition, f"parameters {self.name}"
+                self.rounded, self.full, self.partition, f"parameters {self.name}"
             )
 
     def start_update(self) -> None:
@@ -155,17 +181,19 @@ class ShardedUnit:
 
     def _open(self) -> Views:
         self.wait_reduce()
-        if self.full_gradient is not None and self._common_gradient is None:
+        kind = self.precision.reduce
+        widens = kind != np.float32  # then the sum is another array than what is summed
+        if self.full_gradient is not None and self._common_gradient is None and not widens:
             buffer = self.full_gradient
-        elif self.comm.sums_in_place and self.contributions == 0:
+        elif self.comm.sums_in_place and self.contributions == 0 and not widens:
             buffer = self.gradient
         else:
-            buffer = self._gradient_buffer = self._gradient_pool.take(self.unit.length)
-        self._whole_gradient = buffer[: self.unit.length]
+            buffer = self._gradient_buffer = self._gradient_pool.take(floats(self.unit.length, kind))
+        self._whole_gradient = as_kind(buffer, self.unit.length, kind)
         self._whole_gradient.fill(0)
         key = id(buffer)
         if key not in self._views:
-            self._views[key] = self.unit.views(buffer)
+            self._views[key] = self.unit.views(self._whole_gradient)
         return self._views[key]
 
     def start_reduce(self, contributors: int) -> None:
@@ -215,10 +243,42 @@ class ShardedUnit:
     @property
     def updated(self) -> tuple[Array, Array, slice]:
         """What the optimizer works on: parameters, gradients, and which part of the unit they are."""
-        if self.full_gradient is not None:
-            assert self.full is not None
-            return self.full, self.full_gradient, slice(0, self.unit.length)
-        return self.shard, self.gradient, self.part
+        if self.full_gradient is None:
+            return self.shard, self.gradient, self.part
+        parameters = self.full if self._master is None else self._master
+        assert parameters is not None
+        return parameters, self.full_gradient, self._updated_part
+
+    @property
+    def rounds_to(self) -> Array | None:
+        """Where what the optimizer updates must be rounded to, or None where it is what layers read."""
+        if self._master is None:
+            return None
+        return self.rounded if self.strategy.shards_moments else self.full
+
+    @property
+    def kept(self) -> tuple[Array, slice]:
+        """The parameters that this rank keeps between steps, float32, and which part of the unit they are."""
+        if self._master is not None:
+            return self._master, self._updated_part
+        if self.keeps_slice:
+            return self.shard, self.part
+        assert self.full is not None
+        return self.full, slice(0, self.unit.length)
+
+    @property
+    def filled(self) -> list[tuple[Array, slice]]:
+        """All that a rank fills by itself when parameters are loaded, and which parts of the unit it is."""
+        if self._master is None or self.rounds_to is None:
+            return [self.kept]
+        if self._common is None and self.full is not None:  # whole on every rank: nobody brings the rest
+            return [self.kept, (self.full, slice(0, self.unit.length))]
+        return [self.kept, (self.rounds_to, self._updated_part)]
+
+    def round(self) -> None:
+        """Round what this rank keeps to what layers read, after others than the optimizer wrote it."""
+        if self.rounds_to is not None:
+            self.rounds_to[...] = self._master
 
     @property
     def name(self) -> str:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.arrays import Array
 from zero_mpi.comm import Comm
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.initialize import initial_values
+from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import ShardInfo, shard_infos
@@ -32,9 +34,11 @@ class ShardedState:
         comm: Comm,
         strategy: Strategy,
         owners: Comm | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.params, self.units, self.comm, self.strategy = params, units, comm, strategy
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
+        self.loss_scale = loss_scale or LossScale()
         self._home = {name: unit for unit in units for name in unit.unit.params}
         self._chunk_places = self._number_chunks()
 
@@ -52,8 +56,8 @@ class ShardedState:
         self.drop_gathered()
         try:
             for unit in self.units:
-                target, part = held(unit)
-                fill(unit, target, part, read)
+                for target, part in unit.filled:
+                    fill(unit, target, part, read)
         finally:  # a rank that cannot read must not leave the others waiting
             self.owners.publish()
 
@@ -105,8 +109,9 @@ class ShardedState:
         self.drop_gathered()
         start = 0
         for unit, shard in zip(self.units, shards, strict=True):
-            shard[...] = flat[start : start + shard.size]
+            device.in_use().copy(shard, flat[start : start + shard.size])
             start += shard.size
+            unit.round()
             if not self.strategy.shards_parameters:
                 unit.start_update()
                 unit.wait_update()
@@ -133,12 +138,17 @@ class ShardedState:
         return {name: infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
-        """A copy of one whole parameter, on every rank. Collective. Raises ValueError for unknown names."""
+        """A copy of one whole parameter, on every rank's device. Collective.
+
+        Raises ValueError for unknown names.
+        """
         if name not in self._home:
             raise ValueError(
                 f"parameter {name!r} is not known; names are like {', '.join(list(self.params)[:3])}"
             )
         unit = self._home[name]
+        if unit.precision.is_low:
+            return self._gather_master(unit)[name]
         was_gathered = unit.gathered
         unit.start_gather()
         unit.wait_gather()
@@ -146,6 +156,12 @@ class ShardedState:
         if not was_gathered:
             unit.release()
         return whole
+
+    def _gather_master(self, unit: ShardedUnit) -> Mapping[str, Array]:
+        """The unit's parameters in float32, which are never gathered in training. Collective."""
+        whole = device.in_use().empty(unit.unit.length)
+        self.owners.allgather(unit.shard, whole, unit.partition, f"parameters {unit.name}").wait()
+        return unit.unit.views(whole)
 
     def state_dict(self) -> dict[str, Array]:
         """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
@@ -156,7 +172,7 @@ class ShardedState:
     @property
     def shard_memory_bytes(self) -> int:
         """Bytes of parameters that this rank keeps between steps."""
-        return sum(int(held(unit)[0].nbytes) for unit in self.units)
+        return sum(int(unit.kept[0].nbytes) for unit in self.units)
 
     @property
     def replicated_memory_bytes(self) -> int:
@@ -181,6 +197,8 @@ class ShardedState:
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole summed gradient, the same bits on every rank. Collective.
 
+        Of the gradient itself, though `gradients` are those of the loss times `loss_scale.factor`.
+
         Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
         in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
         """
@@ -188,23 +206,17 @@ class ShardedState:
         for number, unit in enumerate(self.units):
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.size:
-                sums[self._chunk_places[number]] = chunk_squares(unit.gradient, unit.unit.quantum)
+                squares = chunk_squares(unit.gradient, unit.unit.quantum)
+                sums[self._chunk_places[number]] = device.in_use().to_host(squares)
         total = self.owners.sum_vector(sums)
         if self.chunk_count:  # no rank has the sum before all have come here
             self._all_met()
-        return float(np.sqrt(total.sum()))
-
-
-def held(unit: ShardedUnit) -> tuple[Array, slice]:
-    """The parameters that this rank keeps between steps: the array, and which part of the unit it is."""
-    if unit.keeps_slice:
-        return unit.shard, unit.part
-    assert unit.full is not None
-    return unit.full, slice(0, unit.unit.length)
+        return float(np.sqrt(total.sum())) / self.loss_scale.factor
 
 
 def fill(unit: ShardedUnit, target: Array, part: slice, read: Read) -> None:
     """Write read(name, start, stop) into `target`, which is `part` of the unit."""
     for segment in unit.unit.segments(part):
         size = segment.where.stop - segment.where.start
-        target[segment.where] = read(segment.name, segment.offset, segment.offset + size)
+        values = read(segment.name, segment.offset, segment.offset + size)
+        device.in_use().copy(target[segment.where], values)

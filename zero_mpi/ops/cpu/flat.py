@@ -12,7 +12,7 @@ import numpy as np
 
 from zero_mpi.arrays import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, FLOAT32, INTEGER, filled, given, kernel, single
+from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, INTEGER, filled, given, kernel, single
 
 
 @kernel(filled(1), given(1), filled(1), filled(1), given(1), *[FLOAT] * 8, liberties=False)
@@ -71,35 +71,20 @@ def adamw(
     eps: float,
     decay: Array,
     step: int,
+    low: Array | None = None,
 ) -> None:
     """`reference.adamw`."""
-    contiguous = (
-        p.flags.c_contiguous and g.flags.c_contiguous and m.flags.c_contiguous and v.flags.c_contiguous
-    )
-    if not (contiguous and p.dtype == g.dtype == m.dtype == v.dtype == FLOAT32 and p.ndim == 1):
-        reference.adamw(
-            p,
-            g,
-            m,
-            v,
-            grad_scale=grad_scale,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            decay=decay,
-            step=step,
-        )
-        return
     if not single(p, g, m, v) or not all(array.flags.c_contiguous for array in (p, g, m, v)):
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
-        reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, **rates)
+        reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
         return
     reference.run_length(p, decay)
     root_c2 = math.sqrt(1.0 - beta2**step)
     rate = lr / (1.0 - beta1**step)
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
     update(p, g, m, v, (1.0 - lr * decay).astype(np.float32), *np.array(numbers, np.float32))
+    if low is not None:
+        low[...] = p
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:

@@ -1,0 +1,283 @@
+"""What a bare GPU machine needs before the checks can run: a GPU, a Python with the packages, an MPI.
+
+Only the standard library is used: this runs first. A virtual environment is made where `--venv` says, in
+which the packages of the python that runs this are seen as well (an image's CuPy need not come twice).
+What is missing is installed from a folder of wheels or from the package index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PRETEND = ROOT / "tests" / "pretend"
+MORE = ("pytest>=8.3", "pytest-mpi>=0.6", "hypothesis>=6.112", "mpich>=4.3", "numba>=0.61")
+# Whatever the extras say, and what these need in turn, so that it is named where it must be brought.
+GPU = ("nvmath-python>=0.9", "nvidia-cudnn-frontend>=1.18", "cuda-pathfinder>=1.3.4", "cuda-core>=0.5")
+INSTALL_SECONDS = 240
+TOO_SLOW = f"not done in {INSTALL_SECONDS} s"
+
+
+class NotReady(Exception):
+    """What is missing, in one line, and what to do."""
+
+
+@dataclass
+class Ready:
+    """An interpreter, the environment that programs get, and what was said on the way."""
+
+    python: str
+    env: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def cuda_version() -> int:
+    """The driver's CUDA version, such as 13. Raises NotReady where there is no driver or no GPU."""
+    count, version = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise NotReady(f"no GPU: {error}; --pretend tries this script without one") from error
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status or not count.value:
+        raise NotReady(
+            f"no GPU: the driver finds {count.value} (status {status}); --pretend does without one"
+        )
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
+def requirements(cuda: int) -> list[str]:
+    """Of the package, with the extras for this version of CUDA."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras[f"cuda{cuda}"], *extras.get(f"cudnn{cuda}", ()), *MORE]
+    known = {name_of(requirement) for requirement in wanted}
+    more = [*GPU, f"cuda-bindings=={cuda}.*"]
+    return wanted + [requirement for requirement in more if name_of(requirement) not in known]
+
+
+def name_of(requirement: str) -> str:
+    """The package that a requirement is about."""
+    end = next((i for i, letter in enumerate(requirement) if not (letter.isalnum() or letter in "-_.")), None)
+    return requirement[:end].lower().replace("_", "-")
+
+
+def make_venv(folder: Path) -> str:
+    """A virtual environment in which this python's packages are seen; its interpreter."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise NotReady(f"--venv {folder}: cannot be made: {last_line(done.stderr or done.stdout)}")
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    for site in folder.glob("lib/python*/site-packages"):
+        (site / "seen.pth").write_text("".join(f"{path}\n" for path in seen))
+    return str(python)
+
+
+def missing(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
+    """Those that an interpreter does not have in any version."""
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: m.version(name)\n"
+        "    except m.PackageNotFoundError: print(name)\n"
+    )
+    command = [python, "-c", code, *map(name_of, wanted)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(env), stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise NotReady(f"{python}: {last_line(done.stderr)}")
+    return done.stdout.split()
+
+
+def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[str, str]) -> list[str]:
+    """Install what is missing. Returns what was said; raises NotReady if CuPy or NumPy is missing after all.
+
+    First with what the packages need in turn; where that cannot be had, each by itself.
+    """
+    notes: list[str] = []
+    absent = lacking(python, wanted, env)
+    for more in ([], ["--no-deps"]):
+        if not absent:
+            break
+        said = pip(python, [*more, *absent], wheels, env)
+        notes.append(f"pip install {' '.join(absent)}: {said}")
+        absent = lacking(python, wanted, env)
+        if said == TOO_SLOW:  # the checks need the time that is left
+            break
+    for name in absent if wheels else ():  # one that is not in the folder must not keep the others away
+        pip(python, ["--no-deps", name], wheels, env)
+    absent = lacking(python, wanted, env)
+    if absent:
+        notes.append(f"not installed: {', '.join(map(name_of, absent))}. {what_to_bring(absent)}")
+    if any(name.startswith(("cupy", "numpy")) for name in absent):
+        raise NotReady(notes[-1])
+    return notes + loadable_mpi(python, wheels, env)
+
+
+def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
+    """The requirements of packages that an interpreter does not have."""
+    names = missing(python, wanted, env)
+    return [requirement for requirement in wanted if name_of(requirement) in names]
+
+
+def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> list[str]:
+    """An mpi4py that was built for another MPI is seen, and cannot be loaded: a wheel goes over it."""
+    command = [python, "-c", "from mpi4py import MPI"]
+    if "mpi4py" in missing(python, ["mpi4py"], env):
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(env), stdin=subprocess.DEVNULL)
+    if done.returncode == 0:
+        return []
+    said = pip(python, ["--no-deps", "--ignore-installed", "mpi4py"], wheels, env)
+    return [f"mpi4py could not be loaded ({last_line(done.stderr)}); pip install of its wheel: {said}"]
+
+
+def pip(python: str, arguments: list[str], wheels: Path | None, env: Mapping[str, str]) -> str:
+    """Run this python's pip for another interpreter; "done", or why not."""
+    where = ["--no-index", "--find-links", str(wheels)] if wheels else ["--timeout", "5", "--retries", "0"]
+    tool = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "-q"]
+    command = [*tool, "--no-compile", *where, *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=dict(env),
+            timeout=INSTALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return TOO_SLOW
+    return "done" if done.returncode == 0 else last_line(done.stderr or done.stdout)
+
+
+def what_to_bring(absent: list[str]) -> str:
+    """How somebody gets wheels to a machine that reaches no package index."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"Without a package index: pip download --only-binary=:all: --python-version {version} -d WHEELS "
+        f"{' '.join(map(shlex.quote, absent))} elsewhere, and here --wheels WHEELS"
+    )
+
+
+def last_line(said: str) -> str:
+    """What a program said last."""
+    return (said.strip().splitlines() or ["no output"])[-1]
+
+
+def library_folders(python: str) -> list[str]:
+    """Folders of the libraries that NVIDIA's packages bring, wherever this or that python has them."""
+    code = "import sys; print('\\n'.join(sys.path))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    roots = [Path(path) / "nvidia" for path in done.stdout.splitlines() if path]
+    found = [folder for root in roots if root.is_dir() for folder in sorted(root.glob("*/lib"))]
+    return list(dict.fromkeys(map(str, found)))
+
+
+def environment(python: str, scratch: Path) -> dict[str, str]:
+    """What every program gets: the project, compiled kernels in a folder of this run, NVIDIA's libraries."""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    own_mpi = [folder for folder in [Path(sys.prefix) / "lib"] if any(folder.glob("libmpi.so*"))]
+    folders = [*library_folders(python), *map(str, own_mpi)]  # an MPI of PyPI lies beside its interpreter
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH"), *folders]))
+    env["CUPY_CACHE_DIR"] = str(scratch / "cupy")
+    own = dict.fromkeys(str(Path(place).parent) for place in (python, sys.executable))
+    env["PATH"] = os.pathsep.join([*own, env.get("PATH", "")])
+    env |= {"PYTHONUNBUFFERED": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def make_ready(venv: Path | None, wheels: Path | None, scratch: Path) -> Ready:
+    """An interpreter that has what the checks need. Raises NotReady in one line."""
+    cuda = cuda_version()
+    if cuda not in (12, 13):
+        raise NotReady(f"the driver is of CUDA {cuda}; expected 12 or 13")
+    if wheels is not None and not wheels.is_dir():
+        raise NotReady(f"--wheels {wheels}: no such folder")
+    python = sys.executable if venv is None else make_venv(venv)
+    env, wanted = environment(python, scratch), requirements(cuda)
+    if venv is None:
+        absent = missing(python, wanted, env)
+        if any(name.startswith(("cupy", "numpy")) for name in absent):
+            raise NotReady(
+                f"{python} lacks {', '.join(absent)}; --venv DIR makes an environment that has them"
+            )
+        return Ready(python, env, [f"not installed: {', '.join(absent)}"] if absent else [])
+    notes = install(python, wanted, wheels, env)
+    return Ready(python, environment(python, scratch), notes)
+
+
+def make_pretend(scratch: Path) -> Ready:
+    """This python on the CuPy without a GPU."""
+    env = environment(sys.executable, scratch)
+    env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), env["PYTHONPATH"]])
+    return Ready(sys.executable, env, ["pretend: no GPU is used, and no figure means anything"])
+
+
+# ------------------------------------------------------------------------------------------------------ MPI
+
+
+def launcher(ready: Ready) -> list[str] | None:
+    """The mpiexec beside the interpreter, else that of PATH."""
+    found = shutil.which("mpiexec", path=ready.env["PATH"])
+    return None if found is None else [found]
+
+
+def unpack(given: Path, scratch: Path) -> Path:
+    """A folder with bin/mpirun in it: `given`, one below it, or what is in an archive. Raises NotReady."""
+    folder = given
+    if given.is_file():
+        folder = scratch / "mpi"
+        folder.mkdir(parents=True, exist_ok=True)
+        untar(given, folder)
+    for place in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
+        if (place / "bin" / "mpirun").exists():
+            return place
+    raise NotReady(f"--mpi-root {given}: no bin/mpirun in it, nor in a folder of it")
+
+
+def untar(archive: Path, folder: Path) -> None:
+    """By Python, or for what it does not know (zstd before 3.14) by tar. Raises NotReady."""
+    with contextlib.suppress(tarfile.TarError), tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="tar")
+        return
+    done = subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        raise NotReady(f"--mpi-root {archive}: {last_line(done.stderr)}; unpack it and give the folder")
+
+
+UCX_ON = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
+ATTEMPTS: dict[str, tuple[list[str], dict[str, str]]] = {  # how a CUDA-aware Open MPI may move device memory
+    "ucx with IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy,cuda_ipc"}),
+    "ucx without IPC": (UCX_ON, {"UCX_TLS": "sm,self,cuda_copy"}),
+    "ob1 without IPC": (["--mca", "pml", "ob1", "--mca", "btl_smcuda_use_cuda_ipc", "0"], {}),
+}
+
+
+def aware(root: Path, ready: Ready, attempt: str) -> tuple[list[str], dict[str, str]]:
+    """(launcher, environment) of the Open MPI in `root`, which may have been moved since it was built."""
+    flags, more = ATTEMPTS[attempt]
+    env = ready.env | dict.fromkeys(("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX"), str(root)) | more
+    env["PATH"] = os.pathsep.join([str(root / "bin"), env["PATH"]])
+    env["LD_LIBRARY_PATH"] = os.pathsep.join([str(root / "lib"), env["LD_LIBRARY_PATH"]])
+    env["PMIX_MCA_pcompress_base_silence_warning"] = "1"
+    env["OMPI_MCA_mca_base_component_show_load_errors"] = "0"
+    library = root / "lib" / "libmpi.so.40"
+    if library.exists():
+        env["MPI4PY_LIBMPI"] = str(library)
+    return [str(root / "bin" / "mpirun"), "--oversubscribe", "--bind-to", "none", *flags], env

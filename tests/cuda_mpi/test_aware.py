@@ -1,0 +1,223 @@
+"""Device memory through a CUDA-aware MPI: each collective of the runtime has the bits of the host's.
+
+In one message and in pieces, by the main thread and by one of its own, for ragged and empty slices and ranks
+that give nothing. The memory is a driver's: whoever reads or writes it by its address dies.
+"""
+
+import functools
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from driver_array import DriverSide
+
+from zero_mpi.comm import Partition, device_detect
+from zero_mpi.comm.device_aware import AwareWire
+from zero_mpi.comm.device_comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.transfer import MPI
+
+KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]
+# (length, quantum): even, ragged, empty slices, nothing at all; and longer than what libraries send at once
+LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (100_001, 1024)]
+SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
+SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
+EXACT = [name for name in SETTINGS if not name.startswith("fast")]
+PATIENCE = 20.0
+
+
+@functools.cache
+def side():
+    """The device, chosen once."""
+    return DriverSide()
+
+
+@functools.cache
+def communicator(name):
+    """One of each kind for all tests."""
+    inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
+    return DeviceComm(inner, AwareWire(side(), **SETTINGS[name]), side(), name)
+
+
+@functools.cache
+def on_host():
+    """The transport for the host, with which all are compared."""
+    return MPIComm(threaded=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_end():
+    """The progress thread ends with the module."""
+    yield
+    if communicator.cache_info().currsize:
+        communicator("thread")._inner._progress.close()
+
+
+@pytest.fixture(params=SETTINGS)
+def comm(request):
+    return communicator(request.param)
+
+
+@pytest.fixture(params=EXACT)
+def exact(request):
+    return communicator(request.param)
+
+
+@functools.cache
+def wild(rank, length, kind=KINDS[0]):
+    """Numbers of different magnitude, other ones on each rank, and the same in every call."""
+    generator = np.random.default_rng([rank, length])
+    return (generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)).astype(kind)
+
+
+def same_bits(array, expected):
+    found = side().download(array)
+    assert found.dtype == expected.dtype
+    assert found.tobytes() == expected.tobytes()
+
+
+def close(array, parts):
+    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
+    found = side().download(array)
+    assert np.all(np.abs(found - wanted) <= 8 * len(parts) * np.finfo(np.float32).eps * size)
+
+
+def test_the_host_cannot_touch_this_memory():
+    """Otherwise these tests would show nothing."""
+    code = (
+        "import ctypes, numpy as np; from zero_mpi.doctor.device_probe import Driver; driver = Driver(); "
+        "driver.open(); ctypes.string_at(driver.upload(np.ones(9, np.uint8)).address, 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == -11, done.stderr
+
+
+def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
+    world = MPI.COMM_WORLD
+    answer = device_detect.find_answer(world, {})
+    assert answer.yes, answer
+    assert answer.why.startswith("MPIX_Query_cuda_support says 1, and a message from device to device memory")
+    assert set(world.allgather(answer)) == {answer}
+    refused = device_detect.find_answer(world, {device_detect.FORCED: "0"})
+    assert (refused.yes, refused.why) == (False, "ZERO_MPI_GPU_AWARE=0")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
+def test_allgather(comm, kind, in_place):
+    for length, quantum in LENGTHS:
+        partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
+        part = partition.part(comm.rank)
+        before = np.full(length, 77, kind)
+        if in_place:
+            before[part] = whole[part]
+        full, shard = side().upload(before), side().upload(whole[part])
+        comm.allgather(None if in_place else shard, full, partition, "test").wait()
+        same_bits(full, whole)
+        same_bits(shard, whole[part])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_broadcast_from_each_root(comm, kind):
+    for root in range(comm.size):
+        whole = wild(root, 30_000, kind)
+        array = side().upload(whole if comm.rank == root else np.zeros_like(whole))
+        comm.broadcast(array, root, "test").wait()
+        same_bits(array, whole)
+
+
+def reduced(comm, partition, contributors, accumulate, kind, place):
+    """Start a reduction; returns (handle, full, out)."""
+    given = wild(comm.rank, partition.length, kind)
+    if comm.rank >= contributors:
+        given = np.full(partition.length, np.nan if comm.exact else 0, kind)
+    part = partition.part(comm.rank)
+    before = np.full(part.stop - part.start, np.nan, np.float32)
+    if accumulate:
+        before = wild(1000, partition.length)[part]
+    full, out = place(given), place(before)
+    handle = comm.reduce_scatter(
+        full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
+    )
+    return handle, full, out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
+    for length, quantum in LENGTHS:
+        partition = Partition(length, exact.size, quantum)
+        for contributors in range(exact.size + 1):
+            handle, full, out = reduced(exact, partition, contributors, accumulate, kind, side().upload)
+            other, given, expected = reduced(on_host(), partition, contributors, accumulate, kind, np.copy)
+            other.wait()
+            handle.wait()
+            same_bits(out, expected)
+            same_bits(full, given)
+
+
+@pytest.mark.parametrize("name", ["fast", "fast pieces"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_the_librarys_reduction(name, accumulate):
+    comm = communicator(name)
+    for length, quantum in LENGTHS:
+        partition = Partition(length, comm.size, quantum)
+        part = partition.part(comm.rank)
+        for contributors in range(1, comm.size + 1):
+            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], side().upload)
+            handle.wait()
+            parts = [wild(rank, length)[part] for rank in range(contributors)]
+            close(out, parts + ([wild(1000, length)[part]] if accumulate else []))
+
+
+@pytest.mark.parametrize("length", [30_000, 101, 1, 0])
+def test_allreduce(comm, length):
+    array = side().upload(wild(comm.rank, length))
+    comm.allreduce(array, "test").wait()
+    parts = [wild(rank, length) for rank in range(comm.size)]
+    close(array, parts)
+    if comm.exact:
+        same_bits(array, functools.reduce(np.add, parts))
+
+
+def test_many_at_once_beside_vectors_of_the_host(comm):
+    """Gathers and sums under way while ranks agree on numbers, as in a step; then nothing new is needed."""
+
+    def step():
+        handles, checks = [], []
+        for number in range(2 * UNDER_WAY):
+            partition, whole = Partition(9000 + number, comm.size), wild(number, 9000 + number)
+            part = partition.part(comm.rank)
+            full, shard = fulls[number][: whole.size], shards[number][: part.stop - part.start]
+            side().write(shard, whole[part])
+            handles.append(comm.allgather(shard, full, partition))
+            checks.append(functools.partial(same_bits, full, whole))
+        assert (comm.sum_vector(np.ones(3)) == comm.size).all()
+        for handle in handles[::-1]:
+            handle.wait()
+        for check in checks:
+            check()
+
+    fulls = [side().empty(9100, np.float32) for _ in range(2 * UNDER_WAY)]
+    shards = [side().empty(9100, np.float32) for _ in range(2 * UNDER_WAY)]
+    step()
+    taken = side().taken
+    step()
+    assert side().taken == taken
+
+
+def test_a_thread_alone_brings_it_to_the_end():
+    comm = communicator("thread")
+    partition, whole = Partition(30_000, comm.size), wild(7, 30_000)
+    full = side().upload(np.zeros_like(whole))
+    handle = comm.allgather(side().upload(whole[partition.part(comm.rank)]), full, partition)
+    end = time.monotonic() + PATIENCE
+    while comm._inner._progress._active:
+        assert time.monotonic() < end, "not complete in time"
+        time.sleep(1e-3)
+    handle.wait()
+    same_bits(full, whole)

@@ -1,0 +1,369 @@
+"""Attention on the GPU, by cuDNN and by own products and kernels, against what defines it.
+
+On the pretend device cuDNN's graphs are pretended too (tests/pretend/cudnn); that the real package takes what
+ours hand it is checked where it is installed.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from test_products import KINDS, LOW, ask_the_real, defined, draw, kinds
+
+from zero_mpi import ops
+from zero_mpi.arrays import address, pool_of, side_by_side
+from zero_mpi.errors import UsageError
+
+#           B  T  S  H  K  D   E
+SHAPES = [(1, 1, 1, 1, 1, 8, 8), (2, 7, 7, 4, 2, 16, 16), (1, 33, 33, 6, 6, 8, 8), (3, 20, 20, 4, 1, 32, 32)]
+OTHER = [(2, 1, 9, 4, 2, 8, 8), (1, 5, 12, 2, 2, 16, 16), (2, 6, 6, 2, 1, 5, 3), (1, 9, 11, 3, 3, 7, 12)]
+TAKEN = [
+    (2, 64, 64, 4, 2, 64, 64),
+    (1, 128, 128, 3, 3, 128, 128),
+]  # whatever cuDNN is, it has plans for these
+ways = pytest.mark.parametrize("way", ["own", "auto"])
+pytestmark = pytest.mark.world(1)  # a process alone
+
+
+def case(kind, shape, seed=0):
+    """q, k, v, dy."""
+    b, t, s, h, kv, d, e = shape
+    return [
+        draw(kind, *x, seed=seed + i)
+        for i, x in enumerate([(b, t, h, d), (b, s, kv, d), (b, s, kv, e), (b, t, h, e)])
+    ]
+
+
+def near(got, want, kind):
+    """Whether results agree; in low types weights are rounded too before they are multiplied."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    most = np.abs(want).max(initial=0.0)
+    allowed = 1e-5 * (1 + most) if kind == "f32" else LOW[kind] * (np.abs(want) + most + 0.5)
+    assert (np.abs(got - want) <= allowed).all(), (np.abs(got - want).max(), most)
+
+
+@pytest.fixture
+def take_way(monkeypatch):
+    """Sets the way that attention goes."""
+    return lambda way: monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", way)
+
+
+def cudnn_or_skip():
+    """cuDNN on this GPU."""
+    from zero_mpi.ops.gpu.sdpa import sdpa
+
+    found, why_not = sdpa()
+    if found is None:
+        pytest.skip(f"cuDNN cannot be used: {why_not}")
+    return found
+
+
+def both(gpu, arrays, scale=0.3):
+    """y, dq, dk, dv on the host."""
+    q, k, v, dy = (gpu.from_host(x) if isinstance(x, np.ndarray) else x for x in arrays)
+    y, kept = ops.causal_attention(q, k, v, scale)
+    return [gpu.to_host(x) for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, scale))]
+
+
+def wanted(arrays, scale=0.3):
+    q, k, v, dy = arrays
+    y, p = defined("causal_attention")(q, k, v, scale)
+    return [y, *defined("causal_attention_backward")(dy, q, k, v, p, scale)]
+
+
+@kinds
+@ways
+@pytest.mark.parametrize("shape", SHAPES + OTHER, ids=str)
+def test_attention(gpu, take_way, kind, way, shape):
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    arrays = case(kind, shape)
+    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        assert mine.dtype == KINDS[kind]
+        near(mine, want, kind)
+
+
+@pytest.mark.parametrize("kind", LOW)
+@pytest.mark.parametrize("shape", TAKEN, ids=str)
+def test_cudnn(gpu, take_way, kind, shape):
+    cudnn_or_skip()
+    take_way("cudnn")
+    arrays = case(kind, shape)
+    for mine, want in zip(both(gpu, arrays, 0.125), wanted(arrays, 0.125), strict=True):
+        near(mine, want, kind)
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_cudnn_is_taken_for_what_it_can_do(gpu, take_way, kind):
+    cudnn, known = cudnn_or_skip(), lambda: len(cudnn.graphs)
+    take_way("auto")
+    for shape, uses in (
+        (TAKEN[0], True),
+        (OTHER[0], False),
+        (OTHER[2], False),
+        ((1, 4, 4, 2, 2, 512, 512), False),
+    ):
+        cudnn.graphs.clear()
+        both(gpu, case(kind, shape))
+        assert known() == (2 if uses else 0), shape  # forward and backward
+        both(gpu, case(kind, shape, seed=7))
+        assert known() == (2 if uses else 0)
+    cudnn.graphs.clear()
+    both(gpu, case("f32", TAKEN[0]))
+    take_way("own")
+    both(gpu, case(kind, TAKEN[0]))
+    assert known() == 0
+
+
+@kinds
+@ways
+def test_heads_are_read_and_written_as_columns_of_one_array(gpu, take_way, kind, way):
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    b, t, h, kv, d = 2, 9, 4, 2, 16
+    joint, dy = draw(kind, b, t, (h + 2 * kv) * d), draw(kind, b, t, h, d, seed=1)
+
+    def split(x):
+        first, second = h * d, (h + kv) * d
+        shapes = (b, t, h, d), (b, t, kv, d), (b, t, kv, d)
+        return [
+            part.reshape(shape)
+            for part, shape in zip(
+                (x[..., :first], x[..., first:second], x[..., second:]), shapes, strict=True
+            )
+        ]
+
+    q, k, v = split(gpu.from_host(joint))
+    y, kept = ops.causal_attention(q, k, v, 0.25)
+    gradients = ops.causal_attention_backward(gpu.from_host(dy), q, k, v, kept, 0.25)
+    whole = side_by_side(gradients)
+    assert whole is not None
+    assert address(whole) == address(gradients[0])
+    want = wanted([*split(joint), dy], 0.25)
+    for mine, expected in zip([y, *gradients], want, strict=True):
+        near(gpu.to_host(mine), expected, kind)
+    near(gpu.to_host(whole)[..., : h * d], want[1].reshape(b, t, -1), kind)
+
+
+@kinds
+@ways
+def test_heads_may_come_before_positions(gpu, take_way, kind, way):
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    arrays = case(kind, (2, 9, 9, 4, 2, 16, 16))
+    turned = [gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2) for x in arrays]
+    for mine, want in zip(both(gpu, turned), wanted(arrays), strict=True):
+        near(mine, want, kind)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(2, 45, 45, 4, 2, 8, 8), (1, 40, 60, 2, 1, 8, 4)], ids=str)
+def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
+    from zero_mpi.ops.gpu import attention
+
+    take_way("own")
+    arrays = case(kind, shape)
+    whole = both(gpu, arrays)
+    sizes = attention.sizes_of(*arrays[:3])
+    row = 4 * sizes.groups * sizes.shared * sizes.across
+    for rows in (1, 7, 16, 20):
+        monkeypatch.setattr(attention, "SCORES", rows * row)
+        parts = list(attention.blocks(sizes))
+        assert len(parts) == -(-sizes.length // min(rows, 16))
+        assert parts[0][0] + parts[0][1] == sizes.length
+        assert parts[0][2] == sizes.total
+        found = both(gpu, arrays)
+        for mine, want, once in zip(found, wanted(arrays), whole, strict=True):
+            near(mine, want, kind)
+            near(mine, once, kind)
+
+
+def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch):
+    from zero_mpi.arrays import Recycler
+    from zero_mpi.ops.gpu import attention, launch
+
+    take_way("own")
+    monkeypatch.setattr(attention, "SCORES", 1 << 16)
+
+    def held(t):
+        pool = Recycler(gpu)
+        for module in (attention, launch):
+            monkeypatch.setattr(module, "take", pool.take)
+        both(gpu, case("f32", (1, t, t, 2, 2, 16, 16)))
+        gpu.synchronize()
+        return pool.stats().held
+
+    assert held(512) < 2.5 * held(256)
+
+
+@kinds
+@ways
+def test_two_runs_have_the_same_bits(gpu, take_way, kind, way, monkeypatch):
+    from zero_mpi.ops.gpu import attention
+
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    monkeypatch.setattr(attention, "SCORES", 1 << 15)
+    arrays = case(kind, (2, 65, 65, 4, 2, 16, 16))
+    first, second = both(gpu, arrays), both(gpu, arrays)
+    assert [x.tobytes() for x in first] == [x.tobytes() for x in second]
+
+
+@kinds
+@ways
+def test_a_step_makes_nothing_new_after_the_first_two(gpu, take_way, kind, way):
+    from zero_mpi.ops.gpu import gemm
+
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    arrays = [gpu.from_host(x) for x in case(kind, (2, 64, 64, 4, 2, 32, 32))]
+
+    def state():
+        gpu.synchronize()
+        found = cudnn_or_skip().graphs if way == "auto" else ()
+        pool = gpu.cupy.get_default_memory_pool()
+        return len(gemm.products().plans), pool_of(gpu).stats().fresh, pool.total_bytes(), len(found)
+
+    for _ in range(2):
+        both(gpu, arrays)
+    before = state()
+    for _ in range(3):
+        both(gpu, arrays)
+    assert state() == before
+
+
+@kinds
+@ways
+def test_what_comes_later_does_not_matter(gpu, take_way, kind, way):
+    if way == "auto":
+        cudnn_or_skip()
+    take_way(way)
+    q, k, v, _ = case(kind, (1, 24, 24, 2, 1, 16, 16))
+    first = gpu.to_host(ops.causal_attention(*map(gpu.from_host, (q, k, v)), 0.3)[0])
+    for x in (k, v):
+        x[:, 13:] = 100.0
+    second = gpu.to_host(ops.causal_attention(*map(gpu.from_host, (q, k, v)), 0.3)[0])
+    assert first[:, :13].tobytes() == second[:, :13].tobytes()
+    assert (first[:, 13:] != second[:, 13:]).any()
+
+
+def test_what_is_no_number_stays_visible(gpu, take_way):
+    take_way("own")
+    for kind in KINDS:
+        q, k, v, dy = case(kind, (1, 6, 6, 1, 1, 8, 8))
+        k[0, 2, 0, 0] = np.nan
+        y, dq, *_ = both(gpu, (q, k, v, dy))
+        assert np.isnan(y[0, 2:].astype(np.float32)).all()
+        assert np.isfinite(y[0, :2].astype(np.float32)).all()
+        assert np.isnan(dq[0, 2:].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", LOW)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_own_kernels_go_on_where_cudnn_has_no_plan(gpu, take_way, kind, part, monkeypatch):
+    cudnn_or_skip()
+    from zero_mpi.ops.gpu.sdpa import Sdpa
+
+    monkeypatch.setattr(Sdpa, part, lambda *_: False)
+    arrays = case(kind, TAKEN[0])
+    take_way("auto")
+    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        near(mine, want, kind)
+    take_way("cudnn")
+    with pytest.raises(UsageError, match="no plan"):
+        both(gpu, arrays)
+
+
+def test_a_graph_that_cudnn_refuses_is_asked_for_once(gpu, take_way, monkeypatch):
+    found = cudnn_or_skip()
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN refuses nothing on demand")
+    monkeypatch.setattr(found, "graphs", {})
+    monkeypatch.setattr(found, "refusals", [])
+    monkeypatch.setattr(found.cudnn, "refuses", ["sdpa_backward"])
+    take_way("auto")
+    arrays = case("bf16", TAKEN[0])
+    for _ in range(2):
+        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(mine, want, "bf16")
+    assert len(found.refusals) == 1
+    assert list(found.graphs.values()).count(None) == 1
+
+
+def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
+    from zero_mpi.ops.gpu import attention, sdpa
+
+    arrays = case("bf16", TAKEN[0])
+    take_way("fast")
+    with pytest.raises(UsageError, match="auto, own, cudnn"):
+        both(gpu, arrays)
+    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    take_way("cudnn")
+    with pytest.raises(UsageError, match="cuDNN cannot be used"):
+        both(gpu, arrays)
+    take_way("auto")
+    assert "own kernels, no cuDNN" in attention.about()
+    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        near(mine, want, "bf16")
+    take_way("own")
+    assert attention.about() == "attention by own kernels"
+
+
+def test_shapes_that_do_not_go_together_are_named(gpu, take_way):
+    take_way("auto")
+    q, k, v, _ = (gpu.from_host(x) for x in case("f32", (1, 4, 4, 3, 3, 8, 8)))
+    for sides in ((q, k[:, :3], v[:, :3]), (q, k[:, :, :2], v[:, :, :2]), (q, k[..., :4], v)):
+        with pytest.raises(ValueError, match="expected"):
+            ops.causal_attention(*sides, 1.0)
+    with pytest.raises(ValueError, match="convert them"):
+        ops.causal_attention(q, k, gpu.from_host(draw("bf16", 1, 4, 3, 8)), 1.0)
+
+
+REAL = """
+import json, cudnn
+try:
+    g = cudnn.pygraph(io_data_type=cudnn.data_type.BFLOAT16, intermediate_data_type=cudnn.data_type.FLOAT,
+                      compute_data_type=cudnn.data_type.FLOAT)
+except RuntimeError as error:  # older ones want the library for that
+    print(json.dumps(str(error)))
+    raise SystemExit
+def t(name, uid, dim, stride, kind=cudnn.data_type.BFLOAT16):
+    return g.tensor(name=name, uid=uid, dim=dim, stride=stride, data_type=kind)
+side = [[2, 4, 8, 16], [512, 16, 64, 1]]
+q, k, v, o, do = (t(n, u, *side) for u, n in enumerate(("q", "k", "v", "o", "dO"), 1))
+stats = t("stats", 6, [2, 4, 8, 1], [32, 8, 1, 1], cudnn.data_type.FLOAT)
+y, lse = g.sdpa(q=q, k=k, v=v, attn_scale=0.25, use_causal_mask=True, generate_stats=True)
+y.set_output(True).set_dim(side[0]).set_stride(side[1]).set_uid(7)
+lse.set_output(True).set_dim([2, 4, 8, 1]).set_stride([32, 8, 1, 1]).set_uid(8)
+lse.set_data_type(cudnn.data_type.FLOAT)
+found = g.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=stats, attn_scale=0.25, use_causal_mask=True,
+                        use_deterministic_algorithm=True)
+for uid, d in enumerate(found, 9):
+    d.set_output(True).set_dim(side[0]).set_stride(side[1]).set_uid(uid)
+def missing(owner, names):
+    return [name for name in names.split() if not callable(getattr(owner, name, None))]
+names = missing(g, "validate build_operation_graph create_execution_plans check_support build_plans")
+names += missing(g, "get_workspace_size execute")
+names += missing(cudnn, "create_handle set_stream destroy_handle backend_version")
+modes = [cudnn.heur_mode.A.name, cudnn.heur_mode.FALLBACK.name, cudnn.data_type.HALF.name]
+print(json.dumps([names, modes, len(found), issubclass(cudnn.cudnnGraphNotSupportedError, Exception)]))
+"""
+
+
+@pytest.mark.timeout_seconds(150)
+def test_graphs_are_made_as_the_real_cudnn_frontend_wants(gpu):
+    answer = ask_the_real("nvidia-cudnn-frontend", REAL)
+    if isinstance(answer, str):
+        pytest.skip(f"this cudnn-frontend makes no graph without cuDNN: {answer}")
+    missing, modes, outputs, is_error = answer
+    assert missing == []
+    assert modes == ["A", "FALLBACK", "HALF"]
+    assert outputs == 3
+    assert is_error

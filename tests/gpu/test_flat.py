@@ -1,0 +1,174 @@
+"""Flat buffers on a GPU: the very bits of the reference, however they are cut and wherever they begin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zero_mpi import ops
+from zero_mpi.ops import reference
+
+F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+KINDS = [F32, BF16, F16]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+RATES = {"grad_scale": 0.37, "lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3}
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Random float32 numbers of many sizes, the same for the same shape and seed."""
+    rng = np.random.default_rng([seed, *shape])
+    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, shape)).astype(np.float32)
+
+
+def state(size: int) -> list[np.ndarray]:
+    """p, g, m, v."""
+    p, g, m, v = (numbers(size, seed=s) for s in range(4))
+    return [p, g, m, np.abs(v)]
+
+
+def there(gpu: Any, x: np.ndarray, first: int = 0) -> Any:
+    """A copy on the GPU that begins `first` elements behind an aligned place."""
+    room = np.zeros(x.size + first, x.dtype)
+    room[first:] = x
+    return gpu.from_host(room)[first:]
+
+
+@every_kind
+@pytest.mark.parametrize(("size", "runs"), [(1, 1), (7, 7), (1024, 1), (4096, 4), (21, 3), (6000, 5), (0, 0)])
+def test_adamw_has_the_bits_of_the_reference(gpu, size, runs, kind):
+    decay = 0.1 * np.arange(runs, dtype=np.float64)
+    wanted, low = state(size), np.zeros(size, kind)
+    reference.adamw(*wanted, **RATES, decay=decay, low=low)
+    for first in (0, 1):
+        found, rounded = [there(gpu, x, first) for x in state(size)], there(gpu, np.zeros(size, kind), first)
+        ops.adamw(*found, **RATES, decay=gpu.from_host(decay), low=rounded)
+        assert [gpu.to_host(x).tobytes() for x in (*found, rounded)] == [x.tobytes() for x in (*wanted, low)]
+    found = [gpu.from_host(x) for x in state(size)]
+    ops.adamw(*found, **RATES, decay=decay)  # of the host, as for arrays that belong to no unit
+    assert [gpu.to_host(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+@pytest.mark.parametrize("cuts", [(), (1024,), (2048, 3072), (1024, 2048, 3072, 4096)])
+def test_adamw_does_not_depend_on_cuts(gpu, cuts):
+    size, run = 5120, 1024
+    decay = 0.1 * np.arange(size // run, dtype=np.float64)
+    whole = [gpu.from_host(x) for x in state(size)]
+    low = gpu.zeros(size, BF16)
+    for start, stop in zip((0, *cuts), (*cuts, size), strict=True):
+        part = slice(start, stop)
+        some = gpu.from_host(decay[start // run : stop // run])
+        ops.adamw(*(x[part] for x in whole), **RATES, decay=some, low=low[part])
+    wanted = state(size)
+    reference.adamw(*wanted, **RATES, decay=decay)
+    assert [gpu.to_host(x).tobytes() for x in whole] == [x.tobytes() for x in wanted]
+    assert gpu.to_host(low).tobytes() == wanted[0].astype(BF16).tobytes()
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 1), (5, 3), (3, 1024), (33, 130), (2, 5000)])
+def test_squares_of_chunks(gpu, count, chunk):
+    g = numbers(count * chunk)
+    found = gpu.to_host(ops.chunk_squares(gpu.from_host(g), chunk))
+    assert found.dtype == np.float64
+    exact = [math.fsum(float(x) ** 2 for x in run) for run in g.reshape(count, chunk)]
+    np.testing.assert_allclose(found, exact, rtol=1e-14)
+    moved = ops.chunk_squares(there(gpu, g, 1), chunk)
+    assert gpu.to_host(moved).tobytes() == found.tobytes(), "alignment changes bits"
+    apart = [ops.chunk_squares(gpu.from_host(run), chunk) for run in g.reshape(count, chunk)]
+    assert [float(one[0]) for one in apart] == found.tolist(), "other chunks change bits"
+
+
+def ordered(out: np.ndarray, parts: list[np.ndarray], accumulate: bool) -> np.ndarray:
+    """((out + p0) + p1) + ..., as the transports on the host add."""
+    wide = [part.astype(np.float32) for part in parts]
+    total = out + wide[0] if accumulate else wide[0].copy()
+    for part in wide[1:]:
+        total += part
+    return total
+
+
+@every_kind
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9, 17])
+def test_sums_over_ranks_are_in_their_order(gpu, ranks, accumulate, kind):
+    from zero_mpi.ops.gpu.flat import sum_ranks
+
+    size, out = 1003, numbers(1003, seed=99)
+    parts = [np.clip(numbers(size, seed=rank), -6e4, 6e4).astype(kind) for rank in range(ranks)]
+    for x in (out, *parts):
+        x[5] = -0.0  # which a sum that begins with 0 would lose
+    wanted = ordered(out, parts, accumulate)
+    for first in (0, 3):
+        found, given = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]
+        for start, stop in [(0, 400), (400, 401), (401, size)] if first else [(0, size)]:
+            sum_ranks(found[start:stop], [part[start:stop] for part in given], accumulate, gpu.stream)
+        assert gpu.to_host(found).tobytes() == wanted.tobytes()
+
+
+@every_kind
+def test_an_empty_slice_has_an_empty_sum(gpu, kind):
+    from zero_mpi.ops.gpu.flat import sum_ranks
+
+    sum_ranks(gpu.zeros(0), [gpu.zeros(0, kind)] * 3, True)
+    with pytest.raises(ValueError, match="at least one part"):
+        sum_ranks(gpu.zeros(3), [], True)
+    with pytest.raises(ValueError, match="contiguous parts of 3 elements"):
+        sum_ranks(gpu.zeros(3), [gpu.zeros(2, kind)], True)
+
+
+def special() -> np.ndarray:
+    """Every float16 and bfloat16 and what lies halfway to the next, and the ends of float32."""
+    raw = np.arange(1 << 16, dtype=np.uint16)
+    low = [raw.view(kind).astype(np.float32) for kind in (F16, BF16)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        halfway = [(x + np.nextafter(x, np.float32(np.inf))) / 2 for x in low]
+        ties = [np.append(x[:-1] + (x[1:] - x[:-1]) / 2, 0).astype(np.float32) for x in low]
+    ends = np.array(
+        [np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1e-45, 65520, 65519.996], np.float32
+    )
+    return np.concatenate([*low, *halfway, *ties, ends, -ends])
+
+
+@every_kind
+def test_casts_round_to_nearest_and_back_exactly(gpu, kind):
+    from zero_mpi.ops.gpu.flat import cast
+
+    x = special()
+    for first in (0, 1):
+        narrow, back = there(gpu, np.zeros(x.size, kind), first), gpu.zeros(x.size)
+        cast(narrow, there(gpu, x, first))
+        cast(back, narrow)
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = x.astype(kind)
+        found, numbers_only = gpu.to_host(narrow), ~np.isnan(x)
+        assert found[numbers_only].tobytes() == wanted[numbers_only].tobytes()
+        assert np.isnan(found[~numbers_only].astype(np.float32)).all()
+        assert gpu.to_host(back)[numbers_only].tobytes() == wanted.astype(np.float32)[numbers_only].tobytes()
+
+
+def test_casts_that_are_none_are_refused(gpu):
+    from zero_mpi.ops.gpu.flat import cast
+
+    with pytest.raises(ValueError, match="float32 on one side"):
+        cast(gpu.zeros(3, BF16), gpu.zeros(3, F16))
+    with pytest.raises(ValueError, match="of one size"):
+        cast(gpu.zeros(3, BF16), gpu.zeros(4))
+
+
+@pytest.mark.parametrize("wrong", ["p", "decay", "size", "low"])
+def test_adamw_refuses_what_it_cannot_update(gpu, wrong):
+    p, g, m, v = (gpu.from_host(x) for x in state(8))
+    decay, low = np.zeros(1), None
+    if wrong == "p":
+        p = p.astype(np.float64)
+    if wrong == "decay":
+        decay = decay.astype(np.float32)
+    if wrong == "size":
+        g = g[:4]
+    if wrong == "low":
+        low = gpu.zeros(16, BF16)[::2]
+    with pytest.raises(ValueError, match="adamw: "):
+        ops.adamw(p, g, m, v, **RATES, decay=decay, low=low)

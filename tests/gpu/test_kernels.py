@@ -1,0 +1,580 @@
+"""Every kernel of ops.gpu does what the reference defines, in float32, bfloat16 and float16.
+
+What is expected is computed on the host by the definition, `ops.reference`, in float64 from the same bits and
+rounded once, as `ops.half` says. Shapes go through the odd places: one element, primes, rows longer and
+shorter than a block, tiles, arrays that begin anywhere or have gaps. Around them is NaN and stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zero_mpi import device, ops
+from zero_mpi.arrays import pool_of
+from zero_mpi.ops import half, reference
+
+F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+KINDS = [F32, BF16, F16]
+ULP = {F32: 2.0**-23, BF16: 2.0**-7, F16: 2.0**-10}
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+every_pair = pytest.mark.parametrize(
+    ("kind", "other"), [(a, b) for a in KINDS for b in KINDS], ids=lambda kind: str(kind)
+)
+Case = tuple[list[Any], dict[str, Any]]
+
+
+def numbers(
+    *shape: int, seed: int = 0, kind: Any = F32, scale: float = 1.0, shift: float = 0.0
+) -> np.ndarray:
+    """Random numbers, the same for the same shape and seed."""
+    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return (drawn * scale + shift).astype(np.float32).astype(kind)
+
+
+def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
+    """Random whole numbers below `count`."""
+    return np.random.default_rng([count, *shape]).integers(count, size=shape).astype(kind)
+
+
+def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What the definition gives in float64, rounded once as `ops.half` says; and the arguments afterwards."""
+    floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
+    wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
+    result, roles = getattr(reference, name)(*wide, **named), half.ROLES.get(name, half.Roles())
+    kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by if name != "embedding" else 1].dtype
+    after = [
+        x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
+    ]
+    if not isinstance(result, tuple):
+        return half.narrowed(result, kind), after
+    low = range(len(result)) if roles.rounded is None else roles.rounded
+    rest = (x if np.ndim(x) == 0 else x.astype(np.float32) for x in result)
+    return tuple(half.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
+
+
+# ------------------------------------------------------------------------------- how an array may lie
+
+GUARD = 67  # elements before and after
+
+
+def plain(x: np.ndarray) -> tuple[Any, Any]:
+    """(the array on the device, the room around it or None)."""
+    return device.in_use().from_host(x), None
+
+
+def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
+    """In the middle of NaN (of whole numbers: of -1), beginning anywhere."""
+    room = np.full(x.size + 2 * GUARD, np.nan if x.dtype.kind not in "iu" else -1).astype(x.dtype)
+    room[first : first + x.size] = x.ravel()
+    there = device.in_use().from_host(room)
+    return there[first : first + x.size].reshape(x.shape), there
+
+
+def aligned(x: np.ndarray) -> tuple[Any, Any]:
+    """In the middle of NaN, beginning where packs are loaded at once."""
+    return surrounded(x, 64)
+
+
+def columns(x: np.ndarray) -> tuple[Any, Any]:
+    """The columns of a wider array: rows are contiguous, the whole is not."""
+    room = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan if x.dtype.kind not in "iu" else -1).astype(
+        x.dtype
+    )
+    room[..., 3:-2] = x
+    there = device.in_use().from_host(room)
+    return there[..., 3:-2], there
+
+
+LAYOUTS = [plain, aligned, surrounded, columns]
+
+
+def bits(x: Any) -> bytes:
+    """The bits of an array of either side."""
+    return device.in_use().to_host(x).tobytes()
+
+
+def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
+    """Equal but for the last bit here and there: sums have another order. float32 by the largest element."""
+    if isinstance(wanted, tuple):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            close(a, b, kind, ulps)
+        return
+    if wanted is None:
+        assert found is None
+        return
+    found, wanted = device.in_use().to_host(found), np.asarray(wanted)
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    a, b = found.astype(np.float64), wanted.astype(np.float64)
+    most = max(0.05, np.abs(b).max(initial=0))
+    if wanted.dtype in (BF16, F16):
+        near = ulps * ULP[wanted.dtype]
+        np.testing.assert_allclose(a, b, rtol=near, atol=2e-6 * most)
+        assert np.mean(found == wanted) > 0.95 or found.size < 100, "rounded more than once?"
+    elif wanted.dtype == F32:
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * most)
+    else:
+        np.testing.assert_allclose(a, b, rtol=1e-6 if kind == F32 else 1e-5)
+
+
+# -------------------------------------------------------------------------------- every operation, in a table
+
+
+def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
+    """Norms over the last axis."""
+    width = shape[-1:]
+    x, dy, plus = (
+        numbers(*shape, kind=kind, scale=3, shift=1),
+        *(numbers(*shape, seed=s, kind=kind) for s in (1, 2)),
+    )
+    w, b, dw, db = (numbers(*width, seed=s, kind=kind) for s in (3, 4, 5, 6))
+    (_, r), _ = expected("rms_norm", [x, w, 1e-3], {})
+    (_, mean, root), _ = expected("layer_norm", [x, w, b, 1e-3], {})
+    return {
+        "rms_norm": ([x, w, 1e-3], {}),
+        "layer_norm": ([x, w, b, 1e-3], {}),
+        "rms_norm_backward": ([dy, x, w, r, dw], {}),
+        "rms_norm_backward plus": ([dy, x, w, r, dw, plus], {}),
+        "rms_norm_backward frozen": ([dy, x, w, r, None, plus], {}),
+        "layer_norm_backward": ([dy, x, w, mean, root, dw, db], {}),
+        "layer_norm_backward plus": ([dy, x, w, mean, root, dw, db, plus], {}),
+        "layer_norm_backward frozen": ([dy, x, w, mean, root, None, db, plus], {}),
+    }
+
+
+def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
+    """Operations on elements."""
+    x, y, z = (numbers(*shape, seed=s, kind=kind, scale=scale) for s, scale in ((0, 4), (1, 1), (2, 1)))
+    return {
+        "add": ([x, y], {}),
+        "gelu": ([x], {}),
+        "gelu_backward": ([y, x], {}),
+        "swiglu": ([x, y], {}),
+        "swiglu_backward": ([z, x, y], {}),
+    }
+
+
+def row_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
+    """Losses, embeddings, positions; the last axis is the vocabulary or the width."""
+    x, y = numbers(*shape, kind=kind, scale=3), numbers(*shape, seed=1, kind=kind)
+    lead, width = shape[:-1], shape[-1]
+    table, gradient = (numbers(7, width, seed=s, kind=kind) for s in (2, 3))
+    cases: dict[str, Case] = {
+        "cross_entropy": ([x, ids(width, *lead), 0.3], {}),
+        "embedding": ([ids(7, *lead), table], {}),
+        "embedding_backward": ([ids(7, *lead), y, gradient], {}),
+    }
+    if len(shape) == 3:
+        w, dw = (numbers(*shape[1:], seed=s, kind=kind) for s in (4, 5))
+        cases |= {"positions": ([x, w], {}), "positions_backward": ([y, dw], {})}
+    return cases
+
+
+def all_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
+    """All operations of the table on one shape."""
+    return norm_cases(shape, kind) | pointwise_cases(shape, kind) | row_cases(shape, kind)
+
+
+SHAPES = [(1, 1), (3, 7), (5, 8), (2, 3, 64), (17, 131), (1, 2, 1030)]
+CASES = sorted(all_cases((2, 3, 4), F32))
+
+
+def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]], kind: Any) -> Any:
+    """Run an operation on the device and compare results, arguments and what lies around them."""
+    name, (args, named) = name.partition(" ")[0], case
+    result, after = expected(name, args, named)
+    written = half.ROLES.get(name, half.Roles()).added_to
+    vectors = {id(x) for x in args if isinstance(x, np.ndarray) and layout is columns and x.ndim == 1}
+    there = [
+        (aligned if id(x) in vectors or (in_place(name, x, args) and layout is columns) else layout)(x)
+        if isinstance(x, np.ndarray)
+        else (x, None)
+        for x in args
+    ]
+    before = [None if room is None else bits(room) for _, room in there]
+    found = getattr(ops, name)(*(x for x, _ in there), **named)
+    close(found, result, kind)
+    for (x, room), wanted, original, given in zip(there, after, args, before, strict=True):
+        if not isinstance(original, np.ndarray):
+            continue
+        if not written or original.tobytes() == wanted.tobytes():
+            assert bits(x) == original.tobytes(), "an input was written"
+            assert room is None or bits(room) == given
+        else:
+            close(x, wanted, kind)
+            assert room is None or around(room, x) == around_bytes(given, room, x), (
+                "memory beside it was written"
+            )
+    return found
+
+
+def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
+    """Whether an operation adds into an argument: what is not contiguous is refused there."""
+    return name.endswith("_backward") and name.startswith(("embedding", "positions")) and x is args[-1]
+
+
+def around(room: Any, x: Any) -> bytes:
+    """The bits of a room without those of the array in it."""
+    return around_bytes(bits(room), room, x)
+
+
+def around_bytes(given: bytes, room: Any, x: Any) -> bytes:
+    """`given`, the bits of a room, without the part of a contiguous array in it."""
+    start = x.data.ptr - room.data.ptr
+    return given[:start] + given[start + x.nbytes :]
+
+
+@every_kind
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operations_are_what_the_reference_defines(gpu, shape, kind):
+    for name, case in all_cases(shape, kind).items():
+        check(name, case, plain, kind)
+
+
+@every_kind
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 3, 37)], ids=str)
+def test_arrays_may_lie_anywhere_and_nothing_beside_them_is_written(gpu, shape, layout, kind):
+    for name, case in all_cases(shape, kind).items():
+        check(name, case, layout, kind)
+
+
+@every_kind
+def test_results_end_where_they_end(gpu, monkeypatch, kind):
+    """Results lie in the middle of NaN here, and what is around them stays."""
+    rooms: list[tuple[Any, Any]] = []
+
+    def take(shape: tuple[int, ...], dtype: Any) -> Any:
+        rooms.append(surrounded(np.zeros(shape, dtype), 64 + len(rooms) % 2))
+        return rooms[-1][0]
+
+    for name in ("elementwise", "embedding", "loss", "norm", "sort", "sums"):
+        monkeypatch.setattr(import_module(f"zero_mpi.ops.gpu.{name}"), "take", take)
+    for shape in [(3, 5, 16), (2, 3, 37)]:
+        for name, (args, named) in all_cases(shape, kind).items():
+            rooms.clear()
+            there = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
+            getattr(ops, name.partition(" ")[0])(*there, **named)
+            for x, room in rooms:
+                fresh = np.full(room.size, np.nan if room.dtype.kind == "f" or room.dtype == BF16 else -1)
+                fresh = fresh.astype(room.dtype).tobytes()
+                assert around(room, x) == around_bytes(fresh, room, x), f"{name} wrote beside a result"
+
+
+@every_kind
+def test_twice_the_same_bits(gpu, monkeypatch, kind):
+    """Whatever the order in which threads run."""
+
+    def run() -> list[bytes]:
+        found = []
+        for name, (args, named) in all_cases((3, 5, 72), kind).items():
+            there = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
+            result = getattr(ops, name.partition(" ")[0])(*there, **named)
+            results = result if isinstance(result, tuple) else (result,)
+            found += [bits(x) for x in (*results, *there) if device.is_cupy(x)]
+        return found
+
+    first = run()
+    monkeypatch.setenv("PRETEND_CUPY_SEED", "1000000")
+    assert run() == first
+
+
+@every_kind
+def test_nan_and_infinity_stay_visible(gpu, kind):
+    x = numbers(3, 40, kind=kind)
+    x[1, 7] = np.nan
+    w, b, dy = numbers(40, kind=kind), numbers(40, kind=kind), numbers(3, 40, seed=1, kind=kind)
+    there, w, b, dy = (gpu.from_host(item) for item in (x, w, b, dy))
+    y, r = ops.rms_norm(there, w, 1e-3)
+    z, mean, root = ops.layer_norm(there, w, b, 1e-3)
+    loss, dz = ops.cross_entropy(there, gpu.from_host(np.array([0, 1, 2])), 1.0)
+    rows = [y, z, ops.rms_norm_backward(dy, there, w, r, None), dz]
+    rows += [ops.layer_norm_backward(dy, there, w, mean, root, None, None)]
+    for row in rows:
+        found = gpu.to_host(row).astype(np.float32)
+        assert np.isnan(found[1]).all()
+        assert np.isfinite(found[[0, 2]]).all(), "other rows have nothing of it"
+    assert math.isnan(float(loss))
+    assert np.isnan(gpu.to_host(ops.gelu(there)).astype(np.float32)[1, 7])
+    x[1, 7] = np.inf
+    assert math.isnan(float(ops.cross_entropy(gpu.from_host(x), gpu.from_host(np.array([0, 1, 2])), 1.0)[0]))
+
+
+@every_kind
+def test_activations_have_their_limits(gpu, kind):
+    x = np.array([-3e4, -100.0, -0.0, 0.0, 100.0, 3e4], np.float32).astype(kind)
+    there, ones = gpu.from_host(x), gpu.from_host(np.ones(6, np.float32).astype(kind))
+    passed = np.array([0, 0, 0, 0, *x[4:].astype(np.float32)], np.float32)
+    slopes = np.array([0, 0, 0.5, 0.5, 1, 1], np.float32)
+    for found, wanted in [
+        (ops.gelu(there), passed),
+        (ops.swiglu(there, ones), passed),
+        (ops.gelu_backward(ones, there), slopes),
+        (ops.swiglu_backward(ones, there, ones)[0], slopes),
+        (ops.swiglu_backward(ones, there, ones)[1], passed),
+    ]:
+        np.testing.assert_array_equal(gpu.to_host(found).astype(np.float32), wanted)
+
+
+# ----------------------------------------------------------------------------------------------- norms
+
+
+@every_kind
+def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
+    for name, case in norm_cases((3, 8195), kind).items():
+        check(name, case, plain, kind)
+
+
+@every_kind
+def test_a_block_takes_many_rows_and_sums_them_in_their_order(gpu, monkeypatch, kind):
+    from zero_mpi.ops.gpu import norm, sums
+
+    monkeypatch.setattr(norm, "MOST_LINES", 2)
+    monkeypatch.setattr(sums, "MOST_LINES", 2)
+    norm.deal.cache_clear()
+    for shape in [(61, 264), (2000, 3)]:
+        for name, case in norm_cases(shape, kind).items():
+            check(name, case, plain, kind)
+    norm.deal.cache_clear()
+
+
+@every_pair
+def test_gradients_keep_their_own_type(gpu, kind, other):
+    x, dy, w = (numbers(6, 19, seed=s, kind=kind) for s in range(3))
+    w, dw, db = w[0], numbers(19, seed=7, kind=other), numbers(19, seed=8, kind=other)
+    (_, mean, r), _ = expected("layer_norm", [x, w, w, 1e-3], {})
+    places, rows = ids(4, 6), numbers(4, 19, seed=9, kind=other)
+    for name, args in {
+        "rms_norm_backward": [dy, x, w, r, dw],
+        "layer_norm_backward": [dy, x, w, mean, r, dw, db],
+        "embedding_backward": [places, dy, rows],
+        "positions_backward": [dy.reshape(3, 2, 19), numbers(2, 19, seed=3, kind=other)],
+        "linear_backward_b": [dy, db],
+    }.items():
+        check(name, (args, {}), plain, kind)
+
+
+# ------------------------------------------------------------------------------------------ sums over rows
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 64), (300, 17), (2, 600)], ids=str)
+def test_columns_are_summed_into_any_type(gpu, shape, kind):
+    from zero_mpi.ops.gpu.sums import add_columns
+
+    for layout in LAYOUTS:
+        x, total = numbers(*shape, kind=kind), numbers(shape[1], seed=1)
+        there, found = layout(x)[0], gpu.from_host(total)
+        add_columns(there, found)
+        close(found, (total + x.astype(np.float64).sum(axis=0)).astype(np.float32), F32)
+
+
+@every_kind
+def test_rows_are_added_to_where_they_lie(gpu, kind):
+    from zero_mpi.ops.gpu.elementwise import add_row
+
+    for shape in [(1, 1), (3, 37), (2, 2100)]:
+        x, b, plus = (
+            numbers(*shape, kind=kind),
+            numbers(shape[1], seed=1, kind=kind),
+            numbers(*shape, seed=2, kind=kind),
+        )
+        for layout in LAYOUTS:
+            for more in (None, plus):
+                y, room = layout(x)
+                wide = x.astype(np.float32) + b.astype(np.float32)
+                wide = wide if more is None else wide + more.astype(np.float32)
+                add_row(gpu.from_host(b), y, None if more is None else columns(more)[0])
+                assert bits(y) == wide.astype(kind).tobytes()
+                if layout is columns:
+                    assert np.isnan(gpu.to_host(room)[:, [0, 1, 2, -2, -1]].astype(np.float32)).all()
+
+
+# ------------------------------------------------------------------------------------------------ embedding
+
+
+@every_kind
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 97, 500])
+def test_tokens_may_fill_many_runs(gpu, count, kind):
+    """Some begin and end inside a run, some go through several."""
+    for vocabulary in (1, 3, 90):
+        tokens = ids(vocabulary, count, kind=np.uint16)
+        tokens[count // 3 :: 2] = vocabulary - 1
+        case = [tokens, numbers(count, 9, kind=kind), numbers(vocabulary + 1, 9, seed=1)]
+        check("embedding_backward", (case, {}), plain, kind)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
+def test_a_sort_by_bits_is_stable(gpu, size):
+    from zero_mpi.ops.gpu.sort import sort_by_bits
+
+    keys = np.random.default_rng(size).integers(1 << 56, size=size)
+    for first, last in [(0, 56), (32, 41), (8, 16), (40, 40)]:
+        digits = keys >> first & ((1 << -(-(last - first) // 8) * 8) - 1)
+        found = gpu.to_host(sort_by_bits(gpu.from_host(keys), first, last))
+        assert np.array_equal(found, keys[np.argsort(digits, kind="stable")])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 65535, 65536])
+def test_places_are_sorted_by_token_and_what_is_none_comes_last(gpu, vocabulary):
+    embedding = import_module("zero_mpi.ops.gpu.embedding")
+    tokens = ids(vocabulary, 700, kind=np.int32)
+    tokens[3], tokens[4], tokens[5] = vocabulary - 1, -1, vocabulary
+    keys = gpu.to_host(embedding.sorted_places(gpu.from_host(tokens), vocabulary))
+    known = np.where((tokens >= 0) & (tokens < vocabulary), tokens, vocabulary)
+    assert np.array_equal(keys & 0xFFFFFFFF, np.argsort(known, kind="stable"))
+    assert np.array_equal(keys >> 32, np.sort(known))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, np.int64], ids=lambda kind: kind.__name__)
+def test_tokens_come_in_any_whole_type(gpu, kind):
+    tokens, w, dy = ids(200, 2, 50, kind=kind), numbers(200, 5), numbers(2, 50, 5, seed=1)
+    check("embedding", ([tokens, w], {}), surrounded, F32)
+    check("embedding_backward", ([tokens, dy, numbers(200, 5, seed=2)], {}), surrounded, F32)
+    check("cross_entropy", ([numbers(2, 50, 200), tokens, 0.1], {}), surrounded, F32)
+
+
+def test_tokens_outside_are_seen_and_write_nothing(gpu):
+    tokens = np.array([0, 4, -1, 3, 1 << 40])
+    w, dw, dy = numbers(4, 6), numbers(4, 6, seed=1), numbers(5, 6, seed=2)
+    there, room = surrounded(dw)
+    y = gpu.to_host(ops.embedding(gpu.from_host(tokens), gpu.from_host(w)))
+    ops.embedding_backward(gpu.from_host(tokens), gpu.from_host(dy), there)
+    assert np.isnan(y[[1, 2, 4]]).all()
+    assert np.array_equal(y[[0, 3]], w[[0, 3]])
+    dw[0] += dy[0]
+    dw[3] += dy[3]
+    assert np.array_equal(gpu.to_host(there), dw)
+    assert np.isnan(gpu.to_host(room)[:GUARD]).all()
+    loss, _ = ops.cross_entropy(gpu.from_host(dy), gpu.from_host(tokens), 1.0)
+    assert math.isnan(float(loss))
+
+
+# ----------------------------------------------------------------------------------------------- rotary turn
+
+
+@every_kind
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 5, 6), (1, 4, 3, 64), (2, 2, 4, 40)], ids=str)
+def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, interleaved, kind):
+    b, t, heads, width = shape
+    angles = 10 * numbers(2 * t, width // 2)
+    cos, sin = (turn(angles).astype(np.float32)[1 : t + 1] for turn in (np.cos, np.sin))
+    table = [gpu.from_host(x) for x in (cos, sin)]
+    for gap in (0, 3, 8):
+        joined = numbers(b, t, heads * width + gap, kind=kind)
+        x = joined[..., gap:].reshape(shape)
+        wanted = half.aware("rope", reference.rope)(x, cos, sin, interleaved)
+        there = gpu.from_host(joined)
+        view = there[..., gap:].reshape(shape)
+        fresh = ops.rope(view, *table, interleaved)
+        close(fresh, wanted, kind)
+        assert ops.rope(view, *table, interleaved, view) is view
+        assert bits(view) == bits(fresh)
+        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
+
+
+# ------------------------------------------------------------------------------------------------------ loss
+
+
+@every_kind
+@pytest.mark.parametrize("width", [1, 5, 64, 777, 5000])
+def test_logits_become_their_gradient_where_they_lie(gpu, width, kind):
+    from zero_mpi.ops.gpu.loss import consume_logits
+
+    n, padded = 6, -(-width // 8) * 8 + 8
+    logits, targets = numbers(n, width, kind=kind, scale=3), ids(width, n)
+    (loss, dz), _ = expected("cross_entropy", [logits, targets, 0.3], {})
+    room = np.full((n, padded), np.nan).astype(kind)
+    room[:, :width] = logits
+    there, total = gpu.from_host(room), gpu.from_host(np.array([2.5]))
+    z = there[:, :width]
+    consume_logits(z, gpu.from_host(targets), 0.3, total, False)
+    assert bits(there) == room.tobytes(), "the logits stay where only the loss is asked for"
+    consume_logits(z, gpu.from_host(targets), 0.3, total, True)
+    close(z, dz, kind)
+    assert float(total[0]) == pytest.approx(2.5 + 2 * loss, rel=1e-6)
+    assert np.isnan(gpu.to_host(there)[:, width:].astype(np.float32)).all()
+
+
+def test_losses_are_summed_in_float64(gpu):
+    loss, _ = ops.cross_entropy(
+        gpu.from_host(np.zeros((999, 2), np.float32)), gpu.from_host(np.zeros(999, int)), 1.0
+    )
+    assert loss.dtype == np.float64
+    assert loss.shape == ()
+    assert float(loss) == pytest.approx(999 * math.log(2), rel=1e-13)
+
+
+@every_kind
+def test_cross_entropy_does_not_overflow(gpu, kind):
+    logits = np.array([[3e4, -3e4, 0], [-3e4, 3e4, 3e4], [-np.inf, 0, 0]], np.float32).astype(kind)
+    loss, dz = ops.cross_entropy(gpu.from_host(logits), gpu.from_host(np.array([1, 2, 1])), 1.0)
+    wide = logits.astype(np.float64)
+    assert float(loss) == pytest.approx(wide[0, 0] - wide[0, 1] + 2 * math.log(2), rel=1e-6)
+    wanted = [[1, -1, 0], [0, 0.5, -0.5], [0, -0.5, 0.5]]
+    np.testing.assert_allclose(gpu.to_host(dz).astype(np.float32), wanted, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- no work
+
+
+@every_kind
+def test_nothing_to_do_is_done(gpu, kind):
+    x, w = gpu.from_host(np.zeros((0, 8), kind)), gpu.from_host(numbers(8, kind=kind))
+    dw = gpu.from_host(numbers(8, seed=1, kind=kind))
+    y, r = ops.rms_norm(x, w, 1e-3)
+    z, mean, root = ops.layer_norm(x, w, w, 1e-3)
+    assert y.shape == z.shape == (0, 8)
+    ops.rms_norm_backward(x, x, w, r, dw)
+    ops.layer_norm_backward(x, x, w, mean, root, dw, dw)
+    ops.embedding_backward(gpu.from_host(np.zeros(0, int)), x, gpu.from_host(numbers(4, 8, kind=kind)))
+    assert ops.gelu(x).shape == ops.add(x, x).shape == ops.swiglu(x, x).shape == (0, 8)
+    assert bits(dw) == numbers(8, seed=1, kind=kind).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        (lambda x, w: ops.gelu(x.astype(np.float64)), "gelu: on a GPU expected"),
+        (lambda x, w: ops.rms_norm(x, w.astype(np.float16), 1e-3), "rms_norm: on a GPU expected"),
+        (lambda x, w: ops.rms_norm(x, w[:3], 1e-3), "rms_norm: expected"),
+        (lambda x, w: ops.add(x, x[:1]), "add: expected arrays of one shape"),
+        (lambda x, w: ops.rms_norm_backward(x, x, w, x[:, :1], x[0, ::2]), "expected"),
+        (lambda x, w: ops.embedding(x, x), "embedding: expected whole numbers"),
+        (lambda x, w: ops.positions_backward(x[None], x.T), "must be contiguous"),
+        (lambda x, w: ops.cross_entropy(x, w[:2].astype(np.int64), 1.0), "expected a target for each"),
+        (lambda x, w: ops.chunk_squares(x[:, ::2], 2), "contiguous arrays of float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(gpu, operation, text):
+    x, w = gpu.from_host(numbers(3, 8)), gpu.from_host(numbers(8))
+    with pytest.raises(ValueError, match=text):
+        operation(x, w)
+
+
+def test_the_steady_state_allocates_nothing(gpu):
+    """Memory of results and partial sums is used again."""
+
+    def step() -> None:
+        for name, (args, named) in cases.items():
+            getattr(ops, name.partition(" ")[0])(*args, **named)
+        gpu.synchronize()
+
+    cases = {
+        name: ([gpu.from_host(x) if isinstance(x, np.ndarray) else x for x in args], named)
+        for name, (args, named) in all_cases((2, 64, 96), BF16).items()
+    }
+    step()
+    before = pool_of(gpu).stats()
+    assert before.held > 0
+    step()
+    assert pool_of(gpu).stats() == before

@@ -1,0 +1,244 @@
+"""Moments in the host's memory: the same bits as on the GPU, nothing allocated, no event left out."""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
+from zero_mpi.checkpoint.saver import save_checkpoint
+from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
+from zero_mpi.device import HOST
+from zero_mpi.errors import UsageError
+from zero_mpi.models import GPT2
+from zero_mpi.nn import Linear, Stage
+from zero_mpi.sharding import offload
+from zero_mpi.sharding.offload import Offload
+from zero_mpi.sharding.precision import BF16, FP32
+
+CONFIG = tiny.MODELS["gpt2 tied"]
+ROWS = {"layers": 1, "dim": 48, "heads": 2, "context": 8, "vocab_size": 300}
+DESCRIPTION = Description("gpt2", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
+
+
+def is_pretend():
+    """Whether streams are threads that a test can hold up."""
+    return hasattr(sys.modules["cupy"].cuda.Stream, "do")
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Pieces of two runs of decay, so that most units have several, and a device that is late."""
+    monkeypatch.setattr(offload, "PIECE", 2048)
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+
+
+def optimizers(config=CONFIG, strategy=FULL_SHARD, **options):
+    """One with its moments on the GPU, one with them on the host, for models of the same values."""
+    made = []
+    for where in offload.CHOICES:
+        module = ShardedModule(config.stages(), SerialComm(), strategy, **options)
+        module.initialize(seed=3)
+        made.append(ShardedAdamW(module, lr=1e-2, weight_decay=0.3, offload=where))
+    return made
+
+
+def step(optimizer, number):
+    """A step by gradients that follow from its number."""
+    drawn = np.random.default_rng(number)
+    for unit in optimizer.units:
+        _, gradient, part = unit.updated
+        gradient.fill(0)
+        for segment in unit.unit.segments(part):  # gaps stay zeros
+            size = segment.where.stop - segment.where.start
+            device.in_use().copy(gradient[segment.where], drawn.standard_normal(size, np.float32))
+    return optimizer.step(max_norm=1.0)
+
+
+def on_host(array):
+    return device.in_use().to_host(array).copy()
+
+
+def bits(optimizer):
+    """Everything that a step changes, as bytes."""
+    found = {}
+    for unit in optimizer.module.units:
+        found[f"parameters {unit.name}"] = on_host(unit.shard)
+        found[f"read {unit.name}"] = on_host(unit.rounded)
+    for name, held in optimizer.moments.items():
+        found |= {f"first {name}": on_host(held.first), f"second {name}": on_host(held.second)}
+    return {name: array.tobytes() for name, array in found.items()}
+
+
+# ------------------------------------------------------------------------------------------------- the bits
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
+@pytest.mark.parametrize(
+    "strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda strategy: strategy.name
+)
+def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, precision):
+    kept, offloaded = optimizers(strategy=strategy, precision=precision)
+    assert max(unit.updated[0].size for unit in offloaded.units) > 4 * 2048
+    for number in range(3):
+        assert step(kept, number) == step(offloaded, number)
+    assert bits(kept) == bits(offloaded)
+    assert any(any(moments.second > 0) for moments in offloaded.moments.values())
+
+
+def test_slices_that_are_rows(gpu, pieces):
+    """A row can be longer than a piece, which then is one row."""
+    kept, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
+    for number in range(2):
+        step(kept, number), step(offloaded, number)
+    assert bits(kept) == bits(offloaded)
+
+
+def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
+    kept, offloaded = optimizers()
+    step(offloaded, 0)
+    before = bits(offloaded)
+    offloaded.units[0].updated[1].fill(np.inf)
+    assert offloaded.step().skipped
+    assert bits(offloaded) == before
+    step(kept, 0)
+    assert bits(kept) == before
+
+
+# ----------------------------------------------------------------------------------------------- the memory
+
+
+def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
+    _, optimizer = optimizers()
+    pool = sys.modules["cupy"].get_default_memory_pool()
+    held = []
+    for number in range(4):
+        step(optimizer, number)
+        held.append((pool.used_bytes(), pool.total_bytes()))
+    assert held[1:] == held[1:2] * 3
+    elements = sum(unit.updated[0].size for unit in optimizer.units)
+    assert optimizer.memory_bytes() == 8 * elements
+    assert optimizer.offloaded_bytes() == (8 * elements, offload.ROOMS * 8 * 2048)
+    for moments in optimizer.moments.values():
+        assert isinstance(moments.first, np.ndarray)
+        assert moments.first.flags.c_contiguous
+
+
+def test_without_offload_nothing_is_on_the_host(gpu):
+    module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
+    optimizer = ShardedAdamW(module)
+    assert optimizer.offloaded_bytes() == (0, 0)
+    assert optimizer.memory_bytes() == 8 * 1024
+
+
+def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path):
+    kept, offloaded = optimizers()
+    progress = Progress(2, 100, 0, 2)
+    folders = []
+    for optimizer in (kept, offloaded):
+        step(optimizer, 0), step(optimizer, 1)
+        folder = tmp_path / f"run{len(folders)}"
+        folders.append(save_checkpoint(folder, optimizer, progress, DESCRIPTION))
+    for name in ("model.gguf", "optimizer.gguf"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    others = optimizers()
+    for optimizer, folder in zip(others, reversed(folders), strict=True):
+        load_checkpoint(folder, optimizer)
+        step(optimizer, 2)
+    step(kept, 2)
+    assert bits(others[0]) == bits(others[1]) == bits(kept)
+
+
+def test_there_must_be_a_gpu(gpu):
+    module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
+    with pytest.raises(UsageError, match="--offload some: expected one of none, moments"):
+        ShardedAdamW(module, offload="some")
+    device.adopt(HOST)
+    with pytest.raises(UsageError, match=r"--offload moments: expected a GPU, .* got the CPU"):
+        ShardedAdamW(module, offload="moments")
+
+
+def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
+    cuda = sys.modules["cupy"].cuda
+
+    def refuse(size, flags=0):
+        raise cuda.runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
+
+    monkeypatch.setattr(cuda, "PinnedMemory", refuse)
+    module = ShardedModule([Stage("head", Linear("head", 512, 512))], SerialComm())
+    with pytest.raises(
+        UsageError, match=r"^--offload moments: the host gives no .* GiB of pinned memory \(.*$"
+    ):
+        ShardedAdamW(module, offload="moments")
+
+
+# -------------------------------------------------------------------------------------------------- the order
+
+HELD = {
+    "filled": "_up",
+    "updated": "stream",
+    "emptied": "_down",
+    "stored": "_down",
+}  # the stream that is late
+
+
+def without_wait(way, moments, name, monkeypatch):
+    """Let all streams of a way pass by one kind of event."""
+    deaf = {id(moments.stored)} if name == "stored" else {id(getattr(room, name)) for room in way.rooms}
+    for stream in (way._up, way._down, way.where.stream):
+
+        def wait(event, ask=stream.wait_event):
+            if id(event) not in deaf:
+                ask(event)
+
+        monkeypatch.setattr(stream, "wait_event", wait)
+
+
+def add_one(gpu, arrays):
+    """first += 1, second += 2, when the stream that computes comes to it."""
+
+    def add():
+        for summand, array in enumerate(arrays, 1):
+            array._host += summand
+
+    gpu.stream.do(add)
+
+
+@pytest.mark.parametrize(
+    ("missing", "count"), [(None, 1), (None, 5), ("filled", 5), ("updated", 5), ("emptied", 5), ("stored", 1)]
+)
+def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
+    """A stream is held up at its beginning; without the wait for it values are wrong."""
+    if not is_pretend():
+        pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
+    way = Offload(gpu)
+    (moments,) = way.moments([(count * 2048, 1024)])
+    moments.first[...] = np.arange(moments.size)
+    late = HELD.get(missing, "_down")
+    if missing:
+        without_wait(way, moments, missing, monkeypatch)
+    for _ in range(2):
+        (gpu.stream if late == "stream" else getattr(way, late)).do(lambda: time.sleep(0.05))
+        for _, *arrays in way.through(moments):
+            add_one(gpu, arrays)
+    right = np.array_equal(moments.first, np.arange(moments.size) + 2) and (moments.second == 4).all()
+    way._up.synchronize(), gpu.synchronize(), way._down.synchronize()
+    assert right == (missing is None)
+
+
+def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
+    """With the update of the first piece held up, the next two come all the same."""
+    if not is_pretend():
+        pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
+    way = Offload(gpu)
+    (moments,) = way.moments([(3 * 2048, 1024)])
+    gpu.stream.do(lambda: time.sleep(0.2))
+    for _ in way.through(moments):
+        pass
+    for room in way.rooms:
+        room.filled.synchronize()
+    assert not gpu.stream.done
+    assert not way._down.done
+    way._down.synchronize()

@@ -1,0 +1,160 @@
+"""The plan's account of a GPU's memory against what its pools hold, on real kernels and loops."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, arrays, device
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.plan import kernels
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rehearsal import rehearse
+from zero_mpi.plan.traffic import plan_traffic
+
+SIZES = {"layers": 2, "dim": 64, "heads": 4, "ffn": 96, "context": 48, "vocab_size": 301}
+MODELS = {
+    "llama": Llama.from_flags(SIZES | {"kv_heads": 2, "tied": False}),
+    "gpt2": GPT2.from_flags(SIZES | {"tied": True}),
+}
+
+
+def planned(case):
+    """The rehearsal and the memory of a case; a plan is made on the host."""
+    before = device.in_use()
+    device.adopt(device.HOST)
+    try:
+        return rehearse(case), plan_memory(case)
+    finally:
+        device.adopt(before)
+
+
+def train(case, rounds):
+    """A module, its optimizer, and what the pool of activations has grown by in two steps' rounds."""
+    pool = arrays.Recycler(device.in_use())
+    arrays._pools[id(device.in_use())] = pool
+    module = ShardedModule(
+        case.model.stages(case.recompute), SerialComm(), case.strategy, precision=case.precision
+    )
+    module.initialize(0)
+    optimizer, accumulator = ShardedAdamW(module, offload=case.offload), GradAccum(module, rounds)
+    shape = case.micro_batch, case.context + 1
+    drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
+    for _ in range(2):
+        for _ in range(rounds):
+            accumulator.accumulate(drawn[:, :-1], CrossEntropy(drawn[:, 1:], 1.0 / case.tokens))
+        module.sync_gradients()
+        module.zero_gradients()
+    return module, optimizer, pool.stats().held
+
+
+@pytest.fixture
+def own_attention(monkeypatch):
+    """What cuDNN takes for itself is not planned."""
+    monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "own")
+    pools = dict(arrays._pools)
+    yield
+    arrays._pools.clear()
+    arrays._pools.update(pools)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_on_ghosts_take_what_those_on_a_gpu_take(gpu, own_attention, name, recompute, precision):
+    case = Case(
+        MODELS[name],
+        batch_size=4,
+        micro_batch=2,
+        context=48,
+        recompute=recompute,
+        device="cuda",
+        precision_name=precision,
+    )
+    seen, memory = planned(case)
+    module, optimizer, held = train(case, 2)
+    assert seen.recycled == held
+    assert memory.gradient_buffers == module.gradient_pool.nbytes
+    assert memory.moments == optimizer.memory_bytes()
+    kept = [unit.rounded for unit in module.units]
+    if module.precision.is_low:
+        assert memory.masters == sum(unit.shard.nbytes for unit in module.units)
+    assert memory.parameters == sum(array.nbytes for array in kept)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_that_are_large_enough_to_be_recycled(gpu, own_attention, name):
+    sizes = {"block_count": 1, "embedding_length": 128, "context_length": 128}
+    model = replace(
+        MODELS[name], **sizes | ({"key_length": 32, "value_length": 32} if name == "llama" else {})
+    )
+    case = Case(model, batch_size=4, micro_batch=4, context=128, device="cuda", precision_name="bf16")
+    seen, _ = planned(case)
+    assert seen.recycled == train(case, 1)[2]
+
+
+def test_offloaded_moments(gpu, own_attention):
+    case = Case(MODELS["gpt2"], device="cuda", precision_name="bf16", offload="moments", context=48)
+    _, memory = planned(case)
+    module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, precision=case.precision)
+    optimizer = ShardedAdamW(module, offload="moments")
+    assert (memory.host, memory.rooms) == optimizer.offloaded_bytes()
+
+
+@pytest.mark.world(2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport", ["staged", "mpi"])
+def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision):
+    """What is given away is the plan's to the byte; rooms are at most as many as can be under way at once."""
+    from zero_mpi.comm import device_choice
+
+    comm = device_choice.make(transport, exact=True)
+    sizes = {"ranks": comm.size, "batch_size": comm.size + 1, "micro_batch": 1, "context": 48}
+    case = Case(MODELS["gpt2"], **sizes, transport_wanted=transport, device="cuda", precision_name=precision)
+    _, plan = planned(case)
+    module = ShardedModule(case.model.stages(), comm, case.strategy, precision=case.precision)
+    module.initialize(0)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, comm.size + 1)
+    tokens, before = np.zeros((1, 48), np.int64), comm.meter.sent_bytes
+    for _ in range(len(accumulator.rounds)):
+        idle = accumulator.next_micro_batch is None
+        accumulator.accumulate(None if idle else tokens, None if idle else CrossEntropy(tokens, 1e-2))
+    accumulator.total_loss()
+    optimizer.step(max_norm=1.0)
+    assert comm.meter.sent_bytes - before == plan_traffic(case, flags=0).sent[comm.rank]
+    rooms = [array for some in comm._rooms.values() for room in some for array in room]
+    assert 0 < sum(array.nbytes for array in rooms) <= plan.transport
+    if transport == "staged":
+        stages = [stage for ring in comm.wire._rings for stage in ring]
+        assert 0 < sum(stage.up.nbytes + stage.down.nbytes for stage in stages) <= plan.host
+    if comm.rank == 0:
+        assert plan.gathered == module.parameter_pool.nbytes
+        assert plan.gradient_buffers == module.gradient_pool.nbytes
+        assert plan.moments == optimizer.memory_bytes()
+    comm.close()
+
+
+def test_sizes_are_those_of_the_operations(gpu):
+    names = ("attention", "embedding", "launch", "linear", "norm", "sums")
+    modules = [import_module(f"zero_mpi.ops.gpu.{name}") for name in names]
+    attention, embedding, launch, linear, norm, sums = modules
+    assert (kernels.LOGITS_BYTES, kernels.LINE) == (linear.LOGITS_BYTES, linear.LINE)
+    assert (kernels.SCORES, kernels.EVEN) == (attention.SCORES, attention.EVEN)
+    assert (kernels.COLUMN_ROWS, kernels.COLUMN_LINES) == (sums.ROWS_OF_A_LINE, sums.MOST_LINES)
+    assert embedding.RUN == kernels.RUN
+    assert (kernels.PACK, kernels.THREADS) == (launch.PACK, launch.THREADS)
+    assert (kernels.HELD, kernels.NORM_LINES) == (norm.HELD, norm.MOST_LINES)
+
+
+def test_sizes_are_those_of_the_transports(gpu):
+    transports = pytest.importorskip("zero_mpi.comm.device_staged", reason="no MPI", exc_type=ImportError)
+    from zero_mpi.comm import device_aware, device_comm
+    from zero_mpi.plan import memory
+
+    assert (memory.AWARE_PIECE, memory.AWARE_DEPTH) == (device_aware.SUMMED, device_aware.DEPTH)
+    assert (memory.STAGE, memory.LEAST_STAGE) == (transports.STAGE_BYTES, transports.LEAST_BYTES)
+    assert (memory.STAGED_DEPTH, memory.ALIGNED) == (transports.DEPTH, transports.ALIGNED)
+    assert device_comm.UNDER_WAY == memory.TRANSFERS

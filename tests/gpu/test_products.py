@@ -1,0 +1,428 @@
+"""Matrix products on the GPU: the linear layer and a head's loss, against what defines them.
+
+On the pretend device cuBLASLt is pretended too (tests/pretend/nvmath), strictly; that its names, numbers and
+sizes are those of the real bindings is checked where these are installed.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zero_mpi import ops
+from zero_mpi.arrays import pool_of
+from zero_mpi.ops import half, reference
+
+KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # a unit in the last place, twice what rounding may be off
+SHAPES = [(1, 1, 1), (1, 7, 3), (5, 3, 2), (33, 17, 65), (64, 96, 40), (257, 129, 131)]  # N, C, O
+kinds = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.world(1)  # a process alone
+
+
+def draw(kind, *shape, seed=0, scale=1.0):
+    """Numbers that are exact in the type."""
+    return (np.random.default_rng([seed, *shape]).normal(size=shape) * scale).astype(KINDS[kind])
+
+
+def close(got, want, kind, slack=2e-6):
+    """Whether two results agree but for the order of float32 sums and, in low types, one rounding."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    allowed = LOW.get(kind, 0.0) * np.abs(want) + slack * (1.0 + np.abs(want).max(initial=0.0))
+    worst = np.abs(got - want) - allowed
+    assert (worst <= 0).all(), (
+        f"off by {np.abs(got - want).max()} at {np.unravel_index(worst.argmax(), want.shape)}"
+    )
+
+
+def defined(name):
+    """The definition of an operation, for low types as well."""
+    return half.aware(name, getattr(reference, name))
+
+
+@pytest.fixture
+def gemm(gpu):
+    """The module, its products made anew for this test."""
+    from zero_mpi.ops.gpu import gemm
+
+    before, gemm._products = gemm._products, None
+    yield gemm
+    gpu.synchronize()
+    gemm._products = before
+
+
+# ------------------------------------------------------------------------------------------- the linear layer
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("extras", ["", "b", "plus", "b plus"])
+def test_linear(gpu, kind, shape, extras):
+    n, c, o = shape
+    given = [draw(kind, n, c), draw(kind, o, c, scale=c**-0.5)]
+    more = {"b": draw(kind, o), "plus": draw(kind, n, o, seed=3)}
+    more = {name: more[name] for name in extras.split()}
+    want = defined("linear")(*given, **more)
+    got = ops.linear(*map(gpu.from_host, given), **{k: gpu.from_host(x) for k, x in more.items()})
+    assert got.dtype == KINDS[kind]
+    close(gpu.to_host(got), want, kind)
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+def test_linear_backward_x(gpu, kind, shape, adds):
+    n, c, o = shape
+    dy, w, before = draw(kind, n, o), draw(kind, o, c, scale=o**-0.5), draw(kind, n, c, seed=1)
+    want = defined("linear_backward_x")(dy, w, before.copy() if adds else None)
+    into = gpu.from_host(before) if adds else None
+    got = ops.linear_backward_x(gpu.from_host(dy), gpu.from_host(w), into)
+    assert got is into or not adds
+    close(gpu.to_host(got), want, kind)
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("gradient", ["own", "f32"])
+def test_gradients_of_weights_are_added_into_their_own_type(gpu, kind, shape, gradient):
+    n, c, o = shape
+    own = kind if gradient == "own" else "f32"
+    dy, x = draw(kind, n, o, scale=n**-0.5), draw(kind, n, c)
+    for name, sides, before in (
+        ("linear_backward_w", (dy, x), draw(own, o, c, seed=1)),
+        ("linear_backward_b", (dy,), draw(own, o, seed=2)),
+    ):
+        want = before.copy()
+        defined(name)(*sides, want)
+        got = gpu.from_host(before)
+        assert getattr(ops, name)(*map(gpu.from_host, sides), got) is None
+        close(gpu.to_host(got), want, own)
+
+
+@kinds
+def test_columns_of_a_wider_array_are_read_and_written_where_they_lie(gpu, kind):
+    wide, w = draw(kind, 3, 5, 48), draw(kind, 24, 16, scale=0.25)
+    on_gpu, w_gpu = gpu.from_host(wide), gpu.from_host(w)
+    for columns in (slice(16, 32), slice(3, 19)):  # aligned, and not
+        close(
+            gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu)),
+            defined("linear")(wide[..., columns], w),
+            kind,
+        )
+        dw, want = gpu.zeros(24 * 16, KINDS[kind]).reshape(24, 16), np.zeros((24, 16), KINDS[kind])
+        ops.linear_backward_w(on_gpu[..., 24:], on_gpu[..., columns], dw)
+        defined("linear_backward_w")(wide[..., 24:], wide[..., columns], want)
+        close(gpu.to_host(dw), want, kind)
+        into, want = gpu.from_host(wide), wide.copy()
+        ops.linear_backward_x(on_gpu[..., :24], w_gpu, into[..., columns])
+        want[..., columns] = defined("linear_backward_x")(wide[..., :24], w, wide[..., columns].copy())
+        close(gpu.to_host(into), want, kind)
+
+
+@kinds
+def test_rows_that_lie_unevenly_are_brought_together(gpu, kind):
+    x, w, plus = draw(kind, 4, 6, 8), draw(kind, 5, 8), draw(kind, 4, 6, 5)
+    got = ops.linear(gpu.from_host(x)[:, 1:4], gpu.from_host(w), None, gpu.from_host(plus)[:, 2:5])
+    close(gpu.to_host(got), defined("linear")(x[:, 1:4], w, None, plus[:, 2:5]), kind)
+    turned = ops.linear(gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2), gpu.from_host(w))  # by columns
+    close(gpu.to_host(turned), defined("linear")(x, w), kind)
+
+
+@kinds
+def test_a_bias_that_lies_unevenly_is_copied(gpu, kind):
+    x, w, b = draw(kind, 3, 8), draw(kind, 5, 8), draw(kind, 11)
+    for columns in (slice(1, 6), slice(0, 10, 2)):
+        got = ops.linear(gpu.from_host(x), gpu.from_host(w), gpu.from_host(b)[columns])
+        close(gpu.to_host(got), defined("linear")(x, w, b[columns]), kind)
+
+
+def test_a_plan_adds_the_bias_of_the_call_and_not_that_of_its_making(gpu):
+    x, w = draw("bf16", 6, 8), draw("bf16", 8, 8)
+    arrays, biases = [gpu.from_host(item) for item in (x, w)], [draw("bf16", 8, seed=n) for n in range(3)]
+    on_gpu = [gpu.from_host(b) for b in biases]
+    for n in (0, 1, 0, 2):
+        close(gpu.to_host(ops.linear(*arrays, on_gpu[n])), defined("linear")(x, w, biases[n]), "bf16")
+
+
+@kinds
+def test_no_rows_at_all(gpu, kind):
+    x, w, dw = draw(kind, 0, 4), draw(kind, 3, 4), draw(kind, 3, 4, seed=1)
+    assert ops.linear(gpu.from_host(x), gpu.from_host(w)).shape == (0, 3)
+    kept = gpu.from_host(dw)
+    ops.linear_backward_w(gpu.from_host(draw(kind, 0, 3)), gpu.from_host(x), kept)
+    assert (gpu.to_host(kept) == dw).all()
+
+
+def test_float32_products_are_no_tf32(gpu):
+    """TF32 has 10 bits behind the point: it would make 1 of 1 + 2^-12."""
+    x = np.full((32, 64), 1 + 2.0**-12, np.float32)
+    got = gpu.to_host(ops.linear(gpu.from_host(x), gpu.from_host(np.eye(64, dtype=np.float32))))
+    assert (got == x).all()
+
+
+def test_low_sums_are_float32(gpu):
+    """4096 ones are 4096; bfloat16 stops counting at 256, float16 at 2048."""
+    for kind in ("bf16", "f16"):
+        ones = gpu.from_host(np.ones((8, 4097), KINDS[kind]))
+        total = np.zeros((8, 8), np.float32)
+        into = gpu.from_host(total)
+        ops.linear_backward_w(ones.T.copy(), ones.T.copy(), into)
+        assert (gpu.to_host(into) == 4097.0).all()
+
+
+def test_what_cannot_be_multiplied_is_named(gpu):
+    x, w = gpu.from_host(draw("bf16", 4, 8)), gpu.from_host(draw("f32", 3, 8))
+    with pytest.raises(ValueError, match="bfloat16 and float32"):
+        ops.linear(x, w)
+    with pytest.raises(ValueError, match="not int32"):
+        ops.linear(gpu.from_host(np.ones((2, 8), np.int32)), gpu.from_host(np.ones((2, 8), np.int32)))
+    with pytest.raises(ValueError, match="do not multiply"):
+        ops.linear(w, gpu.from_host(draw("f32", 3, 9)))
+
+
+def test_float64_is_left_to_the_definition(gpu):
+    rng = np.random.default_rng(0)
+    x, w, b, dy = (rng.normal(size=shape) for shape in ((5, 8), (3, 8), (3,), (5, 3)))
+    assert np.allclose(gpu.to_host(ops.linear(*map(gpu.from_host, (x, w, b)))), x @ w.T + b, rtol=1e-13)
+    assert np.allclose(gpu.to_host(ops.linear_backward_x(*map(gpu.from_host, (dy, w)))), dy @ w, rtol=1e-13)
+
+
+# ---------------------------------------------------------------------------------------- a head and its loss
+
+
+def head_case(kind, n, c, v, own=None):
+    """x, w, b, targets, dw, db of a head."""
+    x, w, b = draw(kind, n, c), draw(kind, v, c, scale=c**-0.5), draw(kind, v, scale=0.1)
+    targets = np.random.default_rng(n).integers(0, v, n)
+    return (
+        x,
+        w,
+        b,
+        targets,
+        draw(own or kind, v, c, seed=5, scale=0.01),
+        draw(own or kind, v, seed=6, scale=0.01),
+    )
+
+
+@kinds
+@pytest.mark.parametrize("own", ["own", "f32"])
+@pytest.mark.parametrize(
+    ("n", "c", "v", "rows"), [(1, 8, 2, 100), (30, 16, 37, 7), (65, 24, 256, 16), (9, 5, 11, 1)]
+)
+def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
+    linear = importlib.import_module("zero_mpi.ops.gpu.linear")  # the package has a function of that name
+    monkeypatch.setattr(linear, "LOGITS_BYTES", rows * -(-v // 8) * 8 * KINDS[kind].itemsize)
+    x, w, b, targets, dw, db = head_case(kind, n, c, v, "f32" if own == "f32" else None)
+    wanted = [dw.copy(), db.copy()]
+    loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *wanted)
+    sums = [gpu.from_host(dw), gpu.from_host(db)]
+    got, got_dx = ops.linear_cross_entropy(
+        *map(gpu.from_host, (x, w, b)), gpu.from_host(targets), 1.0 / n, *sums
+    )
+    assert got.shape == ()
+    assert got.dtype == np.float64
+    rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients are low too
+    assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
+    close(gpu.to_host(got_dx), dx, kind, slack=rough)
+    for mine, want in zip(sums, wanted, strict=True):
+        close(gpu.to_host(mine), want, kind if own == "own" else "f32", slack=rough)
+
+
+@kinds
+def test_head_without_gradients_only_tells_the_loss(gpu, kind):
+    x, w, b, targets, *_ = head_case(kind, 12, 8, 30)
+    want, _ = defined("linear_cross_entropy")(x, w, b, targets, 0.5, need_dx=False)
+    got, dx = ops.linear_cross_entropy(*map(gpu.from_host, (x, w, b)), targets, 0.5, need_dx=False)
+    assert dx is None
+    assert abs(float(got) - want) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
+
+
+def test_chunks_take_no_more_than_they_may(gpu):
+    from zero_mpi.ops.gpu.linear import LOGITS_BYTES, chunk_rows
+
+    for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, LOGITS_BYTES // 3)):
+        rows = chunk_rows(n, row)
+        assert rows * row <= LOGITS_BYTES or rows == 1
+        assert 1 <= rows <= n
+        assert -(-n // rows) == max(1, -(-n * row // LOGITS_BYTES)) or rows * row * 2 > LOGITS_BYTES
+
+
+# -------------------------------------------------------------------------------------------------- the plans
+
+
+def a_step(gpu, arrays):
+    """What a linear layer and a head ask for in a step; the results on the host."""
+    x, w, b, dw, db, targets = arrays
+    y = ops.linear(x, w, b, x)
+    dx = ops.linear_backward_x(y, w, x.copy())
+    ops.linear_backward_w(dx, y, dw)
+    ops.linear_backward_b(dx, db)
+    loss, dx = ops.linear_cross_entropy(y, w, None, targets, 0.01, dw)
+    return [gpu.to_host(item) for item in (y, dx, dw, db, loss)]
+
+
+def step_arrays(gpu, kind):
+    n, c = 96, 128
+    made = [draw(kind, n, c), draw(kind, c, c, scale=c**-0.5), draw(kind, c), draw(kind, c, c), draw(kind, c)]
+    return [gpu.from_host(x) for x in made] + [gpu.from_host(np.arange(n) % c)]
+
+
+@kinds
+def test_two_runs_have_the_same_bits(gpu, kind):
+    first, second = (a_step(gpu, step_arrays(gpu, kind)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@kinds
+def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm, kind):
+    arrays = step_arrays(gpu, kind)
+
+    def state():
+        gpu.synchronize()
+        pool = gpu.cupy.get_default_memory_pool()
+        return len(gemm.products().plans), pool_of(gpu).stats().fresh, pool.total_bytes()
+
+    for _ in range(2):
+        a_step(gpu, arrays)
+    before = state()
+    for _ in range(3):
+        a_step(gpu, arrays)
+    assert state() == before
+    assert before[0] >= 5
+
+
+def test_alignment_is_part_of_a_plan(gpu, gemm):
+    x, w = gpu.from_host(draw("bf16", 4, 40)), gpu.from_host(draw("bf16", 8, 16))
+    for start in (0, 8, 1, 3, 2, 4):
+        ops.linear(x[:, start : start + 16], w)
+    assert len(gemm.products().plans) == 4  # to 16 bytes, 2, 4 and 8
+
+
+def test_plans_are_not_kept_for_ever(gpu, gemm, monkeypatch):
+    monkeypatch.setattr(gemm, "PLANS", 3)
+    w = draw("f32", 5, 8)
+    for n in (1, 2, 3, 4, 5, 1, 2):
+        x = draw("f32", n, 8)
+        close(gpu.to_host(ops.linear(gpu.from_host(x), gpu.from_host(w))), defined("linear")(x, w), "f32")
+        assert len(gemm.products().plans) <= 3
+
+
+def test_the_fastest_algorithm_is_looked_for_on_request(gpu, gemm, monkeypatch):
+    monkeypatch.setenv("ZERO_MPI_GPU_TUNE", "1")
+    dy, x, before = draw("bf16", 64, 24), draw("bf16", 64, 40), draw("f32", 24, 40)
+    want, got = before.copy(), gpu.from_host(before)
+    defined("linear_backward_w")(dy, x, want)
+    ops.linear_backward_w(gpu.from_host(dy), gpu.from_host(x), got)
+    assert gemm.products().reductions == gemm.FLOAT32_PARTS
+    close(gpu.to_host(got), want, "f32")  # added once, however often it was timed
+
+
+def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
+    assert gemm.products().reductions == gemm.FLOAT32_PARTS
+    assert not gemm.products().tunes
+    assert gemm.about().startswith("products by cuBLASLt 1")
+    assert gemm.about().endswith(", in float32 parts")
+    monkeypatch.setenv("ZERO_MPI_GPU_SPLIT_K", "0")
+    gemm._products = None
+    assert gemm.products().reductions == gemm.WHOLE
+    assert gemm.about().endswith(", whole sums")
+
+
+@kinds
+def test_batches(gpu, gemm, kind):
+    a, b = draw(kind, 2, 3, 17, 8), draw(kind, 2, 3, 21, 8)
+    out = gpu.from_host(np.full((2, 3, 17, 21), np.nan, np.float32))  # nobody may read it
+    arrays = [gpu.from_host(x) for x in (a, b)]
+    sides = [gemm.batched(x) for x in arrays]
+    gemm.multiply(*sides, gemm.batched(out), tb=True, scale=0.5)
+    wide = [x.astype(np.float32) for x in (a, b)]
+    close(gpu.to_host(out), 0.5 * wide[0] @ wide[1].swapaxes(-1, -2), "f32")
+    part = sides[0].part(4, 6)
+    gemm.multiply(part, sides[1].part(0, 5), gemm.batched(out)._replace(rows=6, columns=5), tb=True)
+    close(gpu.to_host(out)[..., :6, :5], wide[0][..., 4:10, :] @ wide[1][..., :5, :].swapaxes(-1, -2), "f32")
+
+
+# ------------------------------------------------------------------------------------------ the real bindings
+
+REAL = """
+import json, inspect
+import numpy as np
+from nvmath import CudaDataType
+from nvmath.bindings import cublas, cublasLt as lt
+enums = {"matmul_desc": "MatmulDescAttribute", "matrix_layout": "MatrixLayoutAttribute",
+         "matmul_preference": "MatmulPreferenceAttribute"}
+names = {name: {m.name: int(m) for m in getattr(lt, name)}
+         for name in (*enums.values(), "Epilogue", "ReductionScheme")}
+names["Operation"] = {m.name: int(m) for m in cublas.Operation}
+names["ComputeType"] = {m.name: int(m) for m in cublas.ComputeType}
+names["CudaDataType"] = {m.name: int(m) for m in CudaDataType}
+forms = {kind: {name: np.dtype(getattr(lt, f"get_{kind}_attribute_dtype")(names[enum][name])).itemsize
+                for name in USED[enum]} for kind, enum in enums.items()}
+functions = {name: list(inspect.signature(getattr(lt, name)).parameters) for name in FUNCTIONS}
+print(json.dumps([names, forms, functions, issubclass(lt.cuBLASLtError, Exception)]))
+"""
+FUNCTIONS = (
+    "create", "get_version", "matmul", "matmul_algo_get_heuristic", "matmul_desc_create",
+    "matmul_desc_destroy", "matmul_desc_set_attribute", "matmul_preference_create",
+    "matmul_preference_destroy", "matmul_preference_set_attribute", "matrix_layout_create",
+    "matrix_layout_destroy", "matrix_layout_set_attribute", "get_matmul_desc_attribute_dtype",
+    "get_matrix_layout_attribute_dtype", "get_matmul_preference_attribute_dtype",
+)  # fmt: skip
+
+
+def ask_the_real(package, script):
+    """What a script prints as JSON with the installed package, however much is pretended here."""
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed: the names used of it are not checked")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout_seconds(150)
+def test_names_numbers_and_sizes_are_those_of_the_real_bindings(gpu):
+    import inspect
+
+    from nvmath.bindings import cublasLt as lt
+
+    from zero_mpi.ops.gpu import gemm
+
+    kinds_of = {"matmul_desc": lt.MatmulDescAttribute, "matrix_layout": lt.MatrixLayoutAttribute}
+    kinds_of["matmul_preference"] = lt.MatmulPreferenceAttribute
+    used = {attributes.__name__: [item.name for item in attributes] for attributes in kinds_of.values()}
+    script = f"FUNCTIONS = {FUNCTIONS}\nUSED = {used}\n{REAL}"
+    names, forms, functions, has_error = ask_the_real("nvmath-python", script)
+    assert has_error
+    assert names["ComputeType"]["COMPUTE_32F"] == gemm.COMPUTE_32F
+    assert (names["Operation"]["N"], names["Operation"]["T"]) == (gemm.NORMAL, gemm.TRANSPOSED)
+    assert (names["Epilogue"]["DEFAULT"], names["Epilogue"]["BIAS"]) == (
+        gemm.EPILOGUE_DEFAULT,
+        gemm.EPILOGUE_BIAS,
+    )
+    schemes = names["ReductionScheme"]
+    assert (schemes["NONE"], schemes["COMPUTE_TYPE"]) == (gemm.WHOLE, gemm.FLOAT32_PARTS)
+    types = names["CudaDataType"]
+    assert {np.dtype(k): types[v] for k, v in TYPE_NAMES.items()} == gemm.KINDS
+    for kind, attributes in kinds_of.items():
+        for item in attributes:
+            assert names[attributes.__name__][item.name] == item
+            size = np.dtype(getattr(lt, f"get_{kind}_attribute_dtype")(item)).itemsize
+            assert forms[kind][item.name] == size, item
+    for name in FUNCTIONS:
+        assert functions[name] == list(inspect.signature(getattr(lt, name)).parameters), name
+
+
+TYPE_NAMES = {np.float32: "CUDA_R_32F", np.float16: "CUDA_R_16F", ml_dtypes.bfloat16: "CUDA_R_16BF"}

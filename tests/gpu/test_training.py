@@ -1,0 +1,82 @@
+"""Whole steps on the GPU: near the host's in float32 and bfloat16, the same bits at any number of ranks."""
+
+import functools
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, device
+from zero_mpi.sharding.precision import BF16, FP16, FP32, precision_named
+
+PRECISIONS = {
+    "fp32": FP32,
+    "bf16": BF16,
+    "bf16 reduced in fp32": precision_named("bf16", "fp32"),
+    "fp16": FP16,
+}
+NEAR = {"fp32": 1e-5}  # of losses to the host's; of the others 1e-2
+
+
+@functools.cache
+def on_the_host(name, precision):
+    """(losses and norms, digest) of one process with NumPy arrays."""
+    before = device.in_use()
+    device.adopt(device.HOST)
+    try:
+        return tiny.train(SerialComm(), tiny.MODELS[name], precision=PRECISIONS[precision])
+    finally:
+        device.adopt(before)
+
+
+@functools.cache
+def alone(name, precision):
+    """The run of one process on the GPU."""
+    return tiny.train(SerialComm(), tiny.MODELS[name], precision=PRECISIONS[precision])
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_losses_are_near_those_of_the_host(gpu, name, precision):
+    found, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
+    near = NEAR.get(precision, 1e-2)
+    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], rtol=near)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    "options", [{"strategy": NO_SHARD}, {"strategy": SHARD_GRAD_OP}, {"recompute": True}]
+)
+def test_strategies_and_recomputation_change_no_bit(gpu, options):
+    options = {"strategy": FULL_SHARD, "precision": BF16} | options
+    assert tiny.train(SerialComm(), tiny.MODELS["llama"], **options) == alone("llama", "bf16")
+
+
+@pytest.fixture(scope="module", params=["staged", "mpi"])
+def transport(request, the_gpu):
+    """All ranks, over each transport that is exact; of device memory the MPI here takes the pretend one."""
+    from zero_mpi.comm import device_choice
+
+    if request.param == "mpi" and "pretend" not in the_gpu.about:
+        pytest.skip("the MPI library may not take the memory of this GPU: benchmarks/gpu_check.py looks")
+    device.adopt(the_gpu)
+    comm = device_choice.make(request.param, exact=True)
+    yield comm
+    comm.close()
+
+
+@pytest.mark.world(2, 3)
+@pytest.mark.timeout_seconds(200)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bits_are_those_of_one_rank(gpu, transport, precision, strategy, monkeypatch):
+    expected = alone("llama", precision)
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+    options = {"precision": PRECISIONS[precision], "bucket_mb": 0.01}
+    assert tiny.train(transport, tiny.MODELS["llama"], strategy, **options) == expected
+
+
+@pytest.mark.world(2)
+def test_hybrid_sharding_on_one_node_is_full_sharding(gpu, transport):
+    assert tiny.train(transport, tiny.MODELS["gpt2"], HYBRID_SHARD) == alone("gpt2", "fp32")

@@ -1,0 +1,244 @@
+"""Which transport a GPU's arrays get: what the library says is tried, ranks agree, one line tells it."""
+
+import json
+import sys
+
+import pytest
+
+from zero_mpi import device
+from zero_mpi.comm import SerialComm, device_choice, device_detect
+from zero_mpi.comm.device_aware import AwareWire
+from zero_mpi.comm.device_detect import Answer
+from zero_mpi.comm.transfer import MPI
+from zero_mpi.config import Config
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import find_world
+from zero_mpi.session import make_comm
+
+WORLD = MPI.COMM_WORLD
+RANKS = WORLD.Get_size()
+several_ranks = pytest.mark.skipif(RANKS == 1, reason="on one rank nothing travels")
+one_rank = pytest.mark.skipif(RANKS > 1, reason="one rank shows it")
+
+
+@pytest.fixture(autouse=True)
+def gpu(the_gpu):
+    """The GPU."""
+    device.adopt(the_gpu)
+    return the_gpu
+
+
+def child(*lines, end="pass"):
+    """A process that says something in the place of the live test, and how it ends."""
+    said = "".join(f"os.write(1, {json.dumps(line).encode()!r} + bytes([10])); " for line in lines)
+    return [sys.executable, "-c", f"import os, signal; {said}{end}"]
+
+
+FOUND = {"names": ["X"], "driver": "13.0"}
+WORKS = child(FOUND, {"takes_memory": True, "mpi": "it arrived"})
+LIES = child(FOUND, {"takes_memory": False, "mpi": "other bytes arrived"})
+CRASHES = child(FOUND, end="os.kill(os.getpid(), signal.SIGSEGV)")
+NO_DRIVER = child({"error": "no driver"})
+
+
+# ---------------------------------------------------------------------------------------------- detection
+
+
+class Library:
+    """A communicator whose library knows the key of MPI 4.1."""
+
+    def __init__(self, kinds):
+        self.kinds = kinds
+
+    def Get_info(self):
+        return self
+
+    def get(self, key):
+        return self.kinds if key == "mpi_memory_alloc_kinds" else None
+
+    def Free(self):
+        pass
+
+
+@one_rank
+@pytest.mark.parametrize(
+    ("kinds", "yes"), [("mpi,system", False), ("mpi,system,cuda", True), ("system,cuda:device", True)]
+)
+def test_the_kinds_of_memory_that_a_library_names(kinds, yes):
+    (answer,) = device_detect.memory_kinds(Library(kinds))
+    assert answer == Answer(yes, f"mpi_memory_alloc_kinds is {kinds}")
+    assert list(device_detect.memory_kinds(Library(None))) == []
+
+
+@one_rank
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ZERO_MPI_GPU_AWARE": "1"}, Answer(True, "ZERO_MPI_GPU_AWARE=1")),
+        ({"ZERO_MPI_GPU_AWARE": "0", "MV2_USE_CUDA": "1"}, Answer(False, "ZERO_MPI_GPU_AWARE=0")),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, Answer(True, "MPICH_GPU_SUPPORT_ENABLED=1")),
+        ({"MVP_USE_CUDA": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_said_without_a_test(environ, said, monkeypatch):
+    monkeypatch.setattr(device_detect, "library_says", lambda: iter(()))
+    answer = device_detect.claim(Library(None), environ)
+    assert answer == said if said else not answer.yes
+    assert answer.why
+
+
+@one_rank
+def test_the_loaded_library_is_asked():
+    """Whatever MPI these tests run on: it has one of the calls, or none, and says no."""
+    maps = (
+        "7f00-7f01 r-xp 0 0:0 1 /opt/cray/lib/libmpi_gnu_123.so.12.0.0\n"
+        "7f01-7f02 r-xp 0 0:0 1 /usr/lib/libmpi.so.40.30.4\n"
+        "7f02-7f03 r-xp 0 0:0 1 /usr/lib/libmpi.so.40.30.4\n"
+        "7f03-7f04 r-xp 0 0:0 1 /usr/lib/libmpi_mpifh.so.40\n"
+        "7f04-7f05 r-xp 0 0:0 1 /usr/lib/python/mpi4py/MPI.so\n"
+    )
+    assert device_detect.loaded_libraries(maps) == [
+        "/opt/cray/lib/libmpi_gnu_123.so.12.0.0",
+        "/usr/lib/libmpi.so.40.30.4",
+    ]
+    with open("/proc/self/maps") as real:
+        assert device_detect.loaded_libraries(real.read()), "the library that is loaded was not found"
+    for answer in device_detect.library_says():
+        assert "support says" in answer.why
+
+
+@one_rank
+@pytest.mark.parametrize(
+    ("command", "yes", "why"),
+    [
+        (WORKS, True, "the site says so, and it arrived"),
+        (LIES, False, "the site says so, but other bytes arrived"),
+        (CRASHES, False, "the site says so, but the test died of SIGSEGV"),
+        (NO_DRIVER, False, "the site says so, but no driver"),
+        (["/no/such/program"], False, "the site says so, but cannot be started: No such file or directory"),
+    ],
+)
+def test_nobody_is_believed_without_a_test(command, yes, why):
+    assert device_detect.live(Answer(True, "the site says so"), command) == Answer(yes, why)
+
+
+def test_all_ranks_have_one_answer(monkeypatch):
+    forced = {"ZERO_MPI_GPU_AWARE": "1"}
+    answer = device_detect.find_answer(WORLD, forced, WORKS)
+    assert answer == Answer(True, "ZERO_MPI_GPU_AWARE=1, and it arrived")
+    last = WORLD.Get_rank() == RANKS - 1
+    one_says_no = device_detect.find_answer(
+        WORLD, forced | ({"ZERO_MPI_GPU_AWARE": "0"} if last else {}), WORKS
+    )
+    assert one_says_no == Answer(False, "ZERO_MPI_GPU_AWARE=0")
+    monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
+    one_node_fails = device_detect.find_answer(WORLD, forced, CRASHES if last else WORKS)
+    assert one_node_fails == Answer(False, "ZERO_MPI_GPU_AWARE=1, but the test died of SIGSEGV")
+
+
+# ------------------------------------------------------------------------------------------------- choice
+
+
+def made(transport="auto", **flags):
+    """(transport, notes) of a run with these flags."""
+    notes = []
+    return make_comm(find_world(), Config(transport=transport, device="cuda", **flags), None, notes), notes
+
+
+@one_rank
+@pytest.mark.parametrize("transport", ["auto", "mpi", "staged", "nccl"])
+def test_one_rank_needs_no_transport(transport):
+    comm, notes = made(transport)
+    assert type(comm) is SerialComm
+    assert notes == []
+
+
+def test_memory_of_gpus_is_not_shared():
+    with pytest.raises(UsageError, match=r"--transport shared: .*; with --device cuda use auto, mpi, staged"):
+        made("shared")
+
+
+@pytest.mark.parametrize("transport", ["staged", "nccl"])
+def test_transports_of_a_gpu_need_one(transport):
+    device.adopt(device.HOST)
+    with pytest.raises(
+        UsageError, match=f"--transport {transport}: it carries a GPU's arrays; use --device cuda"
+    ):
+        made(transport)
+
+
+@several_ranks
+def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
+    monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")
+    comm, notes = made(reduction="fast")
+    assert comm.exact
+    assert len(notes) == 1
+    assert notes[0].startswith("transport: staged, through ")
+    assert notes[0].endswith(" of pinned memory a transfer, exact all the same, because ZERO_MPI_GPU_AWARE=0")
+    comm.close()
+    with pytest.raises(
+        UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\); use --transport auto or"
+    ):
+        made("mpi")
+
+
+@several_ranks
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
+    monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
+    comm, notes = made(transport, reduction=reduction)
+    assert comm.exact == (reduction == "exact")
+    assert notes == ["transport: mpi, from GPU to GPU, because it arrived"]
+    comm.close()
+
+
+@several_ranks
+def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
+    monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
+    real = AwareWire._post
+
+    def altered(self, round_, tag):
+        if WORLD.Get_rank() == 0:
+            round_.sends[0][0].fill(7)
+        return real(self, round_, tag)
+
+    monkeypatch.setattr(AwareWire, "_post", altered)
+    comm, notes = made("auto")
+    comm.close()
+    why = "it arrived, but between the ranks other bytes arrived"
+    assert notes[0].startswith("transport: staged, ")
+    assert notes[0].endswith(f", because {why}")
+    with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
+        made("mpi")
+
+
+@several_ranks
+def test_nccl_is_a_choice(monkeypatch):
+    comm, notes = made("nccl")
+    assert comm.exact
+    assert notes[0].startswith("transport: nccl ")
+    assert notes[0].endswith("sums in the order of ranks")
+    comm.close()
+    comm, notes = made("nccl", reduction="fast")
+    assert not comm.exact
+    assert notes[0].endswith("sums in an order of its own: not exact")
+    comm.close()
+
+
+@several_ranks
+def test_nccl_that_cannot_start_is_one_line(monkeypatch, gpu):
+    nccl = pytest.importorskip("cupy").cuda.nccl
+
+    def refuse(self, *arguments):
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: invalid usage")
+
+    if not hasattr(gpu.stream, "do"):
+        pytest.skip("the real NCCL cannot be made to fail: shown on the pretend one")
+    monkeypatch.setattr(nccl.NcclCommunicator, "__init__", refuse)
+    with pytest.raises(UsageError, match=r"--transport nccl: NCCL does not start \(NCCL_ERROR_INVALID_USAGE"):
+        made("nccl")
+    monkeypatch.setattr(nccl, "available", False)
+    with pytest.raises(UsageError, match="--transport nccl: CuPy finds no NCCL"):
+        device_choice.make("nccl", True)

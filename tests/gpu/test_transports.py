@@ -1,0 +1,600 @@
+"""Collectives on device memory give the bits of the same collectives on the host, whatever carries them.
+
+On the pretend CuPy copies and kernels run late, so whatever does not wait for them shows; there the memory of
+the device is the host's, which any MPI takes. Rooms and pinned memory are those of the first transfers, and
+pieces are under way at once: counted, not timed.
+"""
+
+import functools
+import threading
+import time
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zero_mpi import device
+from zero_mpi.comm import Partition, SerialComm
+from zero_mpi.comm.device_aware import AwareWire
+from zero_mpi.comm.device_comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.device_nccl import NcclWire
+from zero_mpi.comm.device_side import GpuSide
+from zero_mpi.comm.device_staged import StagedWire
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.transfer import MPI
+from zero_mpi.errors import UsageError
+
+RANKS = MPI.COMM_WORLD.Get_size()
+BF16 = np.dtype(ml_dtypes.bfloat16)
+KINDS = [np.dtype(np.float32), BF16, np.dtype(np.float16)]
+LENGTHS = [
+    (48, 1),
+    (101, 1),
+    (101, 10),
+    (3, 1),
+    (5, 7),
+    (0, 1),
+]  # (length, quantum): even, ragged, empty slices
+SMALL = {"most_bytes": 40, "summed": 7}
+PIECES = {"stage_bytes": 40, "least_bytes": 40}
+WIRES = {
+    "mpi": (AwareWire, {}),
+    "mpi pieces": (AwareWire, SMALL),
+    "mpi thread": (AwareWire, SMALL),
+    "mpi fast": (AwareWire, {}),
+    "staged": (StagedWire, {}),
+    "staged pieces": (StagedWire, PIECES),
+    "staged thread": (StagedWire, PIECES),
+    "nccl": (NcclWire, {"summed": 7}),
+    "nccl fast": (NcclWire, {}),
+}
+NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
+EXACT = [name for name in NAMES if not name.endswith("fast")]
+FAST = [name for name in NAMES if name.endswith("fast")]
+PATIENCE = 20.0
+
+several_ranks = pytest.mark.skipif(RANKS == 1, reason="nothing travels on one rank")
+
+
+class Side(GpuSide):
+    """The GPU's, whose sums are array expressions where no kernel can be run."""
+
+    def add(self, out, parts, accumulate):
+        if runs_kernels():
+            super().add(out, parts, accumulate)
+        elif out.size:
+            with self.stream:
+                sum_by_expressions(out, parts, accumulate)
+
+
+@functools.cache
+def runs_kernels():
+    """Whether the CuPy that is there compiles kernels: the pretend one needs a C++ compiler."""
+    cupy = device.in_use().cupy
+    code = 'extern "C" __global__ void nothing(int n) {}'
+    try:
+        cupy.RawModule(code=code, options=("-std=c++17",)).get_function("nothing")((1,), (1,), (np.int32(1),))
+        device.in_use().synchronize()
+    except (ImportError, RuntimeError) as error:
+        print(f"no kernels here: {error}")
+        return False
+    return True
+
+
+def sum_by_expressions(out, parts, accumulate):
+    if not parts and not accumulate:
+        out.fill(0)
+    for number, part in enumerate(parts):
+        wide = part.astype(np.float32)
+        out[...] = wide if number == 0 and not accumulate else out + wide
+
+
+@functools.cache
+def communicator(name):
+    """One of each kind for all tests: communicators are few and costly."""
+    if name == "serial":
+        return SerialComm()
+    wire, options = WIRES[name]
+    side = Side(device.in_use())
+    inner = MPIComm(exact=not name.endswith("fast"), threaded=name.endswith("thread"))
+    return DeviceComm(inner, wire(side, **options), side, name)
+
+
+@functools.cache
+def on_host():
+    """The transport that all others are compared with."""
+    return MPIComm(threaded=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_end():
+    """The progress threads end with the module."""
+    yield
+    for name in NAMES:
+        if name.endswith("thread"):
+            communicator(name)._inner._progress.close()
+
+
+@pytest.fixture(autouse=True)
+def gpu(the_gpu, monkeypatch):
+    """The GPU; where it is not one, all that it does comes late."""
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+    device.adopt(the_gpu)
+    yield the_gpu
+    the_gpu.synchronize()
+
+
+@pytest.fixture(params=NAMES)
+def comm(request, gpu):
+    return communicator(request.param)
+
+
+@pytest.fixture(params=EXACT)
+def exact(request, gpu):
+    return communicator(request.param)
+
+
+@functools.cache
+def wild(rank, length, kind=KINDS[0]):
+    """Numbers of different magnitude, others on each rank, the same in every call; -0 and denormals too."""
+    generator = np.random.default_rng([rank, length])
+    values = generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)
+    chance = generator.random(length)
+    values[chance < 0.1] = -0.0
+    values[chance > 0.9] *= 1e-38 if kind != np.float16 else 1e-6
+    return values.astype(kind)
+
+
+def on_device(values):
+    """A copy on the GPU, which is still on its way."""
+    array = device.in_use().empty(values.size, values.dtype)
+    array.set(values, stream=device.in_use().stream)
+    return array
+
+
+def host(array):
+    """What an array holds after all that computing was asked for."""
+    return device.in_use().to_host(array)
+
+
+def same_bits(array, expected):
+    found = host(array)
+    assert found.dtype == expected.dtype
+    assert found.tobytes() == expected.tobytes()
+
+
+def close(array, parts):
+    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
+    assert np.all(np.abs(host(array) - wanted) <= 8 * len(parts) * np.finfo(np.float32).eps * size)
+
+
+def poll(ready):
+    end = time.monotonic() + PATIENCE
+    while not ready():
+        assert time.monotonic() < end, "not complete in time"
+        time.sleep(1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ gathers
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
+def test_allgather(comm, kind, in_place):
+    started = []
+    for length, quantum in LENGTHS:
+        partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
+        own = whole[partition.part(comm.rank)]
+        full, shard = on_device(np.full(length, 77, kind)), on_device(own)
+        if in_place:
+            device.in_use().copy(full[partition.part(comm.rank)], shard)
+        handle = comm.allgather(None if in_place else shard, full, partition, "test")
+        started.append((handle, full, whole, shard, own))
+    for handle, *_ in started:
+        handle.wait()
+    for _, full, whole, shard, own in started:
+        same_bits(full, whole)
+        same_bits(shard, own)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_broadcast_from_each_root(comm, kind):
+    for root in range(comm.size):
+        whole = wild(root, 35, kind)
+        array = on_device(whole if comm.rank == root else np.zeros(35, kind))
+        comm.broadcast(array.reshape(7, 5), root, "test").wait()
+        same_bits(array, whole)
+
+
+# --------------------------------------------------------------------------------------------- reductions
+
+
+def reduced(comm, partition, contributors, accumulate, kind, place):
+    """Start a reduction of what every rank gives; returns (handle, full, out)."""
+    given = wild(comm.rank, partition.length, kind)
+    if comm.rank >= contributors:
+        given = np.full(partition.length, np.nan if comm.exact else 0, kind)
+    part = partition.part(comm.rank)
+    before = np.full(part.stop - part.start, np.nan, np.float32)
+    if accumulate:
+        before = wild(1000, partition.length)[part]
+    full, out = place(given), place(before)
+    handle = comm.reduce_scatter(
+        full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
+    )
+    return handle, full, out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
+    """All of them started before the first is waited for."""
+    cases = [
+        (Partition(length, exact.size, quantum), contributors)
+        for length, quantum in LENGTHS
+        for contributors in range(exact.size + 1)
+    ]
+    started = [reduced(exact, *case, accumulate, kind, on_device) for case in cases]
+    wanted = [reduced(on_host(), *case, accumulate, kind, np.copy) for case in cases]
+    for handle, _, _ in wanted + started:
+        handle.wait()
+    for (_, full, out), (_, given, expected) in zip(started, wanted, strict=True):
+        same_bits(out, expected)
+        same_bits(full, given)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+def test_fast_reduction_is_close(name, accumulate):
+    comm = communicator(name)
+    assert not comm.exact
+    for length, quantum in LENGTHS:
+        partition = Partition(length, comm.size, quantum)
+        part = partition.part(comm.rank)
+        for contributors in range(1, comm.size + 1):
+            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], on_device)
+            handle.wait()
+            parts = [wild(rank, length)[part] for rank in range(contributors)]
+            close(out, parts + ([wild(1000, length)[part]] if accumulate else []))
+
+
+@pytest.mark.parametrize("length", [1030, 101, 1, 0])
+def test_allreduce(comm, length):
+    array = on_device(wild(comm.rank, length))
+    comm.allreduce(array, "test").wait()
+    parts = [wild(rank, length) for rank in range(comm.size)]
+    close(array, parts)
+    if comm.exact:
+        same_bits(array, functools.reduce(np.add, parts))
+
+
+def test_arrays_of_the_host_go_as_ever(comm):
+    whole = np.arange(10.0)
+    mine = np.where(np.arange(10) % comm.size == comm.rank, whole, 0)
+    assert (comm.sum_vector(mine) == whole).all()
+    text = np.frombuffer(b"corpus" if comm.rank == 0 else b"------", np.uint8).copy()
+    comm.broadcast(text, label="corpus").wait()
+    assert text.tobytes() == b"corpus"
+    assert comm.allgather_object(comm.rank) == list(range(comm.size))
+    other = comm.background()
+    assert other.allgather_object(comm.rank) == list(range(comm.size))
+    assert other.rank == comm.rank
+    if other is not comm:
+        other.close()
+
+
+# ------------------------------------------------------------------------------------ order with computing
+
+
+def is_pretend():
+    return hasattr(device.in_use().stream, "do")
+
+
+only_pretend = "work of a real GPU cannot be held up: shown on the pretend one"
+
+
+def hold(stream, seconds=None):
+    """Hold up what a pretend stream is asked for next; returns what lets it go on, which `seconds` do too."""
+    gate = threading.Event()
+    stream.do(gate.wait)
+    if seconds is not None:
+        threading.Timer(seconds, gate.set).start()
+    return gate
+
+
+class Late:
+    """Arrays that are computed late, and collectives on them that are started at once."""
+
+    def __init__(self, comm):
+        self.comm, gpu = comm, device.in_use()
+        self.partition, self.whole = Partition(101, comm.size), wild(7, 101)
+        self.parts = [wild(rank, 101) for rank in range(comm.size)]
+        self.part = self.partition.part(comm.rank)
+        self.own = self.whole[self.part]
+        self.shard, self.out = gpu.zeros(self.own.size), gpu.zeros(self.own.size)
+        self.full, self.given, self.sent = gpu.zeros(101), gpu.zeros(101), gpu.zeros(101)
+        gpu.synchronize()
+
+    def start(self):
+        stream = device.in_use().stream
+        for array, values in ((self.shard, self.own), (self.given, self.parts[self.comm.rank])):
+            array.set(values, stream=stream)
+        if self.comm.rank == 0:
+            self.sent.set(self.whole, stream=stream)
+        return [
+            self.comm.allgather(self.shard, self.full, self.partition),
+            self.comm.reduce_scatter(self.given, self.out, self.partition),
+            self.comm.broadcast(self.sent, 0),
+        ]
+
+    def wrong(self):
+        """The collectives whose results are not right."""
+        summed = functools.reduce(np.add, self.parts)[self.part]
+        wanted = {
+            "gather": (self.full, self.whole),
+            "sum": (self.out, summed),
+            "broadcast": (self.sent, self.whole),
+        }
+        return {name for name, (found, right) in wanted.items() if host(found).tobytes() != right.tobytes()}
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_a_transfer_begins_after_what_was_computed(name, gpu):
+    late = Late(communicator(name))
+    if is_pretend():
+        hold(gpu.stream, 0.05)
+    for handle in late.start():
+        handle.wait()
+    assert late.wrong() == set()
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_without_the_mark_old_values_travel(name, gpu, monkeypatch):
+    """Otherwise the test before this one would show nothing."""
+    if not is_pretend():
+        pytest.skip(only_pretend)
+    comm = communicator(name)
+    late = Late(comm)
+    monkeypatch.setattr(comm.side, "begin", device.Done)
+    monkeypatch.setattr(comm.side, "follow", lambda mark: None)
+    gate = hold(gpu.stream)
+    handles = late.start()
+    poll(lambda: all(handle.test() for handle in handles))
+    comm.barrier()  # nobody's memory is right before everybody has sent it
+    gate.set()
+    for handle in handles:
+        handle.wait()
+    wrong = comm.allgather_object(late.wrong())
+    assert set().union(*wrong) == {"gather", "sum", "broadcast"}
+
+
+def gathered(comm):
+    """Start a gather whose last copy is held up; returns (handle, array, what it is to be, gate)."""
+    partition, whole = Partition(2 * comm.size, comm.size), wild(7, 2 * comm.size)
+    full = device.in_use().zeros(whole.size)
+    shard = on_device(whole[partition.part(comm.rank)])
+    device.in_use().synchronize()
+    gate = hold(comm.side.stream)
+    return comm.allgather(shard, full, partition), full, whole, gate
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_computing_comes_after_the_last_copy(name, gpu):
+    """The host does not wait for it: what is computed next does. NCCL's transfers the host does wait for."""
+    if not is_pretend():
+        pytest.skip(only_pretend)
+    comm = communicator(name)
+    handle, full, whole, gate = gathered(comm)
+    assert not handle.test()
+    if not comm.wire.in_order:
+        handle.wait()
+    threading.Timer(0.02, gate.set).start()
+    handle.wait()
+    same_bits(full, whole)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
+    """The second half of an allreduce begins after the last addition."""
+    comm = communicator(name)
+    real = comm.side.add
+
+    def late(*arguments):
+        if is_pretend():
+            hold(comm.side.stream, 0.02)
+        real(*arguments)
+
+    monkeypatch.setattr(comm.side, "add", late)
+    array = on_device(wild(comm.rank, 9))
+    comm.allreduce(array).wait()
+    same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(comm.size)]))
+
+
+@several_ranks
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "nccl"])
+def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
+    """Otherwise the test before this one would show nothing."""
+    if not is_pretend():
+        pytest.skip(only_pretend)
+    comm = communicator(name)
+    monkeypatch.setattr(comm.side, "join", lambda mark: None)
+    handle, full, whole, gate = gathered(comm)
+    handle.wait()
+    found = host(full)
+    gate.set()
+    poll(handle.test)
+    assert found.tobytes() != whole.tobytes()
+    same_bits(full, whole)
+
+
+# -------------------------------------------------------------------------------- many, pieces, what is kept
+
+
+def start_many(comm, count):
+    """Gathers and sums, all under way; returns (handles, what checks them)."""
+    handles, checks = [], []
+    for number in range(count):
+        partition, whole = Partition(60 + number, comm.size), wild(number, 60 + number)
+        full = device.in_use().zeros(whole.size)
+        handles.append(
+            comm.allgather(on_device(whole[partition.part(comm.rank)]), full, partition, f"{number}")
+        )
+        checks.append(functools.partial(same_bits, full, whole))
+        handle, _, out = reduced(comm, partition, comm.size, number % 2 == 1, KINDS[number % 3], on_device)
+        other, _, expected = reduced(
+            on_host(), partition, comm.size, number % 2 == 1, KINDS[number % 3], np.copy
+        )
+        other.wait()
+        handles.append(handle)
+        checks.append(functools.partial(same_bits, out, expected))
+    return handles, checks
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["in order", "backwards"])
+def test_more_transfers_than_may_be_under_way(exact, backwards):
+    handles, checks = start_many(exact, 2 * UNDER_WAY)
+    for handle in handles[::-1] if backwards else handles:
+        handle.wait()
+    for check in checks:
+        check()
+    assert all(handle.test() for handle in handles)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
+    """By calls between layers where there is no thread; with one, by nobody's help."""
+    comm = communicator(name)
+    handles, checks = start_many(comm, 3)
+
+    def all_done():
+        if not name.endswith("thread"):
+            comm.progress()
+        return not comm._inner._progress._active
+
+    poll(all_done)
+    for handle in handles:
+        handle.wait()
+    for check in checks:
+        check()
+
+
+@several_ranks
+@pytest.mark.parametrize("name", ["mpi pieces", "staged pieces", "staged thread", "nccl"])
+def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
+    comm, made = communicator(name), Counter()
+    for what in ("empty", "pinned"):
+        real = getattr(GpuSide, what)
+
+        def counted(self, *arguments, real=real, what=what):
+            made[what] += 1
+            return real(self, *arguments)
+
+        monkeypatch.setattr(Side, what, counted, raising=False)
+    partition = Partition(101, comm.size)
+    full, out = on_device(wild(comm.rank, 101, BF16)), gpu.zeros(partition.counts[comm.rank])
+    shard, whole = gpu.zeros(out.size), gpu.zeros(101)
+
+    def transfers():
+        handles = [
+            comm.reduce_scatter(full, out, partition, accumulate=True),
+            comm.allgather(shard, whole, partition),
+            comm.broadcast(whole, 0),
+        ]
+        for handle in handles:
+            handle.wait()
+        gpu.synchronize()
+
+    transfers()
+    transfers()
+    before, used = Counter(made), gpu.cupy.get_default_memory_pool().used_bytes()
+    for _ in range(5):
+        transfers()
+    assert made == before
+    if runs_kernels():  # expressions make arrays
+        assert gpu.cupy.get_default_memory_pool().used_bytes() == used
+
+
+@several_ranks
+@pytest.mark.parametrize("name", ["mpi pieces", "staged pieces", "staged thread"])
+def test_rounds_are_under_way_at_once(name, gpu, monkeypatch):
+    comm = communicator(name)
+    wire, under_way, most, total = comm.wire, Counter(), Counter(), Counter()
+    real = wire._one
+
+    def counted(*arguments):
+        under_way["rounds"] += 1
+        total["rounds"] += 1
+        most["rounds"] = max(most["rounds"], under_way["rounds"])
+        yield from real(*arguments)
+        under_way["rounds"] -= 1
+
+    monkeypatch.setattr(wire, "_one", counted)
+    partition = Partition(101 * comm.size, comm.size)
+    handle, _, out = reduced(comm, partition, comm.size, False, KINDS[0], on_device)
+    handle.wait()
+    expected = functools.reduce(np.add, [wild(rank, partition.length) for rank in range(comm.size)])
+    same_bits(out, expected[partition.part(comm.rank)])
+    assert most["rounds"] == wire.depth > 1
+    assert total["rounds"] == -(-101 // wire.largest(4, summed=True))
+    assert under_way["rounds"] == 0
+
+
+@several_ranks
+@pytest.mark.parametrize("name", EXACT)
+def test_waits_and_bytes_are_counted(name, gpu):
+    comm = communicator(name)
+    partition, meter = Partition(101, comm.size, 10), comm.meter
+    own = partition.counts[comm.rank]
+    before = meter.sent_bytes
+    comm.allgather(gpu.zeros(own, BF16), gpu.zeros(101, BF16), partition, "parameters of x").wait()
+    assert meter.what == ("allgather", "parameters of x")
+    comm.reduce_scatter(gpu.zeros(101), gpu.zeros(own), partition, label="gradients of x").wait()
+    assert meter.what == ("reduce_scatter", "gradients of x")
+    assert meter.sent_bytes - before == 2 * own * (comm.size - 1) + 4 * (101 - own)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", ["mpi", "staged"])
+def test_a_wait_for_a_late_rank_is_counted(name, gpu):
+    comm = communicator(name)
+    full, out = gpu.zeros(4 * comm.size), gpu.zeros(4)
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+    began, before = time.monotonic(), comm.meter.wait_seconds
+    comm.reduce_scatter(full, out, Partition(full.size, comm.size)).wait()
+    waited = comm.meter.wait_seconds - before
+    starts = comm.allgather_object(began)
+    assert waited > 0.5 * (starts[-1] - began)
+
+
+@several_ranks
+def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(gpu, monkeypatch):
+    comm = communicator("staged")
+
+    def failing(self, *arguments):
+        raise OverflowError("in the middle")
+        yield
+
+    monkeypatch.setattr(StagedWire, "_one", failing)
+    handle = comm.allgather(gpu.zeros(1), gpu.zeros(comm.size), Partition(comm.size, comm.size))
+    poll(handle.test)
+    with pytest.raises(OverflowError, match="in the middle"):
+        handle.wait()
+
+
+@several_ranks
+def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
+    comm = communicator("staged")
+    assert comm.node_owners() is comm
+    monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
+    with pytest.raises(UsageError, match="--strategy hybrid-shard: with --device cuda"):
+        comm.node_owners()

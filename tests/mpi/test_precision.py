@@ -1,0 +1,89 @@
+"""Low precision: the bits of one process, under every strategy and transport, gradients in either type."""
+
+import functools
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, UsageError
+from zero_mpi.sharding.precision import BF16, FP16, precision_named
+
+WIDE = precision_named("bf16", "fp32")
+PRECISIONS = {"bf16": BF16, "bf16 reduced in fp32": WIDE, "fp16": FP16}
+SETTINGS = [  # strategy, prefetch, recompute, bucket MiB, micro-batches a step
+    (FULL_SHARD, 1, False, 25, 5),
+    (FULL_SHARD, 0, True, 25, 3),
+    (SHARD_GRAD_OP, 1, False, 25, 3),
+    (NO_SHARD, 1, False, 0.01, 5),
+    (NO_SHARD, 0, True, 25, 1),
+]
+
+
+@functools.cache
+def alone(name, precision, micro_batches):
+    """The run of one process."""
+    return tiny.train(
+        SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, precision=PRECISIONS[precision]
+    )
+
+
+@pytest.mark.parametrize(("strategy", "prefetch", "recompute", "bucket", "micro_batches"), SETTINGS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama", "gpt2 tied"])
+def test_bits(exact, name, precision, strategy, prefetch, recompute, bucket, micro_batches):
+    result = tiny.train(
+        exact,
+        tiny.MODELS[name],
+        strategy,
+        micro_batches=micro_batches,
+        prefetch=prefetch,
+        recompute=recompute,
+        bucket_mb=bucket,
+        precision=PRECISIONS[precision],
+    )
+    assert result == alone(name, precision, micro_batches)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_losses_stay_near_those_of_float32(exact, precision):
+    records, _ = tiny.train(exact, tiny.MODELS["llama"], precision=PRECISIONS[precision])
+    plain, _ = tiny.train(SerialComm(), tiny.MODELS["llama"])
+    assert records != plain
+    np.testing.assert_allclose([loss for loss, _ in records], [loss for loss, _ in plain], rtol=1e-2)
+
+
+def test_gradients_travel_in_their_type(exact):
+    """Per element half the bytes in bf16, all of them with fp32 reduction; parameters always half."""
+    sent = {}
+    for name, precision in {"fp32": precision_named("fp32"), **PRECISIONS}.items():
+        before = exact.meter.sent_bytes
+        module = tiny.make(exact, tiny.MODELS["llama"], precision=precision)
+        start = exact.meter.sent_bytes
+        module.forward_backward(*tiny.micro_batch(0, exact.rank, tiny.MODELS["llama"]), 0.01)
+        module.sync_gradients()
+        sent[name] = exact.meter.sent_bytes - start
+        assert start >= before
+        module.zero_gradients()
+    assert sent["bf16"] == sent["fp16"]
+    assert sent["bf16"] * 2 == sent["fp32"]
+    assert sent["bf16"] <= sent["bf16 reduced in fp32"] <= sent["fp32"]
+
+
+def test_slices_and_moments_are_float32(exact):
+    module = tiny.make(exact, tiny.MODELS["llama"], precision=BF16)
+    assert {shard.dtype.name for shard in module.parameters()} == {"float32"}
+    assert {whole.dtype.name for whole in module.state_dict().values()} == {"float32"}
+    unit = module.units[1]
+    unit.start_gather()
+    unit.wait_gather()
+    assert {view.dtype.name for view in unit.weights().values()} == {"bfloat16"}
+    np.testing.assert_array_equal(unit.full[unit.part], unit.shard.astype(unit.full.dtype))
+    unit.release()
+
+
+def test_the_library_adds_no_low_types(fast):
+    with pytest.raises(UsageError, match="--reduce-dtype fp32"):
+        tiny.make(fast, tiny.MODELS["llama"], precision=BF16)
+    records, _ = tiny.train(fast, tiny.MODELS["llama"], precision=WIDE)
+    np.testing.assert_allclose(records, alone("llama", "bf16 reduced in fp32", 5)[0], rtol=1e-3)

@@ -1,0 +1,290 @@
+"""A CuPy without a GPU, for tests: device memory is the host's, streams are threads, kernels are emulated.
+
+It has what the package uses of CuPy, by CuPy's names, and is as strict: arrays of the device and of the host
+do not mix in any operation, and nothing turns into a NumPy array but by `get`. Copies and kernels on a stream
+run later, in its thread, after a random wait of up to PRETEND_CUPY_DELAY seconds (0); so what reads without
+having waited reads too early, and a test sees it. Array expressions wait for the current stream and are then
+computed at once.
+
+PYTHONPATH=tests/pretend makes it the cupy of a process; PRETEND_CUPY_GPUS (1) says how many GPUs there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from . import cuda
+
+__version__ = "14.2.0"
+float32, float64, int32, int64, uint8, uint16 = (
+    np.float32, np.float64, np.int32, np.int64, np.uint8, np.uint16
+)  # fmt: skip
+inf, newaxis = np.inf, None
+
+
+def host_refused(*values: Any) -> None:
+    """CuPy takes no arrays of the host but where it says so."""
+    for value in values:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise TypeError(f"Unsupported type {type(value)}")
+
+
+def bare(value: Any) -> Any:
+    """The NumPy array behind an argument, also inside lists and tuples."""
+    if isinstance(value, ndarray):
+        return value._host
+    if isinstance(value, (list, tuple)):
+        return type(value)(bare(item) for item in value)
+    host_refused(value)
+    return value
+
+
+def dressed(value: Any) -> Any:
+    """A result of NumPy as an array of the device; scalars become arrays without dimensions."""
+    if isinstance(value, tuple):
+        return tuple(dressed(item) for item in value)
+    return asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def computed(function: Any, *arguments: Any, **named: Any) -> Any:
+    """function(...) of NumPy on arrays of the device, after all that the current stream has to do."""
+    cuda.get_current_stream().synchronize()
+    named = {key: bare(value) for key, value in named.items()}
+    out = named.get("out")
+    result = function(*bare(arguments), **named)
+    return dressed(result) if out is None else out
+
+
+class ndarray:
+    """An array in device memory."""
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
+    ) -> None:
+        kind = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        self.data = cuda.alloc(size) if memptr is None else memptr
+        self.base: ndarray | None = None
+        memory = (ctypes.c_char * max(1, size)).from_address(self.data.ptr)
+        self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
+
+    def _view(self, host: np.ndarray) -> ndarray:
+        """An array on the same memory."""
+        view = ndarray.__new__(ndarray)
+        view._host, view.base = host, self if self.base is None else self.base
+        offset = host.__array_interface__["data"][0] - self.data.mem.ptr if host.size else 0
+        view.data = cuda.MemoryPointer(self.data.mem, offset)
+        return view
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        host = self._host
+        strides = None if host.flags.c_contiguous else host.strides
+        return {
+            "shape": host.shape, "typestr": host.dtype.str, "descr": host.dtype.descr, "version": 3,
+            "stream": 1, "strides": strides, "data": (self.data.ptr, False),
+        }  # fmt: skip
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
+        """A copy on the host, after what the stream has to do."""
+        stream = stream or cuda.get_current_stream()
+        target = np.empty(self.shape, self.dtype) if out is None else out
+
+        def copy() -> None:
+            target[...] = self._host
+
+        stream.do(copy)
+        if blocking:
+            stream.synchronize()
+        return target
+
+    def set(self, arr: np.ndarray, stream: Any = None) -> None:
+        """Fill it from an array of the host, of the same shape and type."""
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if arr.dtype != self.dtype or arr.shape != self.shape:
+            raise ValueError(f"Shape or type mismatch: {arr.shape} {arr.dtype}, {self.shape} {self.dtype}")
+        if not (self.flags.c_contiguous or self.flags.f_contiguous):
+            raise RuntimeError("Cannot set to non-contiguous array")
+        copied = arr.copy() if stream is None else arr
+
+        def copy() -> None:
+            self._host[...] = copied
+
+        (stream or cuda.get_current_stream()).do(copy)
+
+    def view(self, dtype: Any = None) -> ndarray:
+        return self._view(self._host.view() if dtype is None else self._host.view(dtype))
+
+    def reshape(self, *shape: Any) -> ndarray:
+        reshaped = self._host.reshape(*shape)
+        if np.shares_memory(reshaped, self._host) or not reshaped.size:
+            return self._view(reshaped)
+        return computed(np.reshape, self, shape[0] if len(shape) == 1 else shape)
+
+    def ravel(self) -> ndarray:
+        return self.reshape(-1)
+
+    def transpose(self, *axes: Any) -> ndarray:
+        return self._view(self._host.transpose(*axes))
+
+    def swapaxes(self, first: int, second: int) -> ndarray:
+        return self._view(self._host.swapaxes(first, second))
+
+    @property
+    def T(self) -> ndarray:
+        return self._view(self._host.T)
+
+    def __getitem__(self, index: Any) -> ndarray:
+        basic = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(item, (int, np.integer, slice)) or item in (None, ...) for item in basic):
+            found = self._host[basic if any(item is ... for item in basic) else (*basic, ...)]
+            return self._view(found)
+        return computed(lambda host, where: host[where], self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        host_refused(value)
+
+        def assign(host: np.ndarray, where: Any, values: Any) -> None:
+            host[where] = values
+
+        computed(assign, self, index, value)
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    def fill(self, value: Any) -> None:
+        computed(lambda host: host.fill(value), self)
+
+    def copy(self, order: str = "C") -> ndarray:
+        return computed(np.copy, self)
+
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
+        return self if not copy and self.dtype == dtype else computed(lambda host: host.astype(dtype), self)
+
+    def __repr__(self) -> str:
+        return f"pretend cupy {self._host!r}"
+
+
+for _name in ("shape", "dtype", "size", "ndim", "strides", "itemsize", "nbytes", "flags"):
+    setattr(ndarray, _name, property(lambda self, name=_name: getattr(self._host, name)))
+for _name in ("sum", "mean", "max", "min", "argmax", "all", "any", "tolist", "take"):
+
+    def _reduce(self: ndarray, *arguments: Any, _method: str = _name, **named: Any) -> Any:
+        return computed(
+            lambda host, *rest, **more: getattr(host, _method)(*rest, **more), self, *arguments, **named
+        )
+
+    setattr(ndarray, _name, _reduce)
+ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor"]
+for _name in [*ARITHMETIC, *COMPARISONS, *(f"r{name}" for name in ARITHMETIC), "neg", "abs", "invert"]:
+
+    def _operate(self: ndarray, *others: Any, _method: str = f"__{_name}__") -> Any:
+        host_refused(*others)
+        return computed(lambda host, *rest: getattr(host, _method)(*rest), self, *others)
+
+    setattr(ndarray, f"__{_name}__", _operate)
+for _name in ARITHMETIC:
+
+    def _in_place(self: ndarray, other: Any, _method: str = f"__i{_name}__") -> ndarray:
+        host_refused(other)
+        computed(lambda host, rest: getattr(host, _method)(rest), self, other)
+        return self
+
+    setattr(ndarray, f"__i{_name}__", _in_place)
+ndarray.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return ndarray(shape, dtype)
+
+
+def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    array = ndarray(shape, dtype)
+    array.fill(0)
+    return array
+
+
+def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
+    array = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype)
+    array.fill(value)
+    return array
+
+
+def empty_like(a: ndarray, dtype: Any = None) -> ndarray:
+    return ndarray(a.shape, a.dtype if dtype is None else dtype)
+
+
+def zeros_like(a: ndarray, dtype: Any = None) -> ndarray:
+    return zeros(a.shape, a.dtype if dtype is None else dtype)
+
+
+def asarray(a: Any, dtype: Any = None) -> ndarray:
+    """An array of the device from one of the host, or the array itself."""
+    if isinstance(a, ndarray):
+        return a if dtype is None or a.dtype == dtype else a.astype(dtype)
+    host = np.asarray(a, dtype)
+    array = ndarray(host.shape, host.dtype)
+    array.set(np.ascontiguousarray(host).reshape(host.shape))
+    return array
+
+
+array = asarray
+
+
+def asnumpy(a: Any, stream: Any = None) -> np.ndarray:
+    return a.get(stream=stream) if isinstance(a, ndarray) else np.asarray(a)
+
+
+def ascontiguousarray(a: ndarray) -> ndarray:
+    return a if a.flags.c_contiguous else a.copy()
+
+
+FUNCTIONS = {
+    "abs", "absolute", "add", "allclose", "amax", "amin", "arange", "argmax", "argsort", "array_equal",
+    "bincount", "broadcast_to", "clip", "concatenate", "cos", "cumsum", "divide", "dot", "equal", "exp",
+    "expand_dims", "isfinite", "log", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply",
+    "negative", "nonzero", "ones", "prod", "repeat", "sin", "sort", "sqrt", "square", "stack",
+    "subtract", "sum", "swapaxes", "take", "tanh", "tile", "transpose", "tril", "triu", "unique",
+    "where",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RawModule":
+        from .raw import RawModule
+
+        return RawModule
+    if name not in FUNCTIONS:
+        raise AttributeError(f"the pretend CuPy has no {name}; see tests/pretend/cupy")
+    function = getattr(np, name)
+
+    def on_device(*arguments: Any, **named: Any) -> Any:
+        return computed(function, *arguments, **named)
+
+    return on_device
+
+
+def get_default_memory_pool() -> Any:
+    """Where arrays come from."""
+    return cuda.POOL

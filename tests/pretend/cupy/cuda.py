@@ -1,0 +1,354 @@
+"""Streams, events and memory of the pretend device; a stream is a thread that does one thing at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+ALIGNMENT = 512
+_local = threading.local()
+
+
+def delay() -> float:
+    """The longest that work waits before it is done, in seconds."""
+    return float(os.environ.get("PRETEND_CUPY_DELAY", "0"))
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+LIVE: dict[int, int] = {}  # size of each allocation by its address
+_known: dict[int, int] = {}  # where an address was found before
+
+
+def inside(ptr: int, size: int) -> bool:
+    """Whether all of some bytes lie in one allocation; not CuPy's, but for what else pretends to compute."""
+    start = _known.get(ptr, -1)
+    if not start <= ptr < start + LIVE.get(start, 0):
+        start = next((at for at, length in LIVE.copy().items() if at <= ptr < at + length), -1)
+        _known[ptr] = start
+    return start >= 0 and ptr + size <= start + LIVE.get(start, 0)
+
+
+class Memory:
+    """Device memory: the host's. What is freed is not used again before its stream is done, as with CuPy."""
+
+    def __init__(self, size: int) -> None:
+        self._room = np.empty(max(1, size) + ALIGNMENT, np.uint8)
+        self._room.view(np.uint8).fill(0xCB)  # nothing may rely on zeros
+        first = self._room.ctypes.data
+        self.ptr, self.size = first + -first % ALIGNMENT, size
+        POOL.allocated(size)
+        self._stream = get_current_stream()
+        LIVE[self.ptr] = max(1, size)
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_stream"):
+            return  # the pool had no room for it
+        del LIVE[self.ptr]
+        POOL.freed(self.size)
+        self._stream.keep(self._room)
+
+
+def is_device_address(ptr: int) -> bool:
+    """Whether an address lies in device memory."""
+    return inside(ptr, 1)
+
+
+class UnownedMemory:
+    """Memory that belongs to somebody else, whom it keeps alive."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr, self.size, self._owner = ptr, size, owner
+
+
+class MemoryPointer:
+    """A place in device memory."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
+        runtime.memcpyAsync(
+            self.ptr, getattr(mem, "value", mem), size, 1, (stream or get_current_stream()).ptr
+        )
+
+    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
+        runtime.memcpyAsync(
+            getattr(mem, "value", mem), self.ptr, size, 2, (stream or get_current_stream()).ptr
+        )
+
+    def copy_from_device_async(self, src: Any, size: int, stream: Any = None) -> None:
+        runtime.memcpyAsync(self.ptr, src.ptr, size, 3, (stream or get_current_stream()).ptr)
+
+
+class Pool:
+    """Counts what was allocated; memory that is freed counts as kept, as CuPy's pool keeps it."""
+
+    def __init__(self) -> None:
+        self._used = self._kept = 0
+        self.limit: int | None = None
+
+    def allocated(self, size: int) -> None:
+        if self.limit is not None and self._used + size > self.limit:
+            raise MemoryError(f"Out of memory allocating {size} bytes (pretend)")
+        self._used += size
+        self._kept = max(self._kept, self._used)
+
+    def freed(self, size: int) -> None:
+        self._used -= size
+
+    def used_bytes(self) -> int:
+        return self._used
+
+    def total_bytes(self) -> int:
+        return self._kept
+
+    def set_limit(self, size: int | None = None) -> None:
+        self.limit = size
+
+    def free_all_blocks(self) -> None:
+        self._kept = self._used
+
+
+POOL = Pool()
+
+
+def alloc(size: int) -> MemoryPointer:
+    return MemoryPointer(Memory(size), 0)
+
+
+class PinnedMemory:
+    """Memory of the host that the device copies by itself; `cudaHostAlloc` of the real one."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self._room = np.full(max(1, size), 0xCB, np.uint8)
+        self.ptr, self.size = self._room.ctypes.data, size
+
+    def __del__(self) -> None:
+        Device().synchronize()  # as `cudaFreeHost` does: what is on its way still uses it
+
+
+def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
+    """A place in pinned memory, which gives its bytes as a buffer."""
+    pointer = (ctypes.c_char * (mem.size - offset)).from_buffer(mem._room, offset)
+    pointer.mem, pointer.ptr = mem, mem.ptr + offset
+    return pointer
+
+
+# --------------------------------------------------------------------------------------- streams and events
+
+
+class Event:
+    """A mark in the work of a stream."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self._passed = threading.Event()
+        self._passed.set()
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        passed = self._passed = threading.Event()
+
+        def mark() -> None:
+            self._time = time.perf_counter()
+            passed.set()
+
+        (stream or get_current_stream()).do(mark)
+
+    @property
+    def done(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._passed.wait()
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    return (end._time - start._time) * 1e3
+
+
+class Stream:
+    """Does what it is asked for in order, later, in a thread of its own."""
+
+    _all: ClassVar[dict[int, Stream]] = {}
+
+    def __init__(
+        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
+    ) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._asked, self._finished = 0, 0
+        self._kept: deque[tuple[int, Any]] = deque()
+        self._changed = threading.Condition()
+        self.ptr = 0 if null else len(self._all) + 1
+        self._all[self.ptr] = self
+        self._random = random.Random(self.ptr)
+        threading.Thread(target=self._run, name=f"pretend stream {self.ptr}", daemon=True).start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Ask for a piece of work."""
+        with self._changed:
+            self._asked += 1
+        self._work.put(work)
+
+    def keep(self, memory: Any) -> None:
+        """Hold on to memory until all that was asked for so far is done."""
+        if not self.done:
+            self._kept.append((self._asked, memory))
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if longest := delay():
+                time.sleep(self._random.random() * longest)
+            try:
+                work()
+            except BaseException as error:  # raised where somebody waits
+                self._error = error
+            del work  # and the arrays in it, before anybody hears of it
+            with self._changed:
+                self._finished += 1
+                self._changed.notify_all()
+            while self._kept and self._kept[0][0] <= self._finished:
+                self._kept.popleft()
+
+    def synchronize(self) -> None:
+        if threading.current_thread().name == f"pretend stream {self.ptr}":
+            return  # its own work reads arrays
+        with self._changed:
+            asked = self._asked
+            self._changed.wait_for(lambda: self._finished >= asked)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    @property
+    def done(self) -> bool:
+        return self._finished >= self._asked
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        passed = event._passed
+        self.do(lambda: passed.wait() and None)
+
+    def use(self) -> Stream:
+        _local.stream = self
+        return self
+
+    def __enter__(self) -> Stream:
+        _local.stack = [*getattr(_local, "stack", []), get_current_stream()]
+        return self.use()
+
+    def __exit__(self, *_: Any) -> None:
+        _local.stack.pop().use()
+
+
+Stream.null = Stream(null=True)
+
+
+def get_current_stream() -> Stream:
+    return getattr(_local, "stream", Stream.null)
+
+
+class ExternalStream:
+    """A stream by its number."""
+
+    def __new__(cls, ptr: int, device_id: int = -1) -> Any:
+        return Stream._all[ptr]
+
+
+# ------------------------------------------------------------------------------------------------- device
+
+
+class CUDARuntimeError(RuntimeError):
+    """An error of the pretend runtime."""
+
+
+def gpus() -> int:
+    count = int(os.environ.get("PRETEND_CUPY_GPUS", "1"))
+    if not count:
+        raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+    return count
+
+
+class Device:
+    """One of the pretend GPUs."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = getattr(_local, "device", 0) if device is None else int(device)
+
+    def use(self) -> None:
+        if self.id >= gpus():
+            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+        _local.device = self.id
+
+    def __enter__(self) -> Device:
+        self._before = getattr(_local, "device", 0)
+        self.use()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _local.device = self._before
+
+    def synchronize(self) -> None:
+        for stream in list(Stream._all.values()):
+            stream.synchronize()
+
+    compute_capability = "90"
+    mem_info = (64 << 30, 80 << 30)
+
+
+def memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    Stream._all[stream].do(lambda: ctypes.memmove(dst, src, size) and None)
+
+
+def memset_async(dst: int, value: int, size: int, stream: int) -> None:
+    Stream._all[stream].do(lambda: ctypes.memset(dst, value, size) and None)
+
+
+runtime = SimpleNamespace(
+    getDeviceCount=gpus,
+    CUDARuntimeError=CUDARuntimeError,
+    memcpyAsync=memcpy_async,
+    memsetAsync=memset_async,
+    memcpyHostToDevice=1,
+    memcpyDeviceToHost=2,
+    memcpyDeviceToDevice=3,
+    memcpyDefault=4,
+    runtimeGetVersion=lambda: 13000,
+    driverGetVersion=lambda: 13000,
+    getDeviceProperties=lambda number: {
+        "name": b"pretend GPU",
+        "multiProcessorCount": 4,
+        "totalGlobalMem": 80 << 30,
+    },
+    deviceSynchronize=lambda: Device().synchronize(),
+    memGetInfo=lambda: Device.mem_info,
+)
+
+
+def is_available() -> bool:
+    return True
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nccl":  # of the package, but here a module beside this one
+        from . import nccl
+
+        return nccl
+    raise AttributeError(f"the pretend CuPy has no cuda.{name}; see tests/pretend/cupy")

@@ -1,0 +1,13 @@
+"""What the package uses of CuPy's cupyx: pinned memory, which on the pretend device is any."""
+
+from typing import Any
+
+import numpy as np
+
+
+def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
+    return np.empty(shape, dtype)
+
+
+def zeros_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
+    return np.zeros(shape, dtype)

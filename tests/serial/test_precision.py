@@ -1,0 +1,211 @@
+"""Low precision on the host: what is rounded and when, the loss scale, and runs that go on with it."""
+
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from jobs import run_job
+
+from zero_mpi import SerialComm, ShardedAdamW, UsageError, ops
+from zero_mpi.accumulate import GradAccum
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.ops import half, reference
+from zero_mpi.sharding.loss_scale import FIRST, MOST, PATIENCE, LossScale
+from zero_mpi.sharding.precision import BF16, FP16, FP32, as_kind, floats, precision_named
+
+KINDS = [ml_dtypes.bfloat16, np.float16]
+
+
+def drawn(kind, *shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32).astype(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_float32_rounded_once(kind):
+    x, w, b = drawn(kind, 5, 7), drawn(kind, 3, 7), drawn(kind, 3)
+    exactly = x.astype(np.float64) @ w.astype(np.float64).T + b.astype(np.float64)
+    y = ops.linear(x, w, b)
+    assert y.dtype == kind
+    half_a_place = 2.0 ** (-8 if kind is ml_dtypes.bfloat16 else -11)
+    np.testing.assert_allclose(y.astype(np.float64), exactly, rtol=half_a_place, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("into", [None, np.float32])
+def test_gradients_are_added_in_their_own_type(kind, into):
+    dy, x = drawn(kind, 6, 4), drawn(kind, 6, 5)
+    dw = drawn(into or kind, 4, 5)
+    expected = dw.astype(np.float32) + dy.astype(np.float32).T @ x.astype(np.float32)
+    ops.linear_backward_w(dy, x, dw)
+    np.testing.assert_allclose(dw.astype(np.float32), expected, rtol=1e-6 if into else 1e-2)
+    assert dw.dtype == (into or kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_in_place_is_what_comes_back(kind):
+    dy, w = drawn(kind, 6, 4), drawn(kind, 4, 5)
+    into = np.zeros((6, 5), kind)
+    assert ops.linear_backward_x(dy, w, into) is into
+    np.testing.assert_array_equal(into, ops.linear_backward_x(dy, w))
+    x = drawn(kind, 1, 3, 2, 4)
+    angles = np.linspace(0, 1, 6, dtype=np.float32).reshape(3, 2)
+    turned = ops.rope(x, np.cos(angles), np.sin(angles), True)
+    assert ops.rope(x, np.cos(angles), np.sin(angles), True, x) is x
+    np.testing.assert_array_equal(x, turned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_and_losses_stay_wide(kind):
+    x, w = drawn(kind, 4, 8), drawn(kind, 8)
+    y, r = ops.rms_norm(x, w, 1e-5)
+    assert (y.dtype, r.dtype) == (kind, np.float32)
+    loss, dx = ops.linear_cross_entropy(x, drawn(kind, 9, 8), None, np.array([0, 3, 8, 1]), 0.25)
+    assert (np.dtype(type(loss)), dx.dtype) == (np.float64, kind)
+
+
+def test_every_operation_that_takes_activations_has_its_roles():
+    """A new operation must say what is low in it."""
+    plain = {"embedding", "adamw", "chunk_squares"}  # gathers, and works on float32 slices
+    operations = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
+    assert operations == set(half.ROLES) | plain
+    assert all(hasattr(reference, name) for name in operations)
+
+
+def test_adamw_rounds_what_it_wrote():
+    p, g = drawn(np.float32, 4096), drawn(np.float32, 4096)
+    m, v, low = np.zeros_like(p), np.zeros_like(p), np.zeros(4096, ml_dtypes.bfloat16)
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": np.zeros(4), "step": 1}
+    ops.adamw(p, g, m, v, grad_scale=1.0, low=low, **rates)
+    np.testing.assert_array_equal(low, p.astype(ml_dtypes.bfloat16))
+
+
+def test_names_of_precisions():
+    assert precision_named("bf16") is BF16
+    assert precision_named("bf16", "bf16") is BF16
+    assert precision_named("fp32", "fp32") is FP32
+    assert precision_named("fp16", "fp32").reduce == np.float32
+    assert precision_named("fp16", "fp32").scales_loss
+    for name, reduce in [("fp8", None), ("bf16", "fp16"), ("fp32", "bf16")]:
+        with pytest.raises(UsageError):
+            precision_named(name, reduce)
+
+
+def test_low_elements_in_buffers_of_floats():
+    assert [floats(count, np.float16) for count in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    buffer = np.zeros(4, np.float32)
+    assert as_kind(buffer, 3, np.float16).shape == (3,)
+    assert as_kind(buffer, 4, np.float32).shape == (4,)
+
+
+# ------------------------------------------------------------------------------------------- loss scale
+
+
+def test_the_scale_halves_and_grows():
+    scale = LossScale.start(dynamic=True)
+    assert scale.factor == 2.0**FIRST
+    scale.update(finite=False)
+    assert scale.factor == 2.0 ** (FIRST - 1)
+    for _ in range(PATIENCE):
+        scale.update(finite=True)
+    assert (scale.exponent, scale.good_steps) == (FIRST, 0)
+    for _ in range(PATIENCE * (MOST + 3)):
+        scale.update(finite=True)
+    assert scale.exponent == MOST
+    for _ in range(MOST + 3):
+        scale.update(finite=False)
+    assert scale.factor == 1.0
+    still = LossScale.start(dynamic=False)
+    still.update(finite=False)
+    assert (still.factor, still.good_steps) == (1.0, 0)
+
+
+def test_a_step_that_overflows_is_left_out_and_halves_the_scale():
+    config = tiny.MODELS["llama"]
+    module = tiny.make(SerialComm(), config, precision=FP16)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 1)
+    module.loss_scale.exponent = 100  # far beyond what float16 holds
+    before = tiny.digest(module.state_dict())
+    tiny.run_step(module, accumulator, config, 0, 1)
+    result = optimizer.step(max_norm=1.0)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert module.loss_scale.exponent == 99
+    assert tiny.digest(module.state_dict()) == before
+
+
+def test_the_scale_moves_no_norm():
+    norms = []
+    for exponent in (8, 12):
+        config = tiny.MODELS["llama"]
+        module = tiny.make(SerialComm(), config, precision=precision_named("fp16", "fp32"))
+        module.loss_scale.exponent = exponent
+        tiny.run_step(module, GradAccum(module, 1), config, 0, 1)
+        module.sync_gradients()
+        norms.append(module.gradient_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+SMALL = "--layers 1 --dim 16 --heads 2 --context 16 --batch-size 4 --sample 0 --eval-windows 4 --warmup 2"
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("all the words that a small model needs to see, and some more of them\n" * 60)
+    return path
+
+
+def train(out, text, *flags, ranks=1):
+    args = ["-m", "zero_mpi.train", "--out", out, "--data", text, *SMALL.split(), *flags]
+    return run_job(ranks, args, timeout=100)
+
+
+def losses(out):
+    """(loss, norm) of each step."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
+
+
+def test_a_run_in_float16_goes_on_with_its_scale(tmp_path, text):
+    """Interrupted and resumed on another number of ranks it has the bits of the unbroken run."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    status, _, said = train(whole, text, "--precision", "fp16", "--steps", "5")
+    assert status == 0, said
+    for steps, ranks in (("3", 2), ("5", 1)):
+        status, out, said = train(parts, text, "--precision", "fp16", "--steps", steps, ranks=ranks)
+        assert status == 0, out + said
+    assert losses(parts)[3:] == losses(whole)[3:]
+    first, second = (
+        GGUFFile.open(folder / "step-00000005" / "optimizer.gguf").metadata for folder in (whole, parts)
+    )
+    for key in ("training.loss_scale_exponent", "training.loss_scale_steps"):
+        assert first[key] == second[key]
+    assert first["training.loss_scale_steps"] == 5
+
+
+def test_a_run_says_that_its_precision_changed(tmp_path, text):
+    out = tmp_path / "run"
+    assert train(out, text, "--steps", "1")[0] == 0
+    status, said, errors = train(out, text, "--steps", "2", "--precision", "bf16")
+    assert status == 0, errors
+    assert "precision None, now bf16, gradients bf16" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--precision", "bf16", "--reduction", "fast", "--transport", "mpi"], "--reduce-dtype fp32"),
+        (["--precision", "fp32", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"),
+        (["--device", "cuda"], "--device cuda"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, text, flags, words):
+    status, _, said = train(tmp_path / "run", text, "--steps", "1", *flags, ranks=2)
+    assert status == 2
+    assert words in said
+    assert len(said.strip().splitlines()) == 1

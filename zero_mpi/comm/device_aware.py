@@ -1,0 +1,87 @@
+"""Device memory straight into an MPI library that takes it ("CUDA-aware").
+
+Exact mode needs messages from one rank to another and nothing else: that is what every such library can do,
+and nonblocking reductions of device memory end the process in some. MPI knows no streams: a round's rooms are
+received into only when the sums that read them are done, and the library's own reductions (`fast`) block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Partition
+from zero_mpi.comm.device_rounds import MPI, Round, arrived, as_message, overlapped, passed
+from zero_mpi.comm.device_side import Side
+from zero_mpi.comm.transfer import Running
+
+MOST_BYTES = 1 << 30  # in one message: counts are C ints in older interfaces
+SUMMED = (
+    1 << 20
+)  # elements of a slice per round of a reduction: long enough for a fast link, short for the rooms
+DEPTH = 2
+
+
+class AwareWire:
+    """Messages of device memory over a duplicate of `comm` (the world). `largest`, `summed`: see above."""
+
+    in_order, adds = False, True
+
+    def __init__(
+        self,
+        side: Side,
+        comm: Any = None,
+        *,
+        most_bytes: int = MOST_BYTES,
+        summed: int = SUMMED,
+        depth: int = DEPTH,
+    ) -> None:
+        self.side, self.depth = side, depth
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._most_bytes, self._summed = most_bytes, summed
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        most = max(1, self._most_bytes // itemsize)
+        return min(most, self._summed) if summed else most
+
+    def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
+        read: dict[int, Any] = {}  # by room: the mark behind the sum that reads it
+        steps = (
+            self._one(round_, next(tags), number % self.depth, read) for number, round_ in enumerate(rounds)
+        )
+        yield from overlapped(steps, self.depth)
+        for mark in read.values():  # the rooms go to the next reduction
+            yield passed(mark)
+
+    def _one(self, round_: Round, tag: int, room: int, read: dict[int, Any]) -> Running:
+        if room in read:
+            yield passed(read.pop(room))
+        yield arrived(self.side.adopt, self._post(round_, tag))
+        if round_.then is not None:
+            round_.then()
+            read[room] = self.side.mark()
+
+    def _post(self, round_: Round, tag: int) -> list[Any]:
+        """Receives first, then sends."""
+        self.side.adopt()
+        requests = [self._comm.Irecv(as_message(room), source, tag) for room, source in round_.receives]
+        for piece, targets in round_.sends:
+            requests += [self._comm.Isend(as_message(piece), target, tag) for target in targets]
+        return requests
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        self.side.adopt()
+        for piece in partition.cut(self.largest(full.itemsize, summed=False)):
+            given = [full[piece.start : piece.stop], MPI.FLOAT]
+            room = [target[piece.of_slice(partition, self._comm.Get_rank())], MPI.FLOAT]
+            self._comm.Reduce_scatter(given, room, piece.counts, MPI.SUM)
+
+    def sum_all(self, array: Array) -> None:
+        self.side.adopt()
+        step = self.largest(array.itemsize, summed=False)
+        for start in range(0, array.size, step):
+            self._comm.Allreduce(MPI.IN_PLACE, [array[start : start + step], MPI.FLOAT], MPI.SUM)
+
+    def close(self) -> None:
+        self._comm.Free()

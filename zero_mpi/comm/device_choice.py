@@ -1,0 +1,109 @@
+"""Which transport carries arrays that lie on a GPU: by the user's word, or by what the MPI library can do.
+
+`auto` is `mpi`, device memory straight into the library, where that is certain, and `staged`, through pinned
+memory of the host, everywhere else. NCCL is never chosen by itself. What is used, and why, is one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.comm.base import Comm, Partition
+from zero_mpi.comm.serial import SerialComm
+from zero_mpi.device import Cuda
+from zero_mpi.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_mpi.comm.device_comm import DeviceComm
+    from zero_mpi.comm.device_detect import Answer
+
+AUTO, MPI, SHARED, STAGED, NCCL = "auto", "mpi", "shared", "staged", "nccl"
+ON_GPU = (STAGED, NCCL)  # transports that are for a GPU only
+TRIAL = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
+
+
+def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
+    """The transport of a GPU's arrays; adds a line to `notes`. Collective.
+
+    `exact`: sums in the order of ranks; otherwise the library's where it has them. Raises UsageError on all
+    ranks alike.
+    """
+    if transport == SHARED:
+        raise UsageError(
+            "--transport shared: ranks cannot share the memory of GPUs in this way; with --device cuda use "
+            "auto, mpi, staged or nccl"
+        )
+    if ranks == 1:
+        return SerialComm()
+    from zero_mpi.comm.device_detect import find_answer
+    from zero_mpi.comm.device_rounds import MPI as library
+
+    comm, because = None, ""
+    if transport in (AUTO, MPI):
+        answer = find_answer(library.COMM_WORLD)
+        if answer.yes:
+            comm, answer = try_out(make(MPI, exact), answer)
+        if transport == MPI and comm is None:
+            raise UsageError(refusal(answer))
+        transport, because = STAGED, f", because {answer.why}"
+    if comm is None:
+        comm = make(transport, exact)
+    order = ", exact all the same" if comm.exact and not exact else ""
+    notes.append(f"transport: {comm.about}{order}{because}")
+    return comm
+
+
+def make(transport: str, exact: bool) -> DeviceComm:
+    """The transport of that name. Collective."""
+    from zero_mpi.comm.device_comm import DeviceComm
+    from zero_mpi.comm.device_side import GpuSide
+    from zero_mpi.comm.device_sum import kernels
+    from zero_mpi.comm.mpi import MPIComm
+
+    gpu = device.in_use()
+    assert isinstance(gpu, Cuda), "there is a GPU in use"
+    side = GpuSide(gpu)
+    kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
+    if transport == MPI:
+        from zero_mpi.comm.device_aware import AwareWire
+
+        return DeviceComm(MPIComm(exact=exact), AwareWire(side), side, "mpi, from GPU to GPU")
+    if transport == STAGED:
+        from zero_mpi.comm.device_staged import StagedWire
+
+        staged = StagedWire(side)
+        about = f"staged, through {staged.about}"
+        return DeviceComm(MPIComm(exact=True), staged, side, about)
+    from zero_mpi.comm.device_nccl import NcclWire
+
+    nccl = NcclWire(side)
+    sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"
+    return DeviceComm(MPIComm(exact=exact), nccl, side, f"nccl {nccl.version}, {sums}")
+
+
+def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
+    """The transport if what arrives is what was sent, between the very ranks of the job. Collective.
+
+    The live test before it was of a rank with itself; this one cannot be taken back, but can be wrong.
+    """
+    gpu, length = device.in_use(), TRIAL // comm.size
+    partition = Partition(length * comm.size, comm.size)
+    sent = np.arange(partition.length, dtype=np.float32)
+    full = gpu.zeros(partition.length)
+    comm.allgather(gpu.from_host(sent[partition.part(comm.rank)]), full, partition, "a trial").wait()
+    if all(comm.allgather_object(bool((gpu.to_host(full) == sent).all()))):
+        return comm, answer
+    comm.close()
+    return None, replace(answer, yes=False, why=f"{answer.why}, but between the ranks other bytes arrived")
+
+
+def refusal(answer: Answer) -> str:
+    """Why `mpi` is not possible, and what is."""
+    return (
+        f"--transport mpi: with --device cuda the MPI library must take GPU memory ({answer.why}); use "
+        "--transport auto or staged, or a CUDA-aware MPI: see python -m zero_mpi.doctor"
+    )

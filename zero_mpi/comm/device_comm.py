@@ -1,0 +1,290 @@
+"""Collectives on device memory: what travels, to whom, and in which order it is added; a wire does the rest.
+
+The exact reduction is that of the host (`comm.mpi`): each owner is sent its slice by every rank and adds the
+slices in the order of ranks, in float32, piece by piece; so the bits are the same whatever carries them. Only
+movement is asked of a wire, because no library reduces device memory everywhere, or bfloat16. Arrays of the
+host (vectors, objects, checkpoints, the corpus) go the way they always do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Comm, Handle, Partition, Piece
+from zero_mpi.comm.device_handle import Ended, Joined, OfAnotherThread
+from zero_mpi.comm.device_rounds import MPI, Round, Turns, Wire, lent, passed
+from zero_mpi.comm.device_side import Side
+from zero_mpi.comm.mpi import TAGS, MPIComm
+from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.comm.transfer import Running
+from zero_mpi.errors import UsageError
+
+UNDER_WAY = 4  # transfers at once: gathers of prefetched stages, and reductions behind backward
+Course = Callable[[Iterator[int]], Running]  # of a transfer, with a tag for each of its rounds
+ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array lies in the memory of the host."""
+    return isinstance(array, np.ndarray)
+
+
+class DeviceComm(Pushing):
+    """The ranks of `inner`, a transport for the host, which takes device memory by `wire`.
+
+    about: what it uses, for people
+    """
+
+    def __init__(self, inner: MPIComm, wire: Wire, side: Side, about: str = "") -> None:
+        node = node_communicator(MPI.COMM_WORLD)
+        super().__init__(inner, node.Get_size())
+        node.Free()
+        self.exact = inner.exact or not wire.adds
+        self.wire, self.side, self.about = wire, side, about
+        self._turns, self._alone = Turns(UNDER_WAY), Turns(1)
+        self._tag = 0
+        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next reductions
+        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size, of sums of the library
+
+    # ------------------------------------------------------------------------------------ transfers
+
+    def _start(self, running: Course, rounds: int, ended: Ended, kind: str, label: str) -> Handle:
+        """Begin a transfer of so many rounds, the same number on all ranks."""
+        first, self._tag = self._tag, self._tag + rounds
+        tags = (number % TAGS for number in count(first))
+        return self._begin(self._turns, running(tags), ended, kind, label)
+
+    def _begin(self, turns: Turns, running: Running, ended: Ended, kind: str, label: str) -> Handle:
+        transfer = self._ordered(turns, running, ended)
+        return Joined(self, self.side, self._library.start(transfer, kind, label), ended, kind, label)
+
+    def _ordered(self, turns: Turns, running: Running, ended: Ended) -> Running:
+        """`running` after all that was computed so far, and the mark at its end."""
+        begin, turn = self.side.begin(), turns.take()
+        try:
+            if self.wire.in_order:
+                self.side.follow(begin)  # the GPU waits, and the host does not
+            else:
+                yield lambda: begin.done and turns.has_come(turn)
+            yield from running
+            ended.mark = self.side.mark()
+        finally:
+            turns.end(turn)
+        if self.wire.in_order:  # nobody has waited for the other ranks yet: a wait has a name and is watched
+            yield passed(ended.mark)
+
+    # -------------------------------------------------------------------------------------- gathers
+
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        if on_host(full):
+            return super().allgather(shard, full, partition, label)
+        self.meter.sent_bytes += partition.counts[self.rank] * full.itemsize * (self.size - 1)
+        starts = self._starts(partition, full, summed=False)
+
+        def running(tags: Iterator[int]) -> Running:
+            if shard is not None:
+                self.side.copy(full[partition.part(self.rank)], shard)
+            yield from self.wire.run(self._gathers(shard, full, partition, starts), tags)
+
+        return self._start(running, len(starts), Ended(shard, full), "allgather", label)
+
+    def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
+        """Where in every slice the pieces begin that a round moves."""
+        return range(0, max(partition.counts), self.wire.largest(array.itemsize, summed=summed))
+
+    def _gathers(
+        self, shard: Array | None, full: Array, partition: Partition, starts: range
+    ) -> Iterator[Round]:
+        """Rounds in which every rank sends a piece of its slice to all others."""
+        own = full[partition.part(self.rank)] if shard is None else shard
+        for start in starts:
+            mine = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
+            pieces = [
+                (full[self._span(partition, rank, start, starts.step)], rank) for rank in self._sources()
+            ]
+            yield Round(
+                sends=[(mine, self._targets())] if mine.size else [],
+                receives=[(piece, rank) for piece, rank in pieces if piece.size],
+            )
+
+    def _targets(self) -> list[int]:
+        """The other ranks, the next one first: so that they do not all hit one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _sources(self) -> list[int]:
+        """The other ranks in the order in which this one is their target."""
+        return [(self.rank - step) % self.size for step in range(1, self.size)]
+
+    @staticmethod
+    def _span(partition: Partition, rank: int, start: int, length: int) -> slice:
+        """The part of `rank`'s slice that belongs to the piece that begins at `start` of every slice."""
+        first, last = partition.bounds[rank], partition.bounds[rank + 1]
+        return slice(min(first + start, last), min(first + start + length, last))
+
+    # ----------------------------------------------------------------------------------- reductions
+
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        if on_host(full):
+            return super().reduce_scatter(
+                full, out, partition, contributors=contributors, accumulate=accumulate, label=label
+            )
+        contributors = self.size if contributors is None else contributors
+        if self.rank < contributors or not self.exact:
+            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
+        if not self.exact:
+            return self._reduce_in_library(full, out, partition, accumulate, label)
+        starts = self._starts(partition, full, summed=True)
+
+        def running(tags: Iterator[int]) -> Running:
+            with self._lent_rooms(full, starts) as rooms:
+                rounds = self._sums(full, out, partition, contributors, accumulate, starts, rooms)
+                yield from self.wire.run(rounds, tags)
+
+        return self._start(running, len(starts), Ended(full, out), "reduce_scatter", label)
+
+    def _lent_rooms(self, full: Array, starts: range) -> AbstractContextManager[list[Array]]:
+        return lent(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
+
+    def _new_rooms(self, dtype: Any, step: int) -> list[Array]:
+        """For each round under way room for a piece from every other rank."""
+        return [self.side.empty((self.size - 1) * step, dtype) for _ in range(self.wire.depth)]
+
+    def _sums(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        contributors: int,
+        accumulate: bool,
+        starts: range,
+        rooms: list[Array],
+    ) -> Iterator[Round]:
+        """Rounds in which every rank sends a piece of each slice to its owner, who adds what it has got."""
+        step = starts.step
+        for number, start in enumerate(starts):
+            room, mine = rooms[number % len(rooms)], self._span(partition, self.rank, start, step)
+            length = mine.stop - mine.start
+            given = {
+                rank: room[(rank - (rank > self.rank)) * step :][:length]
+                for rank in self._sources()
+                if length and rank < contributors
+            }
+            theirs = [(full[self._span(partition, rank, start, step)], [rank]) for rank in self._targets()]
+            parts = given | ({self.rank: full[mine]} if self.rank < contributors else {})
+            ordered = [parts[rank] for rank in sorted(parts)]
+            add = partial(self.side.add, out[start : start + length], ordered, accumulate)
+            yield Round(
+                sends=[piece for piece in theirs if piece[0].size] if self.rank < contributors else [],
+                receives=[(piece, rank) for rank, piece in given.items()],
+                then=add if length else None,
+            )
+
+    def _reduce_in_library(
+        self, full: Array, out: Array, partition: Partition, accumulate: bool, label: str
+    ) -> Handle:
+        """By the library's own reduction, which blocks: one at a time, in the same order on all ranks."""
+
+        def running() -> Running:
+            if not accumulate:
+                self.wire.sum_slices(full, out, partition)
+                return
+            new = partial(self.side.empty, out.size, out.dtype)
+            with lent(self._arrivals[out.size], new) as arrived:
+                self.wire.sum_slices(full, arrived, partition)
+                self.side.add(out, [arrived], True)
+                yield from self._added()
+
+        return self._begin(self._alone, running(), Ended(full, out), "reduce_scatter", label)
+
+    def allreduce(self, array: Array, label: str = "") -> Handle:
+        if on_host(array):
+            return super().allreduce(array, label)
+        self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
+        if not self.exact:
+
+            def in_library() -> Running:
+                self.wire.sum_all(array)
+                yield []
+
+            return self._begin(self._alone, in_library(), Ended(array), "allreduce", label)
+        partition = Partition(array.size, self.size, ALIGNED)
+        sums = self._starts(partition, array, summed=True)
+        gathers = self._starts(partition, array, summed=False)
+        own = array[partition.part(self.rank)]
+
+        def running(tags: Iterator[int]) -> Running:
+            with self._lent_rooms(array, sums) as rooms:
+                added = self._sums(array, own, partition, self.size, False, sums, rooms)
+                yield from self.wire.run(added, tags)
+            yield from self._added()
+            yield from self.wire.run(self._gathers(None, array, partition, gathers), tags)
+
+        return self._start(running, len(sums) + len(gathers), Ended(array), "allreduce", label)
+
+    def _added(self) -> Running:
+        """Wait for sums that were launched, where what comes next is not in the order of their stream."""
+        if not self.wire.in_order:
+            yield passed(self.side.mark())
+
+    def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        if on_host(array):
+            return super().broadcast(array, root, label)
+        flat = array.reshape(-1)
+        starts = range(0, flat.size, self.wire.largest(array.itemsize, summed=False))
+
+        def rounds() -> Iterator[Round]:
+            for start in starts:
+                piece = flat[start : start + starts.step]
+                yield Round(
+                    sends=[(piece, self._targets())] if self.rank == root else [],
+                    receives=[] if self.rank == root else [(piece, root)],
+                )
+
+        def running(tags: Iterator[int]) -> Running:
+            return self.wire.run(rounds(), tags)
+
+        return self._start(running, len(starts), Ended(array), "broadcast", label)
+
+    # ---------------------------------------------------------------------------------- everything else
+
+    def gather(
+        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+    ) -> None:
+        assert all(array is None or on_host(array) for array in (part, room)), "checkpoints are the host's"
+        super().gather(part, room, piece, root, label)
+
+    def background(self) -> Comm:
+        return OfAnotherThread(self._inner.background(), self.side)
+
+    def node_owners(self) -> Comm:
+        node = node_communicator(MPI.COMM_WORLD)
+        nodes = find_topology(MPI.COMM_WORLD, node).nodes
+        node.Free()
+        if nodes > 1:
+            raise UsageError(
+                f"--strategy hybrid-shard: with --device cuda it works on one node, these are {nodes}; use "
+                "full-shard"
+            )
+        return self
+
+    def close(self) -> None:
+        self.wire.close()
+        super().close()

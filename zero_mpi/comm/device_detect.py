@@ -1,0 +1,113 @@
+"""Whether the MPI library takes device memory: what it says of itself, and then a live test.
+
+A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
+somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
+cannot, so what counts is `device_live`, on one rank of each node. All ranks have the same answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.comm.device_live import PROBE, run_probe
+from zero_mpi.comm.topology import node_communicator
+
+FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not
+KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since MPI 4.1
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray, of MVAPICH
+LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
+CUDA = 0  # MPICH's number for the kind of GPU
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether device memory may be handed to MPI, and who says so."""
+
+    yes: bool
+    why: str
+
+
+def find_answer(
+    world: Any, environ: Mapping[str, str] = os.environ, command: Sequence[str] = PROBE
+) -> Answer:
+    """The answer for all ranks of `world`, mpi4py's communicator. Collective."""
+    node = node_communicator(world)
+    answer = claim(world, environ)
+    if answer.yes and node.Get_rank() == 0:
+        answer = live(answer, command)
+    node.Free()
+    answers: list[Answer] = world.allgather(answer)
+    return next((found for found in answers if not found.yes), answers[0])
+
+
+def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
+    """What is said, without a test."""
+    forced = environ.get(FORCED, "")
+    if forced in ("0", "1"):
+        return Answer(forced == "1", f"{FORCED}={forced}")
+    said = [*memory_kinds(world), *library_says(), *site_says(environ)]
+    return next(
+        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "nobody says so")
+    )
+
+
+def memory_kinds(world: Any) -> Iterator[Answer]:
+    """What MPI's own list of kinds of memory says, if the library has it."""
+    info = world.Get_info()
+    kinds = info.get(KINDS)
+    info.Free()
+    if kinds:
+        yield Answer("cuda" in {kind.partition(":")[0] for kind in kinds.split(",")}, f"{KINDS} is {kinds}")
+
+
+def loaded_libraries(maps: str) -> list[str]:
+    """The MPI libraries in a text like that of /proc/self/maps: `CDLL(None)` does not find their names."""
+    found = (LIBRARY.search(line) for line in maps.splitlines())
+    return list(dict.fromkeys(match[0] for match in found if match))
+
+
+def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
+    """What the calls say by which Open MPI and MPICH tell it."""
+    if libraries is None:
+        maps = Path("/proc/self/maps")
+        libraries = loaded_libraries(maps.read_text()) if maps.exists() else []
+    asked: tuple[tuple[str, Callable[[Any], int]], ...] = (
+        ("MPIX_Query_cuda_support", lambda call: int(call())),
+        ("MPIX_GPU_query_support", gpu_support),
+    )
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name, ask in asked:
+            if hasattr(library, name):
+                found = ask(getattr(library, name))
+                yield Answer(found == 1, f"{name} says {found}")
+
+
+def gpu_support(call: Any) -> int:
+    """MPICH's answer: an error, or a flag."""
+    flag = ctypes.c_int(0)
+    return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
+
+
+def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
+    """The variables by which a site's library is told to take device memory."""
+    for name in SITE:
+        if name in environ:
+            yield Answer(environ[name] == "1", f"{name}={environ[name]}")
+
+
+def live(said: Answer, command: Sequence[str] = PROBE) -> Answer:
+    """What a process says that tried it."""
+    lines, end = run_probe(command)
+    told = [json.loads(line) for line in lines]
+    if told and told[-1].get("takes_memory"):
+        return Answer(True, f"{said.why}, and {told[-1]['mpi']}")
+    problem = next((about[key] for about in reversed(told) for key in ("mpi", "error") if key in about), end)
+    return Answer(False, f"{said.why}, but {problem}")

@@ -1,0 +1,120 @@
+"""Device memory by NCCL, where the user asks for it: all in the order of one stream, without the host.
+
+In exact mode NCCL only moves: groups of sends and receives, of slices of any lengths, and the sums are ours
+as ever. With `fast` it adds, in an order of its own; slices of unequal lengths are then reduced to one owner
+after the other, in a group. Ranks meet through MPI, which also carries everything that is not on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zero_mpi.arrays import Array, address
+from zero_mpi.comm.base import Partition
+from zero_mpi.comm.device_rounds import MPI, Round
+from zero_mpi.comm.device_side import GpuSide
+from zero_mpi.comm.transfer import Running
+from zero_mpi.errors import UsageError
+
+SUMMED = 1 << 20  # elements of a slice per round of an exact reduction, for which rooms are needed
+
+
+def load() -> Any:
+    """CuPy's binding of NCCL. Raises UsageError where there is no NCCL."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise UsageError(
+            "--transport nccl: CuPy finds no NCCL; pip install nvidia-nccl-cu12 (or -cu13), load your site's "
+            "module, or use --transport auto"
+        )
+    return nccl
+
+
+class NcclWire:
+    """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
+
+    in_order, adds, depth = True, True, 1
+
+    def __init__(self, side: GpuSide, *, summed: int = SUMMED) -> None:
+        self.side, self._summed = side, summed
+        world = MPI.COMM_WORLD
+        self._rank, self._size = world.Get_rank(), world.Get_size()
+        self._nccl = together(world, load)
+        name = world.bcast(self._nccl.get_unique_id() if self._rank == 0 else None)
+        side.adopt()
+        self._comm = together(world, lambda: self._join(name))
+
+    def _join(self, name: Any) -> Any:
+        """All ranks come here at once; NCCL fails on all of them where it fails."""
+        try:
+            return self._nccl.NcclCommunicator(self._size, name, self._rank)
+        except RuntimeError as error:
+            raise UsageError(
+                f"--transport nccl: NCCL does not start ({error}); it wants a GPU for each rank; see "
+                "NCCL_DEBUG=INFO, or use --transport auto"
+            ) from error
+
+    @property
+    def version(self) -> str:
+        """NCCL's, for people."""
+        number = self._nccl.get_version()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        return self._summed if summed else 1 << 62  # counts are size_t
+
+    def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
+        """Everything at once: the order is the stream's, and the same on all ranks."""
+        for round_ in rounds:
+            next(tags)
+            if round_.sends or round_.receives:
+                self._exchange(round_)
+            if round_.then is not None:
+                round_.then()
+        yield from ()
+
+    def _exchange(self, round_: Round) -> None:
+        nccl, stream = self._nccl, self.side.stream.ptr
+        nccl.groupStart()
+        for piece, targets in round_.sends:
+            for target in targets:
+                self._comm.send(address(piece), piece.nbytes, nccl.NCCL_UINT8, target, stream)
+        for room, source in round_.receives:
+            self._comm.recv(address(room), room.nbytes, nccl.NCCL_UINT8, source, stream)
+        nccl.groupEnd()
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        nccl, stream = self._nccl, self.side.stream.ptr
+        kind, add = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+        if len(set(partition.counts)) == 1:
+            self._comm.reduceScatter(address(full), address(target), target.size, kind, add, stream)
+            return
+        nccl.groupStart()
+        for owner, length in enumerate(partition.counts):
+            if length:
+                given = address(full[partition.part(owner)])
+                self._comm.reduce(given, address(target), length, kind, add, owner, stream)
+        nccl.groupEnd()
+
+    def sum_all(self, array: Array) -> None:
+        nccl, stream = self._nccl, self.side.stream.ptr
+        place = address(array)
+        self._comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+
+    def close(self) -> None:
+        self._comm.destroy()
+
+
+def together(world: Any, action: Callable[[], Any]) -> Any:
+    """action() on every rank; where it raises UsageError on one, all raise it."""
+    result, problem = None, None
+    try:
+        result = action()
+    except UsageError as error:
+        problem = str(error)
+    for found in world.allgather(problem):
+        if found is not None:
+            raise UsageError(found)
+    return result

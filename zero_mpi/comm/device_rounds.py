@@ -1,0 +1,178 @@
+"""Transfers of device memory as rounds: pieces that travel together, several rounds under way at once.
+
+What travels where is worked out once (`device_comm`), as a list of rounds; how it travels is the affair of a
+wire: straight from device memory, by way of pinned memory, or by NCCL. A wire runs each round as a generator
+of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI library.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.thread_level = "multiple"
+
+from mpi4py import MPI as MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
+
+from zero_mpi.arrays import Array  # noqa: E402
+from zero_mpi.comm.base import Partition  # noqa: E402
+from zero_mpi.comm.transfer import Needed, Running  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Round:
+    """sends: pieces, and the ranks that each goes to; receives: rooms, and the rank that fills each.
+
+    then: launches what is to be done with the rooms once they are filled.
+    """
+
+    sends: Sequence[tuple[Array, Sequence[int]]] = ()
+    receives: Sequence[tuple[Array, int]] = ()
+    then: Callable[[], None] | None = None
+
+
+class Wire(Protocol):
+    """A way for rounds to travel.
+
+    depth       rounds under way at once; the room of a round is used again `depth` rounds later
+    in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
+    adds        whether it has reductions of its own, in an order of its own (`reduction fast`)
+    """
+
+    depth: int
+    in_order: bool
+    adds: bool
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        """Elements of the longest piece of a slice that a round may have, only moved or also summed."""
+
+    def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
+        """Moves the pieces of all rounds and launches what follows; each round takes a tag."""
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        """target = the sum over ranks of this rank's slice of their `full`, by the library. Collective."""
+
+    def sum_all(self, array: Array) -> None:
+        """The same of the whole array, on all ranks, in place. Collective."""
+
+    def close(self) -> None:
+        """Give up what it holds. Collective."""
+
+
+def as_message(piece: Array) -> list[Any]:
+    """A piece as mpi4py takes it, which knows no bfloat16; one that is not empty."""
+    return [piece.view(np.uint8), MPI.BYTE]
+
+
+def passed(mark: Any) -> Callable[[], bool]:
+    """Whether the device has come to a mark."""
+    return lambda: bool(mark.done)
+
+
+def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
+    """Whether requests are complete; the library may copy device memory while it is asked."""
+
+    def look() -> bool:
+        adopt()
+        return bool(MPI.Request.Testall(requests))
+
+    return look
+
+
+class Step:
+    """A generator under way, and what it needs next. It begins at once."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._needed: Needed = []
+        self.done = False
+        self._advance()
+
+    def _advance(self) -> None:
+        try:
+            self._needed = next(self._running)
+        except StopIteration:
+            self.done = True
+
+    def ready(self) -> bool:
+        """Whether it can go on."""
+        if callable(self._needed):
+            return self._needed()
+        return bool(MPI.Request.Testall(self._needed))
+
+    def push(self) -> None:
+        """Go on as far as it can."""
+        while not self.done and self.ready():
+            self._advance()
+
+
+def overlapped(runs: Iterable[Running], depth: int) -> Running:
+    """Run generators, up to `depth` at once; one begins when the one `depth` before it has ended."""
+    under_way: deque[Step] = deque()
+    coming = iter(runs)
+    more = True
+    while more or under_way:
+        while more and len(under_way) < depth:
+            running = next(coming, None)
+            more = running is not None
+            if running is not None:
+                under_way.append(Step(running))
+        # What one step needs is looked at here and not in the condition: an error then is the transfer's own.
+        for step in under_way:
+            step.push()
+        while under_way and under_way[0].done:
+            under_way.popleft()
+        if under_way and (not more or len(under_way) == depth):
+            yield partial(any_ready, [step for step in under_way if not step.done])
+
+
+def any_ready(steps: Sequence[Step]) -> bool:
+    """Whether one of them can go on."""
+    return any(step.ready() for step in steps)
+
+
+class Turns:
+    """Lets transfers begin in the order in which they were started, and at most so many at once.
+
+    Rooms and pinned memory are as many. All ranks start transfers in one order, so the oldest one that is not
+    complete everywhere is under way on every rank that has started it: none waits for ever for its turn.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        """The number of a new transfer."""
+        number, self._next = self._next, self._next + 1
+        self._waiting.append(number)
+        return number
+
+    def has_come(self, number: int) -> bool:
+        """Whether a transfer may begin."""
+        return number in self._waiting[: self._most]
+
+    def end(self, number: int) -> None:
+        """A transfer is over."""
+        self._waiting.remove(number)
+
+
+@contextmanager
+def lent(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
+    """Something from a list of what is free, or a new one; it is free again afterwards."""
+    try:  # another thread may be here as well
+        room = free.pop()
+    except IndexError:
+        room = new()
+    try:
+        yield room
+    finally:
+        free.append(room)

@@ -1,0 +1,51 @@
+"""The ordered sum of `base.ordered_sum` on a GPU: one small kernel, the same bits.
+
+It is the transports' own, because they add pieces as these arrive, on a stream beside the one that computes,
+and because `comm` does not know the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.device import import_cupy
+
+SOURCE = Path(__file__).with_suffix(".cu")
+OPTIONS = ("-std=c++17",)
+KINDS = ("float32", "bfloat16", "float16")
+MOST = 8  # parts that one launch adds, as the source says
+THREADS, BLOCKS = 256, 1024  # of a block; blocks at most: enough to fill any GPU, few enough to share it
+EACH = 4  # elements that a thread takes at a time
+
+
+@cache
+def kernels() -> dict[str, Any]:
+    """The kernel of each type of parts."""
+    module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
+    return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
+
+
+def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on CuPy's current stream.
+
+    `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
+    """
+    assert out.dtype == np.float32, "sums are float32"
+    if out.size:
+        for first in range(0, max(1, len(parts)), MOST):
+            launch(out, parts[first : first + MOST], accumulate or first > 0)
+
+
+def launch(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
+    """Add up to `MOST` parts."""
+    kernel = kernels()[parts[0].dtype.name if parts else "float32"]
+    places = [*parts, *[parts[0] if parts else out] * (MOST - len(parts))]
+    blocks = min(BLOCKS, -(-int(out.size) // (THREADS * EACH)))
+    numbers = np.int32(len(parts)), np.int32(accumulate), np.int64(out.size)
+    kernel((blocks,), (THREADS,), (out, *places, *numbers))

@@ -1,0 +1,271 @@
+"""Where arrays live: in the host's memory, or in that of the one GPU that a rank uses.
+
+A process computes on one device, chosen once, before the first large array. What both kinds offer is the few
+things that the arrays above are made of: flat memory, memory lent to an array that tells when it comes back,
+copies between the two sides, and marks in the order of the device's work. Everything else is array code that
+NumPy and CuPy share. CuPy is imported when a GPU is chosen and not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.errors import UsageError
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the two share the methods that are used here
+
+ALIGNMENT = 64  # bytes: a cache line, and the width of the widest CPU vector registers
+LOCAL_RANK = (  # what launchers call a rank's number on its node
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+
+
+class Done:
+    """A mark in work that was complete when it was made, as on the host."""
+
+    done = True
+
+    def wait(self) -> None:
+        """Return when the work before the mark is complete."""
+
+
+class Host:
+    """NumPy arrays in the process's own memory."""
+
+    name = about = "cpu"
+
+    def empty(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat uninitialised array that starts at a cache line.
+
+        The same alignment everywhere keeps vector code on the same path whatever slice a rank holds.
+        """
+        itemsize = np.dtype(dtype).itemsize
+        raw = np.empty(size * itemsize + ALIGNMENT, np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT
+        return raw[skip : skip + size * itemsize].view(dtype)
+
+    def zeros(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat array of zeros, aligned as `empty`."""
+        array = self.empty(size, dtype)
+        array.fill(0)
+        return array
+
+    def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
+        """(owner, array): an array on flat `memory`, and an object that lives as long as any view of it."""
+        owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
+        return owner, np.ndarray(shape, dtype, owner)
+
+    def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised array too small to be worth more than the library's own allocator."""
+        return np.empty(shape, dtype)
+
+    def from_host(self, x: Array) -> Array:
+        """`x` itself."""
+        return x
+
+    def to_host(self, x: Array) -> Array:
+        """`x` itself."""
+        return x
+
+    def copy(self, target: Array, source: Array) -> None:
+        """target[...] = source."""
+        target[...] = source
+
+    def mark(self) -> Any:
+        """A mark in the order of work; on the host, work is complete when its call returns."""
+        return Done()
+
+    def wait_for(self, mark: Any) -> None:
+        """Let what is computed from now on come after a mark."""
+
+    def synchronize(self) -> None:
+        """Return when all work is complete."""
+
+
+class _Owner:
+    """Lives as long as the memory of a lent array is referred to."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Mark:
+    """An event in the order of the GPU's work; `done` looks, `wait` blocks and leaves the core to others."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        """Whether all work before the mark is complete."""
+        return bool(self.event.done)
+
+    def wait(self) -> None:
+        """Return when the work before the mark is complete."""
+        self.event.synchronize()
+
+
+class Cuda:
+    """CuPy arrays on one GPU. All computing goes to one stream, whichever thread asks for it.
+
+    Memory comes from CuPy's pool, which takes it by cudaMalloc: MPI libraries and other processes can open
+    that. Raises UsageError where there is no such GPU.
+    """
+
+    name = "cuda"
+
+    def __init__(self, number: int) -> None:
+        self.cupy = import_cupy()
+        self.number = number
+        self.cupy.cuda.Device(number).use()
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.adopt_thread()
+
+    @property
+    def about(self) -> str:
+        """What it is, for people."""
+        name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
+        return f"{name}, CuPy {self.cupy.__version__}"
+
+    def adopt_thread(self) -> None:
+        """Let the calling thread work on this GPU and its stream: CuPy keeps both per thread."""
+        self.cupy.cuda.Device(self.number).use()
+        self.stream.use()
+
+    def empty(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat uninitialised array; CuPy aligns to 512 bytes."""
+        return self.cupy.empty(size, dtype)
+
+    def zeros(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat array of zeros."""
+        return self.cupy.zeros(size, dtype)
+
+    def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
+        """As `Host.lend`: arrays and their views hold the memory object, which holds the owner."""
+        owner, cuda = _Owner(), self.cupy.cuda
+        lent = cuda.UnownedMemory(memory.data.ptr, memory.nbytes, owner, self.number)
+        return owner, self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(lent, 0))
+
+    def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised small array of the pool's."""
+        return self.cupy.empty(shape, dtype)
+
+    def from_host(self, x: Array) -> Array:
+        """A copy of a host's array on the GPU, in the order of its work."""
+        return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
+
+    def to_host(self, x: Array) -> Array:
+        """A copy of a GPU's array on the host, complete."""
+        return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
+
+    def copy(self, target: Array, source: Array) -> None:
+        """target[...] = source, wherever the two are; what comes to or from the host is complete."""
+        here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
+        if here and not there:
+            target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
+            self.stream.synchronize()  # the source may be changed as soon as this returns
+        elif there and not here:
+            target[...] = source.get(stream=self.stream)
+        else:
+            target[...] = source
+
+    def mark(self) -> Mark:
+        """A mark behind all work that was asked for so far."""
+        event = self.cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(self.stream)
+        return Mark(event)
+
+    def wait_for(self, mark: Any) -> None:
+        """Let what is computed from now on come after a mark, which may be on another stream."""
+        self.stream.wait_event(mark.event)
+
+    def synchronize(self) -> None:
+        """Return when all work is complete."""
+        self.stream.synchronize()
+
+
+Device = Host | Cuda
+HOST = Host()
+_in_use: Device = HOST
+
+
+def in_use() -> Device:
+    """The device of this process."""
+    return _in_use
+
+
+def use(name: str) -> Device:
+    """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
+
+    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more. Raises
+    UsageError where a GPU is asked for and there is none.
+    """
+    count = 0 if name == "cpu" else gpus()
+    if name == "cuda" and not count:
+        raise UsageError(f"--device cuda: {why_no_gpu()}")
+    return adopt(Cuda(local_rank() % count) if count else HOST)
+
+
+def adopt(chosen: Device) -> Device:
+    """Compute on a device from now on."""
+    global _in_use
+    _in_use = chosen
+    return chosen
+
+
+def local_rank() -> int:
+    """This rank's number on its node as the launcher tells it, before MPI is started; else 0."""
+    for name in LOCAL_RANK:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def import_cupy() -> Any:
+    """CuPy. Raises UsageError where it is not installed."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(
+            "--device cuda needs CuPy: pip install 'zero-mpi[cuda12]' or 'zero-mpi[cuda13]', as the driver is"
+        ) from error
+    return cupy
+
+
+def gpus() -> int:
+    """How many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # no CuPy; or CUDARuntimeError, which is known only with it
+        return 0
+
+
+def why_no_gpu() -> str:
+    """What CuPy says where it finds no GPU, in one line. Raises UsageError where it is not installed."""
+    cupy = import_cupy()
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no GPU that can be used: {str(error).splitlines()[0]}; see python -m zero_mpi.doctor"
+    return "CuPy finds no GPU; see python -m zero_mpi.doctor"
+
+
+def is_cupy(x: Array) -> bool:
+    """Whether `x` is a CuPy array, without importing CuPy for the answer."""
+    return type(x).__module__.partition(".")[0] == "cupy"
+
+
+def namespace(x: Array) -> Any:
+    """The array module of `x`: cupy for a CuPy array, numpy for anything else."""
+    return sys.modules["cupy"] if is_cupy(x) else np

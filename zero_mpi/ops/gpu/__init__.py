@@ -1,0 +1,66 @@
+"""The operations for `cupy.ndarray`, in float32, bfloat16 and float16: own kernels, cuBLASLt, cuDNN.
+
+They mean what `ops.half` says: numbers are widened to float32, results rounded once; statistics and losses
+are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results lie in
+the GPU's recycled memory and are ordered by its stream; nothing here waits. Importing this package needs CuPy
+and no GPU.
+"""
+
+import cupy
+
+from zero_mpi.ops.gpu import attention, gemm, launch
+from zero_mpi.ops.gpu.attention import causal_attention, causal_attention_backward
+from zero_mpi.ops.gpu.elementwise import add, gelu, gelu_backward, rope, swiglu, swiglu_backward
+from zero_mpi.ops.gpu.embedding import embedding, embedding_backward, positions, positions_backward
+from zero_mpi.ops.gpu.flat import adamw, chunk_squares
+from zero_mpi.ops.gpu.linear import (
+    linear,
+    linear_backward_b,
+    linear_backward_w,
+    linear_backward_x,
+    linear_cross_entropy,
+)
+from zero_mpi.ops.gpu.loss import cross_entropy
+from zero_mpi.ops.gpu.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+
+ARRAY = cupy.ndarray
+OPERATIONS = (
+    add,
+    adamw,
+    causal_attention,
+    causal_attention_backward,
+    chunk_squares,
+    cross_entropy,
+    embedding,
+    embedding_backward,
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    linear,
+    linear_backward_b,
+    linear_backward_w,
+    linear_backward_x,
+    linear_cross_entropy,
+    positions,
+    positions_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    swiglu,
+    swiglu_backward,
+)
+
+
+def about() -> str:
+    """What computes products and attention, for people and records: other versions may have other bits.
+
+    Raises UsageError where a library is missing or a setting cannot be met.
+    """
+    return f"{gemm.about()}; {attention.about()}"
+
+
+def prepare() -> None:
+    """Compile all kernels for the GPU in use, or load them from CuPy's cache; UsageError as in `about`."""
+    about()
+    launch.prepare()

@@ -1,0 +1,296 @@
+"""Causal attention on a GPU: by cuDNN where it is installed and fits, else by products and softmax kernels.
+
+The own way brings the R query heads that share a key/value head together as rows (t, r) of one matrix, so
+that grouped heads need nothing of their own, and goes through the queries in blocks whose scores stay below
+SCORES. Of the weights it keeps the logarithm of each row's sum and computes a block again in backward, so
+memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
+
+ZERO_MPI_GPU_ATTENTION is auto, own or cudnn; the last one wants cuDNN for all that it can do, or an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from zero_mpi.arrays import Array, side_by_side
+from zero_mpi.errors import UsageError
+from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
+from zero_mpi.ops.gpu.launch import (
+    BF16,
+    F16,
+    F32,
+    PACK,
+    THREADS,
+    TYPES,
+    at,
+    each_type,
+    f4,
+    kernel,
+    packed,
+    take,
+)
+from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
+
+WEIGHTS = each_type("attention.cu", "attention_weights", "PPPLLLLLLL")
+MOVE = {
+    pair: kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
+    for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
+}
+SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
+SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
+EVEN = 16  # queries that blocks are multiples of, where they have so many
+SHARE = 4  # scores that a thread takes at a time
+WAYS = ("auto", "own", "cudnn")
+
+
+class Sizes(NamedTuple):
+    """What the shapes of q (B, T, H, D), k (B, S, K, D) and v (B, S, K, E) say; R = H / K."""
+
+    batch: int
+    length: int
+    total: int
+    shared: int
+    kv: int
+    width: int
+    tall: int
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads of all sequences."""
+        return self.batch * self.kv
+
+    @property
+    def across(self) -> int:
+        """Elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
+        return -(-self.total // 8) * 8
+
+
+def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
+    """Raises ValueError where the shapes or types do not go together."""
+    (b, t, h, d), (s, kv, e) = q.shape, v.shape[1:]
+    if k.shape != (b, s, kv, d) or v.shape[0] != b or s < t or h % kv:
+        raise ValueError(
+            f"attention of q {q.shape}, k {k.shape}, v {v.shape}: expected (B, T, H, D), (B, S, K, D) and "
+            "(B, S, K, E) with S >= T and H a multiple of K"
+        )
+    if not kind_of(q) == kind_of(k) == kind_of(v):
+        raise ValueError(f"attention of {q.dtype}, {k.dtype} and {v.dtype}: convert them to one type first")
+    return Sizes(b, t, s, h // kv, kv, d, e)
+
+
+# ------------------------------------------------------------------------------------------------- which way
+
+
+def way() -> str:
+    """The choice of ZERO_MPI_GPU_ATTENTION. Raises UsageError where it is none."""
+    chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
+    if chosen not in WAYS:
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
+    return chosen
+
+
+def by_cudnn(q: Array, k: Array, v: Array) -> Sdpa | None:
+    """cuDNN where it is to compute this. Raises UsageError where it was asked for and cannot be used."""
+    if way() == "own":
+        return None
+    found, why_not = sdpa()
+    if found is None and way() == "cudnn":
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN cannot be used: {why_not}")
+    return found if found is not None and found.fits(q, k, v) else None
+
+
+def refused(what: str) -> None:
+    """Go on without cuDNN, unless it was asked for."""
+    if way() == "cudnn":
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
+
+
+def about() -> str:
+    """What computes attention, for people."""
+    if way() == "own":
+        return "attention by own kernels"
+    found, why_not = sdpa()
+    return (
+        f"attention by cuDNN {found.version}" if found else f"attention by own kernels, no cuDNN: {why_not}"
+    )
+
+
+def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
+    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms of sums (B, H, T))."""
+    sizes = sizes_of(q, k, v)
+    y = take((*q.shape[:3], v.shape[3]), q.dtype)
+    sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
+    if not y.size:
+        return y, (None, sums)
+    cudnn = by_cudnn(q, k, v)
+    if cudnn is not None:
+        if cudnn.forward(q, k, v, scale, y, sums):
+            return y, (y, sums)
+        refused("attention")
+    forward(sizes, q, k, v, scale, y, sums)
+    return y, (None, sums)
+
+
+def causal_attention_backward(
+    dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+) -> tuple[Array, Array, Array]:
+    """`reference.causal_attention_backward`."""
+    y, sums = kept
+    gradients = gradients_like(q, k, v)
+    if not dy.size:
+        for x in gradients:
+            x.fill(0)
+        return gradients
+    cudnn = by_cudnn(q, k, v) if y is not None else None
+    if cudnn is not None:
+        if cudnn.backward(dy, q, k, v, y, sums, scale, gradients):
+            return gradients
+        refused("gradient of attention")
+    backward(sizes_of(q, k, v), dy, q, k, v, sums, scale, gradients)
+    return gradients
+
+
+def gradients_like(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Room for dq, dk and dv: columns of one array if q, k and v are, so that none has to join them later."""
+    joint = side_by_side((q, k, v))
+    if joint is None:
+        return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
+    room = take((*q.shape[:2], joint.shape[-1]), q.dtype)
+    first = q.shape[2] * q.shape[3]
+    second = first + k.shape[2] * k.shape[3]
+    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+# --------------------------------------------------------------------------------------------------- own way
+
+
+def grouped(x: Array, kv: int) -> Array:
+    """x (B, T, heads, width), or a copy, whose R heads of a group lie side by side."""
+    shared, size = x.shape[2] // kv, x.itemsize
+    alone = shared == 1 or x.strides[2] == x.shape[3] * size
+    return x if alone and (x.shape[3] == 1 or x.strides[3] == size) else packed(x)
+
+
+def steps(x: Array, kv: int) -> tuple[int, int, int]:
+    """Elements from a sequence, a group of heads, a position of x (B, T, heads, width) to the next."""
+    b, t, h, _ = (stride // x.itemsize for stride in x.strides)
+    return b, h * (x.shape[2] // kv), t
+
+
+def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[int]) -> None:
+    """Copy (B, K, T, R width) from and to places that are `ways` apart, in the type of the target."""
+    *rows, width = shape
+    packs = -(-width * target.itemsize // PACK)
+    threads = min(THREADS, -(-packs // 32) * 32)
+    arguments = (at(source), at(target), *rows[1:], width, *ways)
+    MOVE[source.dtype, target.dtype](math.prod(rows), threads, arguments)
+
+
+def gathered(x: Array, kv: int) -> Array:
+    """A copy (B, K, T R, width) of x (B, T, heads, width): a matrix for each key/value head."""
+    x, (b, t, h, d) = grouped(x, kv), x.shape
+    shared = h // kv
+    copy, wide = take((b, kv, t * shared, d), x.dtype), shared * d
+    move(x, copy, (b, kv, t, wide), (*steps(x, kv), kv * t * wide, t * wide, wide))
+    return copy
+
+
+def unpack(copy: Array, x: Array, kv: int) -> None:
+    """Write a gathered array to its place, in the type of that."""
+    b, t, h, d = x.shape
+    assert grouped(x, kv) is x, "results lie side by side"
+    wide = h // kv * d
+    move(copy, x, (b, kv, t, wide), (kv * t * wide, t * wide, wide, *steps(x, kv)))
+
+
+def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+    """(first, n, m) of each block of n queries, which see m keys together, from the last one down."""
+    most = max(1, SCORES // (4 * sizes.groups * sizes.shared * sizes.across))
+    most = most // EVEN * EVEN if most > EVEN else most
+    for first in reversed(range(0, sizes.length, most)):
+        n = min(most, sizes.length - first)
+        yield first, n, sizes.total - sizes.length + first + n
+
+
+class Scores:
+    """Room for a block's scores: float32 for products, and weights in the type of the inputs."""
+
+    def __init__(self, sizes: Sizes, kind: Any) -> None:
+        self.sizes, self.kind = sizes, kind
+        most = max(n for _, n, _ in blocks(sizes))
+        self._shape = (sizes.groups * most * sizes.shared * sizes.across,)
+        self.wide = take(self._shape, F32)
+        self.low = self.wide if self.kind == F32 else take(self._shape, self.kind)
+
+    def matrix(self, room: Array, n: int, m: int) -> Matrix:
+        """The block in a room: (n R, m) for each key/value head."""
+        sizes, rows = self.sizes, n * self.sizes.shared
+        return Matrix(room.data.ptr, rows, m, sizes.across, kind_of(room), sizes.groups, rows * sizes.across)
+
+    def another(self) -> Array:
+        """More room of the float32 kind."""
+        return take(self._shape, F32)
+
+    def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
+        """Turn scores into weights; `sums` are made, or used `again`."""
+        places, seen = (at(self.wide), at(self.low), at(sums)), (self.sizes.length, first, int(again))
+        WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
+        return self.matrix(self.low, n, m)
+
+    def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
+        """Turn weights into the gradient by the products of queries and keys, from d by the weights."""
+        SLOPES[self.kind](*self._grid(n, m), (at(d), at(self.low), *self._rows(n, m), f4(scale)))
+        return self.matrix(self.low, n, m)
+
+    def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
+        """What kernels want to know of the rows."""
+        return m, self.sizes.across, n, self.sizes.shared
+
+    def _grid(self, n: int, m: int) -> tuple[int, int]:
+        """(blocks, threads): a block a row, with a power of two of threads."""
+        return self.sizes.groups * n * self.sizes.shared, min(
+            THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length())
+        )
+
+
+def forward(sizes: Sizes, q: Array, k: Array, v: Array, scale: float, y: Array, sums: Array) -> None:
+    """Fill y (B, T, H, E) and sums (B, H, T)."""
+    heads = [gathered(x, sizes.kv) for x in (q, k, v)]
+    mine, keys, values = (batched(x) for x in heads)
+    out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
+    room = Scores(sizes, q.dtype)
+    for first, n, m in blocks(sizes):
+        rows = first * sizes.shared, n * sizes.shared
+        multiply(mine.part(*rows), keys.part(0, m), room.matrix(room.wide, n, m), tb=True, scale=scale)
+        p = room.weigh(first, n, m, sums, again=False)
+        multiply(p, values.part(0, m), batched(out).part(*rows))
+    unpack(out, y, sizes.kv)
+
+
+def backward(
+    sizes: Sizes, dy: Array, q: Array, k: Array, v: Array, sums: Array, scale: float, into: tuple[Array, ...]
+) -> None:
+    """Fill into = (dq, dk, dv). The last block sees all keys, so it writes what the others add to."""
+    heads = [gathered(x, sizes.kv) for x in (q, k, v, dy)]
+    mine, keys, values, turned = (batched(x) for x in heads)
+    out = take(heads[0].shape, q.dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
+    dq, dk, dv = (batched(x) for x in out)
+    room = Scores(sizes, q.dtype)
+    slopes = room.another()
+    for first, n, m in blocks(sizes):
+        rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total
+        here, there = mine.part(*rows), turned.part(*rows)
+        dk_seen, dv_seen = dk.part(0, m), dv.part(0, m)
+        multiply(here, keys.part(0, m), room.matrix(room.wide, n, m), tb=True, scale=scale)
+        p = room.weigh(first, n, m, sums, again=True)
+        multiply(p, there, dv_seen, ta=True, c=None if last else dv_seen)
+        multiply(there, values.part(0, m), room.matrix(slopes, n, m), tb=True)
+        ds = room.slope(n, m, slopes, scale)
+        multiply(ds, keys.part(0, m), dq.part(*rows))
+        multiply(ds, here, dk_seen, ta=True, c=None if last else dk_seen)
+    for copy, x in zip(out, into, strict=True):
+        unpack(copy, x, sizes.kv)

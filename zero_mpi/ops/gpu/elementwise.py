@@ -1,0 +1,132 @@
+"""Elementwise operations on a GPU: sums, biases, GELU, SwiGLU, the rotary turn.
+
+One pass over memory each, 16 bytes a thread at a time; what does not begin at such a place, or is shorter, is
+taken element by element.
+"""
+
+from __future__ import annotations
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops.gpu.launch import (
+    F32,
+    PACK,
+    THREADS,
+    at,
+    by_rows,
+    chosen,
+    each_type,
+    elements,
+    packed,
+    take,
+    tiled,
+)
+
+ADD = each_type("elementwise.cu", "add", "PPPL")
+ADD_ROW = each_type("elementwise.cu", "add_row", "PPPPLLLL")
+GELU = each_type("elementwise.cu", "gelu", "PPL")
+GELU_BACKWARD = each_type("elementwise.cu", "gelu_backward", "PPPL")
+SWIGLU = each_type("elementwise.cu", "swiglu", "PPPL")
+SWIGLU_BACKWARD = each_type("elementwise.cu", "swiglu_backward", "PPPPPL")
+ROPE = {
+    True: each_type("elementwise.cu", "rope_interleaved", "PPPPLLLLLLLLL"),
+    False: each_type("elementwise.cu", "rope_halves", "PPPPLLLLLLLLL"),
+}
+
+
+def alike(operation: str, first: Array, *others: Array) -> None:
+    """Raises ValueError unless all arrays have one shape."""
+    if any(x.shape != first.shape for x in others):
+        raise ValueError(
+            f"{operation}: expected arrays of one shape; got {[x.shape for x in (first, *others)]}"
+        )
+
+
+def add(x: Array, y: Array) -> Array:
+    """`reference.add`, of arrays of one shape."""
+    alike("add", x, y)
+    kernel, x, y = chosen(ADD, "add", x, y), packed(x), packed(y)
+    out = take(x.shape, x.dtype)
+    kernel(elements(x), THREADS, (at(x), at(y), at(out), x.size))
+    return out
+
+
+def gelu(x: Array) -> Array:
+    """`reference.gelu`."""
+    kernel, x = chosen(GELU, "gelu", x), packed(x)
+    y = take(x.shape, x.dtype)
+    kernel(elements(x), THREADS, (at(x), at(y), x.size))
+    return y
+
+
+def gelu_backward(dy: Array, x: Array) -> Array:
+    """`reference.gelu_backward`."""
+    alike("gelu_backward", x, dy)
+    kernel, dy, x = chosen(GELU_BACKWARD, "gelu_backward", x, dy), packed(dy), packed(x)
+    dx = take(x.shape, x.dtype)
+    kernel(elements(x), THREADS, (at(dy), at(x), at(dx), x.size))
+    return dx
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """`reference.swiglu`."""
+    alike("swiglu", gate, up)
+    kernel, gate, up = chosen(SWIGLU, "swiglu", gate, up), packed(gate), packed(up)
+    y = take(gate.shape, gate.dtype)
+    kernel(elements(gate), THREADS, (at(gate), at(up), at(y), gate.size))
+    return y
+
+
+def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """`reference.swiglu_backward`."""
+    alike("swiglu_backward", gate, up, dy)
+    kernel = chosen(SWIGLU_BACKWARD, "swiglu_backward", gate, up, dy)
+    dy, gate, up = packed(dy), packed(gate), packed(up)
+    dgate, dup = take(gate.shape, gate.dtype), take(gate.shape, gate.dtype)
+    kernel(elements(gate), THREADS, (at(dy), at(gate), at(up), at(dgate), at(dup), gate.size))
+    return dgate, dup
+
+
+def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
+    """`reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
+    kernel = chosen(ROPE[bool(interleaved)], "rope", x, out)
+    if cos.dtype != F32 or sin.dtype != F32:
+        raise ValueError(f"rope: expected cosines and sines in float32; got {cos.dtype} and {sin.dtype}")
+    cos, sin = packed(cos), packed(sin)
+    x = x if x.strides[-1] == x.itemsize else packed(x)
+    y = take(x.shape, x.dtype) if out is None else out
+    if y.strides[-1] != y.itemsize:
+        raise ValueError("rope: on a GPU the last axis of out must be contiguous; pass such an array")
+    (b, t, heads, width), half = x.shape, x.shape[-1] // 2
+    alike("rope", x, y)
+    if cos.shape != (t, half) or sin.shape != (t, half):
+        raise ValueError(f"rope: expected cosines and sines {(t, half)}; got {cos.shape} and {sin.shape}")
+    pairs = PACK // x.itemsize // (2 if interleaved else 1)
+    packs = heads * -(-half // pairs)
+    steps = [stride // x.itemsize for stride in (*x.strides[:3], *y.strides[:3])]
+    if width:
+        threads = min(THREADS, -(-packs // 32) * 32)
+        kernel(b * t, threads, (at(x), at(y), at(cos), at(sin), t, heads, half, *steps))
+    return y
+
+
+def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
+    """y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may lie further apart than O."""
+    kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
+    found, rows, width, step = by_rows(y)
+    if found is not y:
+        raise ValueError("add_row: on a GPU the rows of y must be contiguous; pass such an array")
+    more, _, _, more_step = (None, 0, 0, 0) if plus is None else by_rows(plus)
+    kernel(
+        *tiled(rows, width, PACK // y.itemsize),
+        (at(y), at(b), at(more), at(y), width, step, more_step, step),
+    )
+
+
+def rows_and(operation: str, x: Array, b: Array, rows: int) -> Array:
+    """x with b added to each of its `rows` equal parts, as a new array."""
+    kernel, x, b = chosen(ADD_ROW, operation, x, b), packed(x), packed(b)
+    y, width = take(x.shape, x.dtype), int(b.size)
+    if rows * width != x.size:
+        raise ValueError(f"{operation}: {x.shape} is not a whole number of {b.shape}")
+    kernel(*tiled(rows, width, PACK // x.itemsize), (at(x), at(b), 0, at(y), width, width, 0, width))
+    return y

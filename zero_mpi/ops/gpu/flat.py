@@ -1,0 +1,115 @@
+"""Flat buffers on a GPU: AdamW in one pass, sums of squares of chunks, sums over ranks, casts.
+
+Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are those of the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zero_mpi import device
+from zero_mpi.arrays import Array
+from zero_mpi.ops.gpu.launch import (
+    F32,
+    F64,
+    THREADS,
+    at,
+    chosen,
+    each_type,
+    elements,
+    f4,
+    kernel,
+    take,
+    writable,
+)
+from zero_mpi.ops.reference import run_length
+
+ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
+CHUNK_SQUARES = kernel("flat.cu", "chunk_squares", "PPLL")
+SUM_RANKS = each_type("flat.cu", "sum_ranks", "PLLLPPPPPPPP")
+NARROW_TO = each_type("flat.cu", "narrow_to", "PPL")
+WIDEN_FROM = each_type("flat.cu", "widen_from", "PPL")
+PARTS = 8  # that one launch adds
+WARP = 32
+
+
+def single(operation: str, *arrays: Array) -> None:
+    """Raises ValueError for what is not float32 and contiguous."""
+    if any(x.dtype != F32 or not x.flags.c_contiguous for x in arrays):
+        came = ", ".join(f"{x.dtype}{'' if x.flags.c_contiguous else ' with gaps'}" for x in arrays)
+        raise ValueError(f"{operation}: on a GPU expected contiguous arrays of float32; got {came}")
+
+
+def adamw(
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: Array,
+    step: int,
+    low: Array | None = None,
+) -> None:
+    """`reference.adamw`, its very bits, for p, g, m, v in float32; `low` may have any of the types."""
+    single("adamw", p, g, m, v)
+    writable("adamw", low)
+    size, run = int(p.size), run_length(p, decay)
+    if any(x.size != size for x in (g, m, v)) or (low is not None and low.size != size):
+        raise ValueError(f"adamw: expected arrays of {size} elements")
+    runs = device.in_use().from_host(decay)
+    if runs.dtype != F64 or not runs.flags.c_contiguous:
+        raise ValueError(f"adamw: expected decay as contiguous float64; got {runs.dtype}")
+    shift = run.bit_length() - 1 if run & (run - 1) == 0 else -1
+    root_c2, rate = math.sqrt(1.0 - beta2**step), lr / (1.0 - beta1**step)
+    numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
+    update = chosen(ADAMW, "adamw", p if low is None else low)
+    update(
+        elements(p),
+        THREADS,
+        (at(p), at(g), at(m), at(v), at(runs), at(low), size, run, shift, float(lr), *map(f4, numbers)),
+    )
+
+
+def chunk_squares(g: Array, chunk: int) -> Array:
+    """`reference.chunk_squares`."""
+    single("chunk_squares", g)
+    count = int(g.size) // chunk
+    sums = take((count,), F64)
+    CHUNK_SQUARES(-(-count // (THREADS // WARP)), THREADS, (at(g), at(sums), count, chunk))
+    return sums
+
+
+def sum_ranks(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any = None) -> None:
+    """out = ((out + parts[0]) + parts[1]) + ..., in float32; without `accumulate` out starts as parts[0].
+
+    The parts have one type, any of them; out is float32. Several launches give the bits of one.
+    """
+    single("sum_ranks", out)
+    if not parts:
+        raise ValueError("sum_ranks: expected at least one part")
+    add = chosen(SUM_RANKS, "sum_ranks", *parts)
+    if any(part.size != out.size or not part.flags.c_contiguous for part in parts):
+        raise ValueError(f"sum_ranks: expected contiguous parts of {out.size} elements")
+    for start in range(0, len(parts), PARTS):
+        some = [at(part) for part in parts[start : start + PARTS]]
+        pointers = some + [0] * (PARTS - len(some))
+        adds = int(accumulate or start > 0)
+        add(elements(parts[0]), THREADS, (at(out), out.size, adds, len(some), *pointers), stream)
+
+
+def cast(target: Array, source: Array, stream: Any = None) -> None:
+    """target[...] = source, from or to float32, rounded to nearest; contiguous and of one size."""
+    if F32 not in (source.dtype, target.dtype):
+        raise ValueError(f"cast: expected float32 on one side; got {source.dtype} and {target.dtype}")
+    if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):
+        raise ValueError(f"cast: expected contiguous arrays of one size; got {source.shape}, {target.shape}")
+    family, low = (NARROW_TO, target) if source.dtype == F32 else (WIDEN_FROM, source)
+    arguments = (at(source), at(target), source.size)
+    chosen(family, "cast", low)(elements(source, 4), THREADS, arguments, stream)

@@ -1,0 +1,366 @@
+"""Matrix products by cuBLASLt: one plan a product, made when it is first met and kept.
+
+Arrays are row-major and cuBLASLt thinks in columns, so it is asked for the transpose of everything: the
+second factor goes in as its A and the first as its B, and what is a row here is a column there. A plan holds
+the descriptors and the algorithm; a call hands over plain addresses and allocates nothing. Sums are float32
+whatever the inputs are, and float32 inputs are multiplied as they are, not as TF32.
+
+The algorithm is the first that the heuristics name. It may cut the inner dimension and add float32 parts from
+a workspace in a fixed order: gradients of weights have few tiles and long sums, and would leave most of a GPU
+idle. ZERO_MPI_GPU_SPLIT_K=0 asks for whole sums. ZERO_MPI_GPU_TUNE=1 times the first eight algorithms, and
+then another run may choose another one and have other bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, pool_of
+from zero_mpi.errors import UsageError
+
+# Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
+COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
+EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
+WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: only whole sums; also float32 parts in a workspace
+SINGLE, HALF, BFLOAT16 = 0, 2, 14  # cudaDataType
+KINDS = {np.dtype(np.float32): SINGLE, np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
+BYTES: dict[int, int] = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
+
+CANDIDATES = 8
+PLANS = 4096  # kept at most; a model has some dozens, generation one more with each token
+FITTING = 16  # bytes: the most that kernels ask of an address
+RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
+    [
+        ("algo", np.uint64, 8),
+        ("workspace", np.uint64),
+        ("state", np.int32),
+        ("waves", np.float32),
+        ("reserved", np.int32, 4),
+    ]
+)
+
+
+class Matrix(NamedTuple):
+    """A matrix with contiguous rows, or `batch` of them, as plain numbers; distances are in elements."""
+
+    address: int
+    rows: int
+    columns: int
+    step: int  # from a row to the next
+    kind: int  # cudaDataType
+    batch: int = 1
+    apart: int = 0  # from a matrix to the next
+
+    def part(self, first: int, rows: int) -> Matrix:
+        """`rows` rows from `first` on."""
+        return self._replace(address=self.address + first * self.step * BYTES[self.kind], rows=rows)
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return ((self.batch - 1) * self.apart + (self.rows - 1) * self.step + self.columns) * BYTES[self.kind]
+
+
+def kind_of(x: Array) -> int:
+    """The cudaDataType of an array. Raises ValueError where products are not made of it."""
+    kind = KINDS.get(x.dtype)
+    if kind is None:
+        known = ", ".join(dtype.name for dtype in KINDS)
+        raise ValueError(f"products on the GPU are of {known}, not {x.dtype}: convert it first")
+    return kind
+
+
+def row_step(x: Array) -> int | None:
+    """Elements from a row of x (..., C) to the next; None where rows are not contiguous or lie unevenly."""
+    shape, strides, size = x.shape, x.strides, x.itemsize
+    if shape[-1] > 1 and strides[-1] != size:
+        return None
+    step, rows = 0, 1
+    for length, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        if length != 1:
+            step = step or stride
+            if stride != step * rows:
+                return None
+            rows *= length
+    if not step:
+        return max(1, int(shape[-1]))
+    return int(step // size) if step % size == 0 and step >= shape[-1] * size else None
+
+
+def matrix(x: Array) -> Matrix:
+    """x (..., C) as (N, C). Raises ValueError where its rows do not lie evenly."""
+    step = row_step(x)
+    if step is None:
+        raise ValueError(f"contiguous rows at one distance were expected, not {x.shape} by {x.strides} bytes")
+    columns = x.shape[-1]
+    return Matrix(x.data.ptr, x.size // max(1, columns), columns, step, kind_of(x))
+
+
+def batched(x: Array) -> Matrix:
+    """A contiguous x (..., N, C) as a batch of matrices (N, C)."""
+    *lead, rows, columns = x.shape
+    assert x.flags.c_contiguous, "a batch of matrices is contiguous"
+    return Matrix(x.data.ptr, rows, columns, columns, kind_of(x), math.prod(lead), rows * columns)
+
+
+def fit(address: int) -> int:
+    """The power of two, at most FITTING, that divides an address."""
+    return min(FITTING, address & -address) if address else FITTING
+
+
+def import_lt() -> Any:
+    """The bindings of cuBLASLt. Raises UsageError where they are not installed."""
+    try:
+        return import_module("nvmath.bindings.cublasLt")
+    except ImportError as error:
+        raise UsageError(
+            f"--device cuda needs nvmath-python for matrix products: pip install nvmath-python ({error})"
+        ) from error
+
+
+class Setting:
+    """Sets attributes of one kind of cuBLASLt's objects, each in the type that the bindings name for it."""
+
+    def __init__(self, names: Any, kind_of_value: Any, setter: Any) -> None:
+        self._names, self._kind_of_value, self._setter = names, kind_of_value, setter
+
+    def __call__(self, target: int, **values: int) -> None:
+        for name, value in values.items():
+            attribute = int(getattr(self._names, name))
+            room = np.full(1, value, self._kind_of_value(attribute))
+            self._setter(target, attribute, room.ctypes.data, room.itemsize)
+
+
+class LtGemm:
+    """D = scale op(A) op(B) + beta C + bias for one set of shapes, distances, types and alignments."""
+
+    def __init__(self, products: Products, asked: Asked) -> None:
+        asked.check()
+        lt = self._lt = products.lt
+        self._products = products
+        self._bias = ctypes.c_uint64(asked.bias)
+        self._at_bias = ctypes.addressof(self._bias)
+        self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
+        # Row-major asks for the transpose: cuBLASLt's A is our B, and the other way round.
+        self.described = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
+        products.describe(
+            self.described,
+            TRANSA=TRANSPOSED if asked.tb else NORMAL,
+            TRANSB=TRANSPOSED if asked.ta else NORMAL,
+            EPILOGUE=EPILOGUE_BIAS if asked.bias else EPILOGUE_DEFAULT,
+        )
+        if asked.bias:
+            products.describe(self.described, BIAS_DATA_TYPE=asked.d.kind, BIAS_POINTER=asked.bias)
+        self.layouts = [products.layout(m) for m in (asked.b, asked.a, asked.c or asked.d, asked.d)]
+        self._choose(products, asked)
+
+    def _choose(self, products: Products, asked: Asked) -> None:
+        """Keep the algorithm, in memory that stays."""
+        found = self._named(products, asked)
+        best = found[0] if len(found) == 1 or not products.tunes else self._quickest(products, asked, found)
+        self._algorithm = np.array(best["algo"])
+        self.algorithm = self._algorithm.ctypes.data
+        self.needs = int(best["workspace"])
+
+    def _named(self, products: Products, asked: Asked) -> Any:
+        """The algorithms that cuBLASLt names, best first. Raises ValueError where it knows none."""
+        lt, count = self._lt, np.zeros(1, np.int32)
+        results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
+        preference = lt.matmul_preference_create()
+        products.prefer(
+            preference,
+            MAX_WORKSPACE_BYTES=products.room.nbytes,
+            REDUCTION_SCHEME_MASK=products.reductions,
+            MIN_ALIGNMENT_A_BYTES=fit(asked.b.address),
+            MIN_ALIGNMENT_B_BYTES=fit(asked.a.address),
+            MIN_ALIGNMENT_C_BYTES=fit((asked.c or asked.d).address),
+            MIN_ALIGNMENT_D_BYTES=fit(asked.d.address),
+        )
+        try:
+            lt.matmul_algo_get_heuristic(
+                products.handle, self.described, *self.layouts, preference,
+                len(results), results.ctypes.data, count.ctypes.data,
+            )  # fmt: skip
+        except lt.cuBLASLtError as error:
+            raise ValueError(f"cuBLASLt cannot multiply {asked}: {error}") from error
+        finally:
+            lt.matmul_preference_destroy(preference)
+        named = results[: count[0]]
+        named = named[named["state"] == 0]
+        if not len(named):
+            raise ValueError(f"cuBLASLt knows no algorithm for {asked}")
+        return named
+
+    def _quickest(self, products: Products, asked: Asked, named: Any) -> Any:
+        """The one of several algorithms that takes least time on these very numbers, into other memory."""
+        where = products.where
+        room = pool_of(where).take((asked.d.extent,), np.uint8)
+        c = (asked.c or asked.d).address
+        events = where.cupy.cuda.Event(), where.cupy.cuda.Event()
+        times = []
+        for candidate in named:
+            self._algorithm = np.array(candidate["algo"])
+            self.algorithm = self._algorithm.ctypes.data
+            for turn in range(6):
+                if turn == 1:  # the first one brings things in
+                    events[0].record(where.stream)
+                self(asked.a.address, asked.b.address, c, room.data.ptr, asked.scale, asked.beta, asked.bias)
+            events[1].record(where.stream)
+            events[1].synchronize()
+            times.append(where.cupy.cuda.get_elapsed_time(*events))
+        return named[int(np.argmin(times))]
+
+    def __call__(self, a: int, b: int, c: int, d: int, scale: float, beta: float, bias: int) -> None:
+        """Start the product of what lies at these addresses; the result is at `d` in the stream's order."""
+        products, layouts = self._products, self.layouts
+        if bias and bias != self._bias.value:
+            self._bias.value = bias
+            self._lt.matmul_desc_set_attribute(self.described, self._bias_pointer, self._at_bias, 8)
+        self._lt.matmul(
+            products.handle, self.described, products.scalar(scale), b, layouts[0], a, layouts[1],
+            products.scalar(beta), c, layouts[2], d, layouts[3], self.algorithm,
+            products.workspace, products.workspace_bytes, products.stream,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for layout in self.layouts:
+            self._lt.matrix_layout_destroy(layout)
+        self._lt.matmul_desc_destroy(self.described)
+
+
+class Asked(NamedTuple):
+    """A product that a plan is made for."""
+
+    a: Matrix
+    b: Matrix
+    d: Matrix
+    ta: bool
+    tb: bool
+    scale: float
+    c: Matrix | None
+    bias: int
+
+    @property
+    def beta(self) -> float:
+        """How often c is added."""
+        return 0.0 if self.c is None else 1.0
+
+    def check(self) -> None:
+        """Raises ValueError where the shapes do not go together."""
+        a, b, c, d = self.a, self.b, self.c or self.d, self.d
+        (n, k), (l, m) = (a[2:0:-1] if self.ta else a[1:3]), (b[2:0:-1] if self.tb else b[1:3])
+        alike = {x[1:3] + x[4:6] for x in (c, d)} == {(n, m, d.kind, d.batch)}
+        if k != l or not k or not alike or not a.batch == b.batch == d.batch or a.kind != b.kind:
+            raise ValueError(f"these do not multiply: {self}")
+
+    def __str__(self) -> str:
+        sides = [f"{m.batch} x ({m.rows}, {m.columns}; {m.step}) of type {m.kind}" for m in self[:3]]
+        turns = ["transposed " if turned else "" for turned in (self.ta, self.tb)]
+        return f"{turns[0]}{sides[0]} by {turns[1]}{sides[1]} into {sides[2]}"
+
+
+class Products:
+    """cuBLASLt on the compute stream of a GPU: its handle, its workspace, the plans."""
+
+    def __init__(self, where: Any) -> None:
+        lt = self.lt = import_lt()
+        self.where, self.stream = where, where.stream.ptr
+        self.handle = lt.create()
+        self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
+        splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
+        self.reductions = FLOAT32_PARTS if splits else WHOLE
+        self.room = where.empty(workspace_bytes(where), np.uint8)
+        self.workspace, self.workspace_bytes = self.room.data.ptr, self.room.nbytes
+        self.plans: dict[Any, LtGemm] = {}
+        self._scalars: dict[float, Any] = {}
+        self.describe = Setting(
+            lt.MatmulDescAttribute, lt.get_matmul_desc_attribute_dtype, lt.matmul_desc_set_attribute
+        )
+        self.lay_out = Setting(
+            lt.MatrixLayoutAttribute, lt.get_matrix_layout_attribute_dtype, lt.matrix_layout_set_attribute
+        )
+        self.prefer = Setting(
+            lt.MatmulPreferenceAttribute,
+            lt.get_matmul_preference_attribute_dtype,
+            lt.matmul_preference_set_attribute,
+        )
+
+    def layout(self, m: Matrix) -> int:
+        """A descriptor of the transpose of `m`, whose columns are m's rows."""
+        made = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
+        if m.batch > 1:
+            self.lay_out(made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
+        return int(made)
+
+    def scalar(self, value: float) -> int:
+        """The address of a float32; it is read when a product is started, and kept."""
+        kept = self._scalars.get(value)
+        if kept is None:
+            room = ctypes.c_float(value)
+            kept = self._scalars[value] = (room, ctypes.addressof(room))
+        return int(kept[1])
+
+    def plan(self, key: Any, asked: Asked) -> LtGemm:
+        """A new plan; the oldest one goes where they are too many."""
+        if len(self.plans) >= PLANS:
+            self.plans.pop(next(iter(self.plans))).close()
+        plan = self.plans[key] = LtGemm(self, asked)
+        return plan
+
+
+def workspace_bytes(where: Any) -> int:
+    """What the best kernels of a GPU may need: 32 MiB from Hopper on."""
+    capability = int(where.cupy.cuda.Device(where.number).compute_capability)
+    return (32 if capability >= 90 else 8) << 20
+
+
+_products: Products | None = None
+
+
+def products() -> Products:
+    """The products of the GPU in use."""
+    global _products
+    if _products is None or _products.where is not device.in_use():
+        _products = Products(device.in_use())
+    return _products
+
+
+def about() -> str:
+    """What computes products, for people and records: another version may have other bits."""
+    made = products()
+    way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
+    return f"products by cuBLASLt {made.lt.get_version()}, {way}"
+
+
+def multiply(
+    a: Matrix,
+    b: Matrix,
+    d: Matrix,
+    *,
+    ta: bool = False,
+    tb: bool = False,
+    scale: float = 1.0,
+    c: Matrix | None = None,
+    bias: int = 0,
+) -> None:
+    """d = scale a b + c + bias, a row of it to each row; c may be d itself, or None.
+
+    `ta` and `tb` take a and b transposed. a and b have one type, c and d another or the same; sums are
+    float32 and rounded once. Raises ValueError where the shapes do not go together.
+    """
+    if not d[1] * d[2] * d[5]:
+        return
+    made, beta = products(), 0.0 if c is None else 1.0
+    fits = fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0])
+    key = (ta, tb, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
+    plan = made.plans.get(key) or made.plan(key, Asked(a, b, d, ta, tb, scale, c, bias))
+    plan(a[0], b[0], c[0] if c else d[0], d[0], scale, beta, bias)

@@ -1,0 +1,157 @@
+// What all kernels share: element types, 16-byte packs of them, sums over neighbouring threads.
+//
+// It is put before the text of each source, so nothing is included and any NVRTC compiles it. Numbers are
+// widened to float32 when they are loaded and rounded once, to nearest even, when they are stored. A kernel
+// is a template over the element type and has one extern "C" instance for each type.
+
+typedef long long i64;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__ __attribute__((unused))
+#define KERNEL extern "C" __global__ void
+#define INFINITE __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+
+const u32 WHOLE_WARP = 0xffffffffu;
+
+// ------------------------------------------------------------------------------------------ element types
+
+typedef float f32;
+struct bf16 {
+    u16 bits;
+};
+struct f16 {
+    u16 bits;
+};
+
+DEVICE float widen(f32 x) { return x; }
+
+DEVICE float widen(bf16 x) { return __int_as_float((int)((u32)x.bits << 16)); }
+
+DEVICE float widen(f16 x) {
+#ifdef EMULATED
+    return float_of_half_bits(x.bits);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+#endif
+}
+
+DEVICE void narrow(float x, f32& y) { y = x; }
+
+DEVICE void narrow(float x, bf16& y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    u32 bits = (u32)__float_as_int(x);
+    bool is_number = (bits & 0x7fffffffu) <= 0x7f800000u;
+    y.bits = is_number ? (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : (u16)0x7fff;
+#endif
+}
+
+DEVICE void narrow(float x, f16& y) {
+#ifdef EMULATED
+    y.bits = half_bits_of_float(x);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#endif
+}
+
+// exp as exact as the type that it is rounded to: the fast one is off by some 1e-6.
+template <class T>
+DEVICE float exponential(float x) {
+    return __expf(x);
+}
+template <>
+__device__ __forceinline__ __attribute__((unused)) float exponential<f32>(float x) {
+    return expf(x);
+}
+
+// ------------------------------------------------------------------------------------------------- packs
+
+template <class T>
+struct Packs {
+    static const int SIZE = 16 / sizeof(T);
+};  // elements of a pack
+
+template <class T, int N>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
+    T item[N];
+};
+
+template <class T, int N>
+DEVICE bool aligned(const T* p) {
+    return ((u64)p & (alignof(Pack<T, N>) - 1)) == 0;
+}
+
+// The next N elements, of which `count` are there; the others are `fill`.
+template <class T, int N>
+DEVICE void load(float (&x)[N], const T* p, i64 count, float fill = 0.0f) {
+    if (count >= N && aligned<T, N>(p)) {
+        Pack<T, N> raw = *(const Pack<T, N>*)p;
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] = widen(raw.item[j]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] = j < count ? widen(p[j]) : fill;
+    }
+}
+
+template <class T, int N>
+DEVICE void store(T* p, const float (&x)[N], i64 count) {
+    if (count >= N && aligned<T, N>(p)) {
+        Pack<T, N> raw;
+#pragma unroll
+        for (int j = 0; j < N; j++) narrow(x[j], raw.item[j]);
+        *(Pack<T, N>*)p = raw;
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < count) narrow(x[j], p[j]);
+    }
+}
+
+// Where this thread's elements begin in a flat array of which each thread takes N.
+template <int N>
+DEVICE i64 first_of_thread() {
+    return ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+}
+
+// A matrix is dealt out in tiles of one row and blockDim.x packs.
+struct Place {
+    i64 row, column;
+};
+
+template <int N>
+DEVICE Place place_in_rows(i64 width) {
+    u32 span = blockDim.x * N, tiles = (u32)((width + span - 1) / span);
+    return {(i64)(blockIdx.x / tiles), (i64)(blockIdx.x % tiles) * span + threadIdx.x * N};
+}
+
+// Whole numbers of 1, 2 (unsigned), 4 or 8 bytes: tokens come as they are in files.
+DEVICE i64 whole_number(const void* ids, i64 bytes, i64 at) {
+    if (bytes == 8) return ((const i64*)ids)[at];
+    if (bytes == 4) return ((const int*)ids)[at];
+    return bytes == 2 ? (i64)((const u16*)ids)[at] : (i64)((const unsigned char*)ids)[at];
+}
+
+// -------------------------------------------------------------------------------------------------- sums
+
+// The sum of `value` over each `lanes` neighbouring threads, a power of two; all threads of the block take
+// part. The order is fixed: a butterfly in the warp, then warps one after the other.
+DEVICE float sum_of_lanes(float value, int lanes) {
+    __shared__ float of_warp[32];
+    for (int way = (lanes < 32 ? lanes : 32) / 2; way > 0; way /= 2)
+        value += __shfl_xor_sync(WHOLE_WARP, value, way);
+    if (lanes <= 32) return value;
+    __syncthreads();  // somebody may still read the sums before
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+    __syncthreads();
+    int first = threadIdx.x / lanes * (lanes / 32);
+    float total = of_warp[first];
+    for (int other = 1; other < lanes / 32; other++) total += of_warp[first + other];
+    return total;
+}

@@ -1,0 +1,108 @@
+// Flat buffers: AdamW in one pass, sums of squares of chunks, sums over ranks, casts.
+//
+// Their bits must not depend on how a buffer is cut, nor on alignment: an element, or a chunk, is computed
+// alone, and the roundings of AdamW are written out, so that no product and sum become one. They are those of
+// NumPy.
+
+// The update of `reference.adamw`. `runs` tells by run of `run` elements how much they decay, times lr;
+// `shift` is the logarithm of `run` if it is a power of two, else -1. low may be null.
+template <class T>
+DEVICE void adamw(float* p, const float* g, float* m, float* v, const double* decay, T* low, i64 size,
+                  i64 run, i64 shift, double lr, float scale, float beta1, float rest1, float beta2,
+                  float rest2, float root_c2, float eps, float rate) {
+    const int N = 4;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    i64 count = size - at;
+    float parameter[N], d[N], first[N], second[N];
+    load(parameter, p + at, count);
+    load(d, g + at, count);
+    load(first, m + at, count);
+    load(second, v + at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (j >= count) continue;
+        i64 number = shift >= 0 ? (at + j) >> shift : (at + j) / run;
+        float kept = (float)__dsub_rn(1.0, __dmul_rn(lr, decay[number]));
+        float step = __fmul_rn(d[j], scale);
+        first[j] = __fadd_rn(__fmul_rn(first[j], beta1), __fmul_rn(rest1, step));
+        second[j] = __fadd_rn(__fmul_rn(second[j], beta2), __fmul_rn(__fmul_rn(step, step), rest2));
+        float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second[j]), root_c2), eps);
+        parameter[j] = __fsub_rn(__fmul_rn(parameter[j], kept), __fmul_rn(__fdiv_rn(first[j], below), rate));
+    }
+    store(p + at, parameter, count);
+    store(m + at, first, count);
+    store(v + at, second, count);
+    if (low) store(low + at, parameter, count);
+}
+
+// sums[c] = the float64 sum of squares of g[c chunk ... (c + 1) chunk]; a warp for each. Which lane takes
+// which element does not depend on alignment, and a square of a float32 is exact in float64.
+KERNEL __launch_bounds__(256) chunk_squares(const float* g, double* sums, i64 count, i64 chunk) {
+    const int N = 4;
+    i64 number = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (number >= count) return;  // all 32 of a warp alike
+    float v[N];
+    double total = 0.0;
+    for (i64 at = lane * N; at < chunk; at += 32 * N) {
+        load(v, g + number * chunk + at, chunk - at);
+#pragma unroll
+        for (int j = 0; j < N; j++) total = __dadd_rn(total, __dmul_rn(v[j], v[j]));
+    }
+    for (int way = 16; way > 0; way /= 2) total = __dadd_rn(total, __shfl_xor_sync(WHOLE_WARP, total, way));
+    if (lane == 0) sums[number] = total;
+}
+
+// out = ((out + p0) + p1) + ..., or (p0 + p1) + ... where it does not accumulate; `count` of up to 8 parts.
+template <class T>
+DEVICE void sum_ranks(float* out, i64 size, i64 accumulate, i64 count, const T* const (&parts)[8]) {
+    const int N = Packs<T>::SIZE;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    float total[N], v[N];
+    if (accumulate) load(total, out + at, size - at);
+#pragma unroll
+    for (int part = 0; part < 8; part++) {
+        if (part >= count) break;
+        load(v, parts[part] + at, size - at);
+#pragma unroll
+        for (int j = 0; j < N; j++) total[j] = part == 0 && !accumulate ? v[j] : total[j] + v[j];
+    }
+    store(out + at, total, size - at);
+}
+
+// y = x in another type.
+template <class X, class Y>
+DEVICE void cast(const X* x, Y* y, i64 size) {
+    const int N = 4;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    float v[N];
+    load(v, x + at, size - at);
+    store(y + at, v, size - at);
+}
+
+#define INSTANCES(T)                                                                                         \
+    KERNEL __launch_bounds__(256)                                                                            \
+        adamw_##T(float* p, const float* g, float* m, float* v, const double* decay, T* low, i64 size,       \
+                  i64 run, i64 shift, double lr, float scale, float beta1, float rest1, float beta2,         \
+                  float rest2, float root_c2, float eps, float rate) {                                       \
+        adamw<T>(p, g, m, v, decay, low, size, run, shift, lr, scale, beta1, rest1, beta2, rest2, root_c2,   \
+                 eps, rate);                                                                                 \
+    }                                                                                                        \
+    KERNEL __launch_bounds__(256)                                                                            \
+        sum_ranks_##T(float* out, i64 size, i64 accumulate, i64 count, const T* p0, const T* p1,             \
+                      const T* p2, const T* p3, const T* p4, const T* p5, const T* p6, const T* p7) {        \
+        const T* const parts[8] = {p0, p1, p2, p3, p4, p5, p6, p7};                                          \
+        sum_ranks<T>(out, size, accumulate, count, parts);                                                   \
+    }                                                                                                        \
+    KERNEL __launch_bounds__(256) narrow_to_##T(const float* x, T* y, i64 size) {                            \
+        cast<float, T>(x, y, size);                                                                          \
+    }                                                                                                        \
+    KERNEL __launch_bounds__(256) widen_from_##T(const T* x, float* y, i64 size) {                           \
+        cast<T, float>(x, y, size);                                                                          \
+    }
+
+INSTANCES(f32)
+INSTANCES(bf16)
+INSTANCES(f16)

@@ -1,0 +1,57 @@
+// Sums over rows in two stages, without atomics: blocks write lines of partial sums, one more kernel adds the
+// lines in their order into a gradient of any type.
+
+const int LINES = 8;  // threads of a block that share a column
+
+// partial (parts, width) of x (rows, width) whose rows lie ld apart; a block sums every parts-th eight rows.
+template <class T>
+DEVICE void column_sums(const T* x, float* partial, i64 rows, i64 width, i64 ld, i64 parts) {
+    const int N = Packs<T>::SIZE;
+    __shared__ float room[LINES * 32 * 8];
+    int lane = threadIdx.x % 32, line = threadIdx.x / 32;
+    i64 part = blockIdx.x % parts, first = blockIdx.x / parts * (32 * N), at = first + lane * N;
+    float v[N], sums[N] = {};
+    if (at < width)
+        for (i64 row = part * LINES + line; row < rows; row += parts * LINES) {
+            load(v, x + row * ld + at, width - at);
+#pragma unroll
+            for (int j = 0; j < N; j++) sums[j] += v[j];
+        }
+#pragma unroll
+    for (int j = 0; j < N; j++) room[line * (32 * N) + lane * N + j] = sums[j];
+    __syncthreads();
+    int column = threadIdx.x;  // 256 threads, and never more columns
+    if (column >= 32 * N || first + column >= width) return;
+    float total = room[column];
+    for (int other = 1; other < LINES; other++) total += room[other * (32 * N) + column];
+    partial[part * width + first + column] = total;
+}
+
+// out (width,) += the sum of partial (parts, width) over its lines.
+template <class G>
+DEVICE void add_partials(G* out, const float* partial, i64 parts, i64 width) {
+    __shared__ float room[LINES * 32];
+    int lane = threadIdx.x % 32, line = threadIdx.x / 32;
+    i64 column = (i64)blockIdx.x * 32 + lane;
+    float total = 0.0f;
+    if (column < width)
+        for (i64 part = line; part < parts; part += LINES) total += partial[part * width + column];
+    room[threadIdx.x] = total;
+    __syncthreads();
+    if (line > 0 || column >= width) return;
+    for (int other = 1; other < LINES; other++) total += room[other * 32 + lane];
+    narrow(widen(out[column]) + total, out[column]);
+}
+
+#define INSTANCES(T)                                                                                         \
+    KERNEL __launch_bounds__(256)                                                                            \
+        column_sums_##T(const T* x, float* partial, i64 rows, i64 width, i64 ld, i64 parts) {                \
+        column_sums<T>(x, partial, rows, width, ld, parts);                                                  \
+    }                                                                                                        \
+    KERNEL __launch_bounds__(256) add_partials_##T(T* out, const float* partial, i64 parts, i64 width) {     \
+        add_partials<T>(out, partial, parts, width);                                                         \
+    }
+
+INSTANCES(f32)
+INSTANCES(bf16)
+INSTANCES(f16)

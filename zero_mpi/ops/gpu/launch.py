@@ -1,0 +1,177 @@
+"""The launch contract: which kernels there are, what they take, and how they are called.
+
+A module of operations says once which kernels of which source it calls and the kinds of their parameters; all
+of them together are `TABLE`, which a test compares with the sources. A kernel is compiled with the others of
+its source, kept by CuPy for later processes, and bound to its function once. Then a call is one tuple of
+plain numbers: addresses and lengths as Python integers (64 bits on the other side, always), float32 as `f4`,
+float64 as float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, pool_of
+
+FOLDER = Path(__file__).resolve().parent / "kernels"
+OPTIONS = ("-std=c++17",)
+F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
+TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # as the kernels' names end
+PACK = 16  # bytes that a thread loads at once
+THREADS = 256  # of a block, where nothing else is said
+f4 = np.float32
+
+
+class Kernel:
+    """A kernel of a source. `parameters`: P an address, L a length (64 bits), F float32, D float64."""
+
+    __slots__ = ("_function", "name", "parameters", "source")
+
+    def __init__(self, source: str, name: str, parameters: str) -> None:
+        self.source, self.name, self.parameters = source, name, parameters
+        self._function: Any = None
+        assert name not in TABLE, f"{name} is in the table already"
+        TABLE[name] = self
+
+    def bind(self) -> Any:
+        """The function on the GPU; compiles its source, or loads it from CuPy's cache, if it is the first."""
+        self._function = module(self.source).get_function(self.name).kernel  # of this GPU, without a look-up
+        return self._function
+
+    def __call__(
+        self, blocks: int, threads: int, arguments: tuple[Any, ...], stream: Any = None, shared: int = 0
+    ) -> None:
+        """Start it on a stream, the current one if none is given. No blocks: there is nothing to do."""
+        if blocks:
+            function = self._function or self.bind()
+            function((blocks,), (threads,), arguments, shared_mem=shared, stream=stream)
+
+
+TABLE: dict[str, Kernel] = {}  # by name, in all sources
+Family = dict[Any, Kernel]  # by element type, or by a pair of types
+
+
+def kernel(source: str, name: str, parameters: str) -> Kernel:
+    """A kernel that has one instance."""
+    return Kernel(source, name, parameters)
+
+
+def each_type(source: str, name: str, parameters: str) -> Family:
+    """Kernels NAME_f32, NAME_bf16 and NAME_f16, by type."""
+    return {kind: Kernel(source, f"{name}_{text}", parameters) for kind, text in TYPES.items()}
+
+
+def each_pair(source: str, name: str, parameters: str) -> Family:
+    """Kernels NAME_X_Y for all pairs of types, by (X, Y)."""
+    return {
+        pair: Kernel(source, f"{name}_{TYPES[pair[0]]}_{TYPES[pair[1]]}", parameters)
+        for pair in product(TYPES, TYPES)
+    }
+
+
+def text(source: str) -> str:
+    """What is compiled: the common part and the source; errors name its lines."""
+    common, own = ((FOLDER / name).read_text() for name in ("common.cuh", source))
+    return f'{common}#line 1 "{source}"\n{own}'
+
+
+@lru_cache
+def module(source: str) -> Any:
+    """The module of a source, which compiles when a function of it is asked for."""
+    return cupy.RawModule(code=text(source), options=OPTIONS)
+
+
+def prepare() -> None:
+    """Compile all kernels for the GPU in use, or load them from CuPy's cache."""
+    for each in TABLE.values():
+        each.bind()
+
+
+# ---------------------------------------------------------------------------------------- arrays of a call
+
+
+def chosen(family: Family, operation: str, first: Array, *others: Array | None) -> Kernel:
+    """The kernel for the type of `first`. Raises ValueError for a type that has none, or if others differ."""
+    found = family.get(first.dtype)
+    if found is None or any(x is not None and x.dtype != first.dtype for x in others):
+        came = ", ".join(str(x.dtype) for x in (first, *others) if x is not None)
+        raise ValueError(
+            f"{operation}: on a GPU expected arrays of one of {', '.join(TYPES.values())}; got {came}"
+        )
+    return found
+
+
+def take(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array of the GPU's recycled memory."""
+    return pool_of(device.in_use()).take(shape, dtype)
+
+
+def packed(x: Array) -> Array:
+    """`x`, or a contiguous copy of it."""
+    return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
+
+
+def writable(operation: str, *arrays: Array | None) -> None:
+    """Raises ValueError for what is to be added to in place and is not contiguous."""
+    if not all(x is None or x.flags.c_contiguous for x in arrays):
+        raise ValueError(
+            f"{operation}: on a GPU what is written to must be contiguous; pass a contiguous array"
+        )
+
+
+def at(x: Array | None) -> int:
+    """The address of an array, 0 for None."""
+    return 0 if x is None else int(x.data.ptr)
+
+
+def by_rows(x: Array) -> tuple[Array, int, int, int]:
+    """x (..., C) as a matrix: (x or a contiguous copy, rows, C, elements from one row to the next)."""
+    width = int(x.shape[-1])
+    rows = int(x.size) // max(1, width)
+    if x.flags.c_contiguous:
+        return x, rows, width, width
+    step = next(
+        (s for n, s in zip(x.shape[-2::-1], x.strides[-2::-1], strict=True) if n > 1), x.itemsize * width
+    )
+    in_one_step = (
+        step >= 0 and (width == 1 or x.strides[-1] == x.itemsize) and follow(x.shape[:-1], x.strides[:-1])
+    )
+    return (x, rows, width, step // x.itemsize) if in_one_step else (packed(x), rows, width, width)
+
+
+def follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether axes can be walked through with one step: each stride is that of the next times its length."""
+    walked = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(walked))
+
+
+def id_bytes(operation: str, ids: Array) -> int:
+    """Bytes of a whole number of `ids`. Raises ValueError for what is none."""
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{operation}: expected whole numbers of 1, 2, 4 or 8 bytes; got {ids.dtype}")
+    return int(ids.itemsize)
+
+
+# ----------------------------------------------------------------------------------------- blocks and threads
+
+
+def elements(x: Array, pack: int | None = None) -> int:
+    """Blocks for a flat array of which each thread takes a pack."""
+    return -(-int(x.size) // (THREADS * (PACK // x.itemsize if pack is None else pack)))
+
+
+def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
+    """(blocks, threads) for a matrix of which a block takes one tile of a row."""
+    packs = -(-width // pack)
+    threads = min(THREADS, -(-packs // 32) * 32)
+    return rows * -(-packs // threads), threads

@@ -1,0 +1,139 @@
+"""The linear layer on a GPU: one product each, into memory that is there already.
+
+Biases are added inside the product, as is what comes beside it (`plus`, `into`, a gradient so far): rounded
+once, whatever is added. A head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned
+into its gradient where it lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, beside
+from zero_mpi.ops import reference
+from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
+from zero_mpi.ops.gpu.launch import take
+from zero_mpi.ops.gpu.loss import consume_logits
+from zero_mpi.ops.gpu.sums import add_columns
+
+LOGITS_BYTES = 256 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
+LINE = 8  # elements that a row of logits is a multiple of, so that rows are aligned
+
+
+def lying(x: Array) -> Array:
+    """x (..., C), or a copy, with contiguous rows at one distance."""
+    if row_step(x) is not None:
+        return x
+    copy = take(x.shape, x.dtype)
+    copy[...] = x
+    return copy
+
+
+def fitting(b: Array) -> Array:
+    """A vector, or a copy, that products can read as their bias."""
+    if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
+        return b
+    copy = take(b.shape, b.dtype)
+    copy[...] = b
+    return copy
+
+
+def double(*arrays: Array) -> bool:
+    """Whether this is float64, which is for tests and left to the definition."""
+    return any(x.dtype == np.float64 for x in arrays)
+
+
+def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
+    """`reference.linear`."""
+    if double(x, w):
+        return reference.linear(x, w, b, plus)
+    x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
+    base = None if plus is None else lying(plus)
+    bias = None if b is None else fitting(b)
+    project(x, w, y, bias, base)
+    return y
+
+
+def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None) -> None:
+    """y = x w^T + bias + base. Raises ValueError where these are not of one type."""
+    for other in (w, bias, base):
+        if other is not None and other.dtype != x.dtype:
+            raise ValueError(f"linear of {x.dtype} and {other.dtype}: convert them to one type first")
+    c = None if base is None else matrix(base)
+    multiply(matrix(x), matrix(w), matrix(y), tb=True, c=c, bias=0 if bias is None else bias.data.ptr)
+
+
+def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
+    """`reference.linear_backward_x`."""
+    if double(dy, w):
+        return reference.linear_backward_x(dy, w, into)
+    dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
+    d = matrix(dx)
+    multiply(matrix(dy), matrix(w), d, c=None if into is None else d)
+    return dx
+
+
+def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
+    """`reference.linear_backward_w`; dw may be float32 where dy and x are low."""
+    if double(dy, x, dw):
+        reference.linear_backward_w(dy, x, dw)
+        return
+    if dy.size:
+        dy, x, d = lying(dy), lying(x), matrix(dw)
+        multiply(matrix(dy), matrix(x), d, ta=True, c=d)
+
+
+def linear_backward_b(dy: Array, db: Array) -> None:
+    """`reference.linear_backward_b`; db may have another type than dy."""
+    if double(dy, db):
+        reference.linear_backward_b(dy, db)
+        return
+    add_columns(lying(dy), db)
+
+
+# ---------------------------------------------------------------------------------------- a head and its loss
+
+
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    targets: Array,
+    scale: float,
+    dw: Array | None = None,
+    db: Array | None = None,
+    need_dx: bool = True,
+) -> tuple[Any, Array | None]:
+    """`reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
+    if double(x, w):
+        return reference.linear_cross_entropy(x, w, b, targets, scale, dw, db, need_dx)
+    flat, ids = lying(x).reshape(-1, x.shape[-1]), beside(targets, x).reshape(-1)
+    dx = take(flat.shape, x.dtype) if need_dx else None
+    total = device.in_use().zeros(1, np.float64)
+    gradient = need_dx or dw is not None or db is not None
+    width = -(-len(w) // LINE) * LINE
+    step = chunk_rows(len(flat), width * x.itemsize)
+    room = take((min(step, len(flat)), width), x.dtype)
+    bias = None if b is None else fitting(b)
+    for start in range(0, len(flat), step):
+        part = slice(start, start + step)
+        rows = flat[part]
+        z = room[: len(rows), : len(w)]
+        project(rows, w, z, bias, None)
+        consume_logits(z, ids[part], scale, total, gradient)
+        if dw is not None:
+            linear_backward_w(z, rows, dw)
+        if db is not None:
+            linear_backward_b(z, db)
+        if dx is not None:
+            multiply(matrix(z), matrix(w), matrix(dx[part]))
+    return total.reshape(()), None if dx is None else dx.reshape(x.shape)
+
+
+def chunk_rows(n: int, row_bytes: int) -> int:
+    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
+    return max(1, -(-n // chunks))

@@ -1,0 +1,69 @@
+"""Cross-entropy on a GPU: a block takes a row of logits and may leave their gradient where they were.
+
+The loss stays on the GPU, as a float64 array without dimensions: losses of rows are summed in a fixed order,
+and nobody has to wait for the number.
+"""
+
+from __future__ import annotations
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops.gpu.launch import (
+    F64,
+    THREADS,
+    at,
+    by_rows,
+    chosen,
+    each_type,
+    f4,
+    id_bytes,
+    kernel,
+    packed,
+    take,
+)
+
+CONSUME_LOGITS = each_type("loss.cu", "consume_logits", "PPPLPLLLF")
+ADD_LOSSES = kernel("loss.cu", "add_losses", "PPLDL")
+THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
+
+
+def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
+    """Add scale times the sum of -log softmax(z)[target] over rows into total, one float64.
+
+    z (N, V) of any of the types, whose rows may lie further apart than V; targets (N,) whole numbers. With
+    `gradient`, z becomes the gradient of what was added; otherwise it stays. A target that is not below V
+    makes the loss NaN.
+    """
+    found = by_rows(z)
+    if found[0] is not z:
+        raise ValueError("consume_logits: on a GPU the rows of z must be contiguous; pass such an array")
+    losses = losses_of_rows(z, z if gradient else None, targets, scale)
+    add_losses(total, losses, scale, True)
+
+
+def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
+    """-log softmax(z)[target] of each row, float64; dz takes the gradient of scale times their sum."""
+    chosen_kernel, (z, rows, width, step) = chosen(CONSUME_LOGITS, "cross_entropy", z, dz), by_rows(z)
+    if targets.size != rows:
+        raise ValueError(f"cross_entropy: expected a target for each of {rows} rows; got {targets.size}")
+    ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
+    losses, size = take((rows,), F64), id_bytes("cross_entropy", targets)
+    chosen_kernel(
+        rows,
+        THREADS_OF_A_ROW,
+        (at(z), at(dz), at(ids), size, at(losses), width, step, step_out, f4(scale)),
+    )
+    return losses
+
+
+def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
+    """total, one float64, = scale times the sum of losses, `adds`: + what it was."""
+    if total.dtype != F64 or total.size != 1:
+        raise ValueError(f"expected a total of one float64; got {total.shape} {total.dtype}")
+    ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
+
+
+def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Array, Array]:
+    """`reference.cross_entropy`; the loss is an array without dimensions."""
+    dlogits, total = take(logits.shape, logits.dtype), take((), F64)
+    add_losses(total, losses_of_rows(logits, dlogits, targets, scale), scale, False)
+    return total, dlogits

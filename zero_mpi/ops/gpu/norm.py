@@ -1,0 +1,132 @@
+"""RMSNorm and LayerNorm on a GPU.
+
+Up to 32 neighbouring threads, or for wide rows up to 256, work on a row. In backward a block takes many rows
+and sums the gradients of w and b on its way; how many blocks there are depends on the rows alone, so that the
+bits do not depend on the GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops.gpu.elementwise import alike
+from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, chosen, each_type, f4, packed, take, writable
+from zero_mpi.ops.gpu.sums import add_partials
+
+RMS_NORM = each_type("norm.cu", "rms_norm", "PPPPLLLF")
+RMS_NORM_BACKWARD = each_type("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
+LAYER_NORM = each_type("norm.cu", "layer_norm", "PPPPPPLLLF")
+LAYER_NORM_BACKWARD = each_type("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
+HELD, HELD_TWICE = 4, 3  # packs of sums that a thread holds, as in norm.cu: of dw, of both dw and db
+MOST_LINES = 512  # of partial sums
+
+
+@lru_cache
+def lanes_of(width: int, pack: int, held: int) -> int:
+    """How many threads work on a row: a pack each, up to `held` in longer rows; a power of two."""
+    packs = -(-width // pack)
+    wanted = packs if packs <= 32 else max(32, -(-packs // held))
+    return min(THREADS, 1 << (wanted - 1).bit_length())
+
+
+@lru_cache
+def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, int]:
+    """(lanes, blocks forward, lines of partial sums, blocks backward)."""
+    lanes = lanes_of(width, pack, held)
+    blocks = -(-rows // (THREADS // lanes))
+    lines = min(MOST_LINES, blocks)
+    return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
+
+
+def checked(operation: str, x: Array, dy: Array | None, plus: Array | None, *vectors: Array | None) -> None:
+    """Raises ValueError for shapes that do not fit."""
+    alike(operation, x, *(y for y in (dy, plus) if y is not None))
+    if not x.shape[-1] or any(v is not None and v.shape != x.shape[-1:] for v in vectors):
+        came = [v.shape for v in vectors if v is not None]
+        raise ValueError(f"{operation}: expected {x.shape[-1:]} for rows {x.shape}; got {came}")
+
+
+def statistics(operation: str, x: Array, *found: Array) -> list[Array]:
+    """What forward left for each row, contiguous. Raises ValueError for another type than float32."""
+    if any(s.dtype != F32 or s.size * x.shape[-1] != x.size for s in found):
+        raise ValueError(
+            f"{operation}: expected one float32 a row of {x.shape}; got {[s.shape for s in found]}"
+        )
+    return [packed(s) for s in found]
+
+
+def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
+    """`reference.rms_norm`; r is float32."""
+    kernel = chosen(RMS_NORM, "rms_norm", x, w)
+    checked("rms_norm", x, None, None, w)
+    x, w, width = packed(x), packed(w), x.shape[-1]
+    y, r = take(x.shape, x.dtype), take((*x.shape[:-1], 1), F32)
+    rows = x.size // width
+    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, HELD)
+    kernel(blocks, THREADS, (at(x), at(w), at(y), at(r), rows, width, lanes, f4(eps)))
+    return y, r
+
+
+def rms_norm_backward(
+    dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
+) -> Array:
+    """`reference.rms_norm_backward`; dw may have any of the types."""
+    kernel = chosen(RMS_NORM_BACKWARD, "rms_norm_backward", x, dy, w, plus)
+    checked("rms_norm_backward", x, dy, plus, w, dw)
+    writable("rms_norm_backward", dw)
+    dy, x, w, (r,) = packed(dy), packed(x), packed(w), statistics("rms_norm_backward", x, r)
+    plus = None if plus is None else packed(plus)
+    dx, width = take(x.shape, x.dtype), x.shape[-1]
+    rows = x.size // width
+    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, HELD)
+    partial = None if dw is None else take((lines, width), F32)
+    kernel(
+        blocks,
+        THREADS,
+        (at(dy), at(x), at(w), at(r), at(plus), at(dx), at(partial), rows, width, lanes),
+    )
+    if dw is not None and rows:
+        add_partials(dw, partial)
+    return dx
+
+
+def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
+    """`reference.layer_norm`; mean and r are float32."""
+    kernel = chosen(LAYER_NORM, "layer_norm", x, w, b)
+    checked("layer_norm", x, None, None, w, b)
+    x, w, b, width = packed(x), packed(w), packed(b), x.shape[-1]
+    y, shape = take(x.shape, x.dtype), (*x.shape[:-1], 1)
+    mean, r = take(shape, F32), take(shape, F32)
+    rows = x.size // width
+    lanes, blocks, _, _ = deal(rows, width, PACK // x.itemsize, HELD_TWICE)
+    kernel(blocks, THREADS, (at(x), at(w), at(b), at(y), at(mean), at(r), rows, width, lanes, f4(eps)))
+    return y, mean, r
+
+
+def layer_norm_backward(
+    dy: Array,
+    x: Array,
+    w: Array,
+    mean: Array,
+    r: Array,
+    dw: Array | None,
+    db: Array | None,
+    plus: Array | None = None,
+) -> Array:
+    """`reference.layer_norm_backward`; dw and db may have any of the types."""
+    kernel = chosen(LAYER_NORM_BACKWARD, "layer_norm_backward", x, dy, w, plus)
+    checked("layer_norm_backward", x, dy, plus, w, dw, db)
+    writable("layer_norm_backward", dw, db)
+    dy, x, w, (mean, r) = packed(dy), packed(x), packed(w), statistics("layer_norm_backward", x, mean, r)
+    plus = None if plus is None else packed(plus)
+    dx, width = take(x.shape, x.dtype), x.shape[-1]
+    rows = x.size // width
+    lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, HELD_TWICE)
+    sums = [None if gradient is None else take((lines, width), F32) for gradient in (dw, db)]
+    pointers = (at(dy), at(x), at(w), at(mean), at(r), at(plus), at(dx), *map(at, sums))
+    kernel(blocks, THREADS, (*pointers, rows, width, lanes))
+    for gradient, partial in zip((dw, db), sums, strict=True):
+        if gradient is not None and rows:
+            add_partials(gradient, partial)
+    return dx

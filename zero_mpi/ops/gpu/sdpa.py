@@ -1,0 +1,198 @@
+"""Attention by cuDNN: one graph for each set of shapes and strides, made when it is first met and kept.
+
+q, k and v are read where they lie, heads as columns of a wider array included, and gradients are written
+where they are wanted: strides say it all. cuDNN takes bfloat16 and float16, as many keys as queries, heads of
+up to 128 columns (256 on Hopper); what it does not take, `attention` computes by itself. Its backward is told
+to be deterministic. The package nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, pool_of
+
+Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
+TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
+OLDEST_GPU, HOPPER = 80, 90
+WIDEST, WIDEST_ON_HOPPER = 128, 256
+OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
+
+Strides = tuple[int, ...]
+
+
+def described(x: Array) -> tuple[Strides, Strides]:
+    """(dim, stride) of x (B, T, heads, width) as cuDNN wants them: heads before positions, in elements."""
+    b, t, h, d = (stride // x.itemsize for stride in x.strides)
+    return (x.shape[0], x.shape[2], x.shape[1], x.shape[3]), (b, h, t, d)
+
+
+def lies_well(x: Array) -> bool:
+    """Whether cuDNN's kernels can read x (B, T, heads, width) where it is."""
+    steps = [stride for length, stride in zip(x.shape, x.strides, strict=True) if length > 1]
+    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1]) and x.data.ptr % ALIGNMENT == 0
+    return bool(whole and x.strides[-1] == x.itemsize and x.shape[-1] * x.itemsize % ALIGNMENT == 0)
+
+
+class Graph:
+    """A built graph: called with the address of each of its tensors, it runs on the compute stream."""
+
+    def __init__(self, owner: Sdpa, graph: Any) -> None:
+        cudnn = owner.cudnn
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        self._graph, self._owner = graph, owner
+        self._room = max(1, int(graph.get_workspace_size()))
+
+    def __call__(self, addresses: dict[int, int]) -> None:
+        room = pool_of(self._owner.where).take((self._room,), np.uint8)
+        self._graph.execute(addresses, room.data.ptr, handle=self._owner.handle)
+
+
+class Sdpa:
+    """cuDNN on the compute stream of a GPU: its handle and the graphs.
+
+    Raises ImportError, OSError or RuntimeError where cuDNN is not installed or too old.
+    """
+
+    def __init__(self, where: Any) -> None:
+        cudnn = self.cudnn = import_module("cudnn")
+        self.where = where
+        self.version = int(cudnn.backend_version())
+        self.capability = int(where.cupy.cuda.Device(where.number).compute_capability)
+        if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
+            raise RuntimeError(f"cuDNN {self.version} on a GPU of compute capability {self.capability}")
+        self.handle = cudnn.create_handle()
+        cudnn.set_stream(handle=self.handle, stream=where.stream.ptr)
+        self.graphs: dict[Any, Graph | None] = {}
+        self.refusals: list[str] = []  # what cuDNN said where it had no graph
+
+    def fits(self, q: Array, k: Array, v: Array) -> bool:
+        """Whether this is work for cuDNN."""
+        widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
+        return bool(
+            q.dtype.name in TYPES
+            and q.dtype == k.dtype == v.dtype
+            and q.shape[1] == k.shape[1]
+            and q.shape[3] == v.shape[3] <= widest
+            and all(lies_well(x) for x in (q, k, v))
+        )
+
+    def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
+        """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums; False if cuDNN cannot."""
+        graph = self._kept(False, scale, (q, k, v, y))
+        if graph is None:
+            return False
+        graph({Q: q.data.ptr, K: k.data.ptr, V: v.data.ptr, O: y.data.ptr, STATS: stats.data.ptr})
+        return True
+
+    def backward(
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        y: Array,
+        stats: Array,
+        scale: float,
+        into: Sequence[Array],
+    ) -> bool:
+        """Fill into = (dq, dk, dv); False if cuDNN cannot."""
+        arrays = (q, k, v, y, dy, *into)
+        graph = self._kept(True, scale, arrays) if all(lies_well(x) for x in (dy, *into)) else None
+        if graph is None:
+            return False
+        numbers = (Q, K, V, O, DY, DQ, DK, DV)
+        addresses = {number: x.data.ptr for number, x in zip(numbers, arrays, strict=True)}
+        graph(addresses | {STATS: stats.data.ptr})
+        return True
+
+    def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
+        """The graph for these arrays, made if it is new; None where cuDNN has none for them."""
+        scale = float(scale)  # as the bindings take it
+        key = (turned, scale, arrays[0].dtype.name, *((x.shape, x.strides) for x in arrays))
+        if key not in self.graphs:
+            make = self._backward if turned else self._forward
+            try:
+                self.graphs[key] = Graph(self, make(scale, *arrays))
+            except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+                self.graphs[key] = None
+                self.refusals.append(str(error).strip().splitlines()[0])
+        return self.graphs[key]
+
+    def _graph(self, kind: Any) -> Any:
+        single = self.cudnn.data_type.FLOAT
+        return self.cudnn.pygraph(
+            io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=self.handle
+        )
+
+    def _tensor(self, graph: Any, name: str, number: int, x: Array, kind: Any) -> Any:
+        dim, stride = described(x)
+        return graph.tensor(name=name, uid=number, dim=list(dim), stride=list(stride), data_type=kind)
+
+    def _forward(self, scale: float, q: Array, k: Array, v: Array, y: Array) -> Any:
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+        graph = self._graph(kind)
+        inputs = {
+            name: self._tensor(graph, name, number, x, kind)
+            for name, number, x in (("q", Q, q), ("k", K, k), ("v", V, v))
+        }
+        o, stats = graph.sdpa(**inputs, attn_scale=scale, use_causal_mask=True, generate_stats=True)
+        give_out(o, O, *described(y))
+        b, t, h, _ = y.shape
+        give_out(stats, STATS, (b, h, t, 1), (h * t, t, 1, 1)).set_data_type(self.cudnn.data_type.FLOAT)
+        return graph
+
+    def _backward(
+        self, scale: float, q: Array, k: Array, v: Array, y: Array, dy: Array, dq: Array, dk: Array, dv: Array
+    ) -> Any:
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+        graph = self._graph(kind)
+        inputs = {
+            name: self._tensor(graph, name, number, x, kind)
+            for name, number, x in (("q", Q, q), ("k", K, k), ("v", V, v), ("o", O, y), ("dO", DY, dy))
+        }
+        b, t, h, _ = y.shape
+        stats = graph.tensor(
+            name="stats",
+            uid=STATS,
+            dim=[b, h, t, 1],
+            stride=[h * t, t, 1, 1],
+            data_type=self.cudnn.data_type.FLOAT,
+        )
+        gradients = graph.sdpa_backward(
+            **inputs, stats=stats, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=True
+        )
+        for tensor, number, x in zip(gradients, (DQ, DK, DV), (dq, dk, dv), strict=True):
+            give_out(tensor, number, *described(x))
+        return graph
+
+
+def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
+    """A result of a graph that is written where the strides say."""
+    return tensor.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_uid(number)
+
+
+_made: tuple[Any, Sdpa | None, str] = None, None, ""
+
+
+def sdpa() -> tuple[Sdpa | None, str]:
+    """(cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
+    global _made
+    if _made[0] is not device.in_use():
+        try:
+            _made = device.in_use(), Sdpa(device.in_use()), ""
+        except ImportError as error:
+            _made = device.in_use(), None, f"nvidia-cudnn-frontend cannot be imported ({error})"
+        except (OSError, RuntimeError) as error:
+            _made = device.in_use(), None, f"no library that fits ({str(error).strip().splitlines()[0]})"
+    return _made[1], _made[2]

@@ -1,0 +1,38 @@
+"""Sums over rows on a GPU, for the gradients of vectors, without two threads that add to one number.
+
+They go in two stages: blocks write lines of partial sums, and a second kernel adds the lines in their order,
+to a gradient of any type. How many lines there are depends on the rows alone, so that the bits do not depend
+on the GPU.
+"""
+
+from __future__ import annotations
+
+from zero_mpi.arrays import Array
+from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, by_rows, chosen, each_type, take, writable
+
+COLUMN_SUMS = each_type("sums.cu", "column_sums", "PPLLLL")
+ADD_PARTIALS = each_type("sums.cu", "add_partials", "PPLL")
+COLUMNS = 32  # threads beside each other in the kernels of sums.cu
+ROWS_OF_A_LINE, MOST_LINES = 32, 128
+
+
+def add_columns(x: Array, sums: Array) -> None:
+    """sums (O,), of any of the types, += the sum of x (N, O) over its rows, which may lie further apart."""
+    kernel, (x, rows, width, step) = chosen(COLUMN_SUMS, "add_columns", x), by_rows(x)
+    if not rows:
+        return
+    parts = min(MOST_LINES, -(-rows // ROWS_OF_A_LINE))
+    partial = take((parts, width), F32)
+    tiles = -(-width // (COLUMNS * (PACK // x.itemsize)))
+    kernel(tiles * parts, THREADS, (at(x), at(partial), rows, width, step, parts))
+    add_partials(sums, partial)
+
+
+def add_partials(sums: Array, partial: Array) -> None:
+    """sums (O,) += the lines of partial (parts, O) in their order; sums may have any of the types."""
+    writable("add_partials", sums)
+    parts, width = partial.shape
+    if sums.size != width:
+        raise ValueError(f"add_partials: {width} sums do not fit into {sums.shape}")
+    kernel = chosen(ADD_PARTIALS, "add_partials", sums)
+    kernel(-(-width // COLUMNS), THREADS, (at(sums), at(partial), parts, width))

@@ -1,0 +1,115 @@
+"""The operations in bfloat16 and float16 on the host: inputs widened to float32, results rounded once.
+
+This defines what low precision means: sums and products are those of float32, and what is handed on has the
+low type. On the host it is a reference and slow; kernels of a GPU are held to it. Statistics that a forward
+keeps for its backward, losses and the tables of rotary positions are never low. A gradient that is added to
+keeps its own type, low or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zero_mpi.arrays import Array
+
+BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+LOW = (BFLOAT16, FLOAT16)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What is low in an operation.
+
+    told_by     the argument whose type tells
+    rounded     the results that are, by their place; None: the only one
+    added_to    arguments that are written to; a result that is one of them is not copied
+    """
+
+    told_by: int = 0
+    rounded: tuple[int, ...] | None = None
+    added_to: tuple[str, ...] = ()
+
+
+ROLES = {
+    "add": Roles(),
+    "linear": Roles(),
+    "linear_backward_x": Roles(added_to=("into",)),
+    "linear_backward_w": Roles(added_to=("dw",)),
+    "linear_backward_b": Roles(added_to=("db",)),
+    "embedding_backward": Roles(told_by=1, added_to=("dw",)),
+    "positions": Roles(),
+    "positions_backward": Roles(added_to=("dw",)),
+    "rms_norm": Roles(rounded=(0,)),
+    "rms_norm_backward": Roles(added_to=("dw",)),
+    "layer_norm": Roles(rounded=(0,)),
+    "layer_norm_backward": Roles(added_to=("dw", "db")),
+    "gelu": Roles(),
+    "gelu_backward": Roles(),
+    "swiglu": Roles(),
+    "swiglu_backward": Roles(rounded=(0, 1)),
+    "rope": Roles(added_to=("out",)),
+    "causal_attention": Roles(rounded=(0,)),
+    "causal_attention_backward": Roles(rounded=(0, 1, 2)),
+    "cross_entropy": Roles(rounded=(1,)),
+    "linear_cross_entropy": Roles(rounded=(1,), added_to=("dw", "db")),
+}
+
+
+def is_low(x: Any) -> bool:
+    """Whether `x` is an array of a low type."""
+    return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype in LOW
+
+
+def widened(x: Any) -> Any:
+    """A float32 copy of a low array; anything else as it is."""
+    return x.astype(np.float32) if is_low(x) else x
+
+
+def aware(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """`operation`, of float32 and wider, that takes low arrays as well; as it is where that is no matter."""
+    roles = ROLES.get(name)
+    if roles is None:
+        return operation
+    names, told_by = list(signature(operation).parameters), roles.told_by
+
+    @wraps(operation)
+    def either(*given: Any, **named: Any) -> Any:
+        if given[told_by].dtype.itemsize != 2:
+            return operation(*given, **named)
+        return run_low(operation, roles, dict(zip(names, given, strict=False)) | named)
+
+    return either
+
+
+def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) -> Any:
+    """The operation on widened arguments, its results rounded to the type of the argument that tells."""
+    kind = list(given.values())[roles.told_by].dtype
+    wide = {name: widened(value) for name, value in given.items()}
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities of float16 are met on purpose
+        result = operation(**wide)
+    for name in roles.added_to:
+        if wide.get(name) is not given.get(name):
+            given[name][...] = narrowed(wide[name], given[name].dtype)
+            if result is wide[name]:
+                return given[name]
+    return rounded(result, roles.rounded, kind)
+
+
+def rounded(result: Any, places: tuple[int, ...] | None, kind: Any) -> Any:
+    """The results in the low type where they are to be; None stays None."""
+    if places is None:
+        return None if result is None else narrowed(result, kind)
+    return tuple(narrowed(item, kind) if place in places else item for place, item in enumerate(result))
+
+
+def narrowed(x: Array | None, kind: Any) -> Array | None:
+    """`x` rounded to nearest, ties to even; what is too large becomes infinite, and the norm will tell."""
+    with np.errstate(over="ignore"):
+        return None if x is None else x.astype(kind)

@@ -1,0 +1,55 @@
+"""The factor of the loss in float16, whose small gradients would otherwise vanish.
+
+It is a power of two, so that multiplying and dividing by it are exact. A step whose gradient norm is not
+finite halves it and is left out; after many good steps in a row it is doubled. All ranks see the same norm,
+so they agree without a word (Micikevicius et al., "Mixed Precision Training", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+
+FIRST, MOST = 16, 24  # exponents
+PATIENCE = 2000  # good steps before it grows
+
+
+@dataclass
+class LossScale:
+    """`exponent` of the factor, and how many good steps there were since it last changed.
+
+    One that is not `dynamic` is 1 for ever.
+    """
+
+    dynamic: bool = False
+    exponent: int = 0
+    good_steps: int = 0
+
+    @classmethod
+    def start(cls, dynamic: bool) -> LossScale:
+        """As it is at the beginning of training."""
+        return cls(dynamic, FIRST if dynamic else 0)
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied with."""
+        return math.ldexp(1.0, self.exponent)
+
+    def times(self, dy: Array) -> Array:
+        """A gradient times the factor, which itself may be beyond the gradient's type."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return (dy.astype(np.float32) * np.float32(self.factor)).astype(dy.dtype)
+
+    def update(self, finite: bool) -> None:
+        """Learn whether a step's gradient norm was finite."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.exponent = max(0, self.exponent - 1)
+        elif self.good_steps == PATIENCE:
+            self.exponent, self.good_steps = min(MOST, self.exponent + 1), 0

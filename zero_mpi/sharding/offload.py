@@ -1,0 +1,155 @@
+"""Moments that lie in the host's memory and pass through the GPU in pieces when they are updated.
+
+AdamW reads and writes both moments once a step, and nobody needs them in between; on the GPU they would only
+take room, 8 bytes a parameter. Here they lie in pinned memory. A piece comes on one stream, is updated on the
+one that computes and goes back on a third; events put the three in order, so that the next piece comes while
+this one is updated and the last one goes. The update of each element is the same as without: so are its bits.
+(ZeRO-Offload, Ren et al., 2021, leaves the update to the host as well; a GPU's link has become too fast for
+that to pay.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, address
+from zero_mpi.device import Cuda
+from zero_mpi.errors import UsageError
+
+CHOICES = ("none", "moments")
+PIECE = 4 << 20  # elements of each moment that pass at once: 32 MiB of both
+ROOMS = 3  # one that is filled, one that is updated, one that is emptied
+FLOAT = np.dtype(np.float32)
+
+
+def piece_of(quantum: int) -> int:
+    """Elements of a piece: whole runs of decay, so at least one."""
+    return max(1, PIECE // quantum) * quantum
+
+
+class HostMoments:
+    """Both moments of one unit's part, flat, zeros at first, in pinned memory.
+
+    `quantum`: pieces begin at its multiples. Reading `first` or `second` waits for what is on its way there.
+    """
+
+    def __init__(self, where: Cuda, size: int, quantum: int) -> None:
+        self.size, self.piece = size, piece_of(quantum)
+        self._both = pinned(where, 2 * size)
+        self._both.fill(0)
+        self.stored = where.cupy.cuda.Event(block=True, disable_timing=True)  # the last piece that went back
+
+    @property
+    def first(self) -> Array:
+        """Of the host, complete."""
+        self.stored.synchronize()
+        return self._both[: self.size]
+
+    @property
+    def second(self) -> Array:
+        """Of the host, complete."""
+        self.stored.synchronize()
+        return self._both[self.size :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both, all on the host."""
+        return int(self._both.nbytes)
+
+    def pieces(self) -> Iterator[tuple[slice, Array, Array]]:
+        """(part, first, second), complete or not."""
+        for start in range(0, self.size, self.piece):
+            stop = min(start + self.piece, self.size)
+            yield slice(start, stop), self._both[start:stop], self._both[self.size + start : self.size + stop]
+
+
+def pinned(where: Cuda, size: int) -> Array:
+    """A flat float32 array that the GPU copies from and to by itself; raises UsageError if there is no room.
+
+    Not by `cupyx.empty_pinned`, whose pool takes the next power of two.
+    """
+    cuda = where.cupy.cuda
+    try:
+        memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)
+    except cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(
+            f"--offload moments: the host gives no {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
+            f"({str(error).splitlines()[0]}); use more ranks, or leave --offload out"
+        ) from error
+    return np.ndarray((size,), FLOAT, cuda.PinnedMemoryPointer(memory, 0))
+
+
+class Room:
+    """A place on the GPU for a piece of both moments, and the events of those who use it in turn."""
+
+    def __init__(self, where: Cuda, size: int) -> None:
+        event = where.cupy.cuda.Event
+        self.first, self.second = where.empty(size), where.empty(size)
+        self.filled, self.updated, self.emptied = (event(disable_timing=True) for _ in range(3))
+
+
+class Offload:
+    """The way of moments through the GPU: three rooms that take turns, and a stream each way."""
+
+    def __init__(self, where: Cuda) -> None:
+        self.where = where
+        self.rooms: list[Room] = []
+        self._cuda = where.cupy.cuda
+        self._up, self._down = (self._cuda.Stream(non_blocking=True) for _ in range(2))
+        self._turn = 0
+
+    def moments(self, sizes: Iterable[tuple[int, int]]) -> list[HostMoments]:
+        """Moments of (elements, quantum) each, and rooms for the longest of their pieces."""
+        made = [HostMoments(self.where, size, quantum) for size, quantum in sizes]
+        longest = max((min(moments.size, moments.piece) for moments in made), default=0)
+        self.rooms = [Room(self.where, longest) for _ in range(ROOMS)]
+        self.where.synchronize()  # the rooms are memory that the stream of computing may have used
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rooms, all on the GPU."""
+        return int(sum(room.first.nbytes + room.second.nbytes for room in self.rooms))
+
+    def through(self, moments: HostMoments) -> Iterator[tuple[slice, Array, Array]]:
+        """(part, first, second) on the GPU, piece by piece.
+
+        What the GPU is asked to compute before the next piece is asked for may change them; it goes back.
+        """
+        self._up.wait_event(moments.stored)  # in the step before
+        for part, first, second in moments.pieces():
+            room, self._turn = self.rooms[self._turn], (self._turn + 1) % ROOMS
+            here = room.first[: first.size], room.second[: second.size]
+            self._up.wait_event(room.emptied)
+            self._copy(here, (first, second), self._cuda.runtime.memcpyHostToDevice, self._up)
+            room.filled.record(self._up)
+            self.where.stream.wait_event(room.filled)
+            yield part, *here
+            room.updated.record(self.where.stream)
+            self._down.wait_event(room.updated)
+            self._copy((first, second), here, self._cuda.runtime.memcpyDeviceToHost, self._down)
+            room.emptied.record(self._down)
+        moments.stored.record(self._down)
+
+    def _copy(self, targets: tuple[Array, ...], sources: tuple[Array, ...], kind: int, stream: Any) -> None:
+        """By address: `ndarray.set` and `get` look for the right stream and may wait."""
+        for target, source in zip(targets, sources, strict=True):
+            self._cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, kind, stream.ptr)
+
+
+def make_offload(name: str) -> Offload | None:
+    """What `--offload` asks for; raises UsageError for an unknown name and where there is no GPU to spare."""
+    if name not in CHOICES:
+        raise UsageError(f"--offload {name}: expected one of {', '.join(CHOICES)}")
+    if name == "none":
+        return None
+    where = device.in_use()
+    if not isinstance(where, Cuda):
+        raise UsageError(
+            f"--offload {name}: expected a GPU, whose memory it spares; got the CPU, leave it out"
+        )
+    return Offload(where)

@@ -1,0 +1,69 @@
+"""Precision, as data: the types of what is computed, of what travels, and how losses are scaled.
+
+Slices of the parameters, their moments and summed gradients are float32 always ("master weights",
+Micikevicius et al., "Mixed Precision Training", 2018). In low precision a copy of each slice in the low type
+is what is gathered and computed with, and gradients may travel in it as well; they are widened before they
+are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zero_mpi.errors import UsageError
+
+FLOAT32, BFLOAT16, FLOAT16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """compute: the type of gathered parameters and activations; reduce: of gradients on their way.
+
+    scales_loss     whether losses are multiplied with a factor, so that small gradients do not vanish
+    """
+
+    name: str
+    compute: Any
+    reduce: Any
+    scales_loss: bool = False
+
+    @property
+    def is_low(self) -> bool:
+        """Whether a rank keeps its slices in two types."""
+        return bool(self.compute != FLOAT32)
+
+
+FP32 = Precision("fp32", FLOAT32, FLOAT32)
+BF16 = Precision("bf16", BFLOAT16, BFLOAT16)
+FP16 = Precision("fp16", FLOAT16, FLOAT16, scales_loss=True)
+PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16)}
+
+
+def precision_named(name: str, reduce: str | None = None) -> Precision:
+    """The precision of that name, with gradients reduced in another type if `reduce` says so.
+
+    Raises UsageError for names that are not known, and for a type that the precision does not compute in.
+    """
+    if name not in PRECISIONS:
+        raise UsageError(f"precision {name!r} is not known; expected one of {', '.join(PRECISIONS)}")
+    chosen = PRECISIONS[name]
+    if reduce in (None, name):
+        return chosen
+    if reduce != FP32.name:
+        wanted = name if name == FP32.name else f"{name} or fp32"
+        raise UsageError(f"--reduce-dtype {reduce}: with --precision {name} expected {wanted}")
+    return Precision(chosen.name, chosen.compute, FLOAT32, chosen.scales_loss)
+
+
+def floats(elements: int, kind: Any) -> int:
+    """How many float32 elements have room for `elements` of a type: pools and windows count in these."""
+    return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
+
+
+def as_kind(buffer: Any, elements: int, kind: Any) -> Any:
+    """The first `elements` of a type in a flat float32 buffer."""
+    return buffer[: floats(elements, kind)].view(kind)[:elements]
