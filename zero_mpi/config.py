@@ -132,8 +132,8 @@ class Config:
         "none",
         str,
         "machine",
-        "moments: keep them in the host's memory instead of the GPU's",
-        choices=("none", "moments"),
+        "keep in the host's memory instead of the GPU's: moments; or state, with the fp32 parameters of bf16",
+        choices=("none", "moments", "state"),
     )
     threads: str | None = flag(
         None, str, "machine", "BLAS threads per rank, or auto: cores per rank (default 1)"

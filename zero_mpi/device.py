@@ -266,6 +266,11 @@ def is_cupy(x: Array) -> bool:
     return type(x).__module__.partition(".")[0] == "cupy"
 
 
+def home_of(x: Array) -> Device:
+    """The device that an array lies on."""
+    return in_use() if is_cupy(x) else HOST
+
+
 def namespace(x: Array) -> Any:
     """The array module of `x`: cupy for a CuPy array, numpy for anything else."""
     return sys.modules["cupy"] if is_cupy(x) else np

@@ -54,7 +54,8 @@ class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, 2019) for a ShardedModule. Decay applies to matrices only.
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
-    `offload`: "moments" keeps them in pinned memory of the host; raises UsageError where there is no GPU.
+    `offload`: "moments" keeps them in pinned memory of the host, "state" also the parameters of a module with
+    `offload_masters`; raises UsageError where there is no GPU.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class ShardedAdamW:
             scale /= self.module.loss_scale.factor
             for unit in self.units:
                 self._update_unit(unit, self.lr if lr is None else lr, scale)
+            if self._offload is not None and self._offload.masters:
+                self._offload.finish()
             self.module.broadcast_updated_params()
         else:
             self.skipped += 1
@@ -110,21 +113,21 @@ class ShardedAdamW:
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
         parameters, gradients, _ = unit.updated
         low, decay = unit.rounds_to, self.weight_decay * self._decaying[unit.name]
-        for part, moments in self._pieces(unit):
+        for part, p, moments in self._pieces(unit, parameters):
             runs = slice(part.start // unit.unit.quantum, -(-part.stop // unit.unit.quantum))
             rounded = None if low is None else low[part]
-            p, g = parameters[part], gradients[part]
-            self._update(p, g, moments, lr, scale, decay[runs], self.steps, rounded)
+            self._update(p, gradients[part], moments, lr, scale, decay[runs], self.steps, rounded)
 
-    def _pieces(self, unit: ShardedUnit) -> Iterator[tuple[slice, FlatMoments]]:
-        """A unit's moments where they can be updated: all, or if they are offloaded piece by piece."""
+    def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, FlatMoments]]:
+        """A unit's parameters and moments where they are updated: all, or if offloaded piece by piece."""
         kept = self.moments[unit.name]
         if isinstance(kept, FlatMoments):
-            yield slice(0, kept.first.size), kept
+            yield slice(0, kept.first.size), parameters, kept
             return
         assert self._offload is not None
-        for part, first, second in self._offload.through(kept):
-            yield part, FlatMoments(first, second)
+        more = [parameters] if self._offload.masters else []
+        for part, first, second, *rest in self._offload.through(kept, *more):
+            yield part, rest[0] if rest else parameters[part], FlatMoments(first, second)
 
     def _update(
         self,

@@ -28,6 +28,7 @@ from zero_mpi.optim import ShardedAdamW
 from zero_mpi.resume import Start, check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
+from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.source import (
     choose_tokenizer,
@@ -246,6 +247,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
             bucket_mb=config.bucket_mb,
             frozen=config.freeze,
             precision=precision_named(config.precision, config.reduce_dtype),
+            offload_masters=config.offload == STATE,
         )
     except UsageError:  # of the strategy
         raise

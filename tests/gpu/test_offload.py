@@ -16,7 +16,7 @@ from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage
 from zero_mpi.sharding import offload
 from zero_mpi.sharding.offload import Offload
-from zero_mpi.sharding.precision import BF16, FP32
+from zero_mpi.sharding.precision import BF16, FP16, FP32
 
 CONFIG = tiny.MODELS["gpt2 tied"]
 ROWS = {"layers": 1, "dim": 48, "heads": 2, "context": 8, "vocab_size": 300}
@@ -35,11 +35,12 @@ def pieces(monkeypatch):
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
 
 
-def optimizers(config=CONFIG, strategy=FULL_SHARD, **options):
-    """One with its moments on the GPU, one with them on the host, for models of the same values."""
+def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
+    """One with its state on the GPU, one with some of it on the host, for models of the same values."""
     made = []
-    for where in offload.CHOICES:
-        module = ShardedModule(config.stages(), SerialComm(), strategy, **options)
+    for where in ("none", how):
+        masters = where == "state"
+        module = ShardedModule(config.stages(), SerialComm(), strategy, offload_masters=masters, **options)
         module.initialize(seed=3)
         made.append(ShardedAdamW(module, lr=1e-2, weight_decay=0.3, offload=where))
     return made
@@ -75,12 +76,14 @@ def bits(optimizer):
 # ------------------------------------------------------------------------------------------------- the bits
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
+@pytest.mark.parametrize(
+    ("how", "precision"), [("moments", FP32), ("moments", BF16), ("state", BF16), ("state", FP16)]
+)
 @pytest.mark.parametrize(
     "strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda strategy: strategy.name
 )
-def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, precision):
-    kept, offloaded = optimizers(strategy=strategy, precision=precision)
+def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
+    kept, offloaded = optimizers(strategy=strategy, how=how, precision=precision)
     assert max(unit.updated[0].size for unit in offloaded.units) > 4 * 2048
     for number in range(3):
         assert step(kept, number) == step(offloaded, number)
@@ -133,8 +136,21 @@ def test_without_offload_nothing_is_on_the_host(gpu):
     assert optimizer.memory_bytes() == 8 * 1024
 
 
-def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path):
-    kept, offloaded = optimizers()
+def test_parameters_are_of_the_host_as_well(gpu, pieces):
+    _, optimizer = optimizers(how="state", precision=BF16)
+    step(optimizer, 0)
+    elements = sum(unit.updated[0].size for unit in optimizer.units)
+    assert optimizer.offloaded_bytes() == (8 * elements, offload.ROOMS * 12 * 2048)
+    for unit in optimizer.module.units:
+        assert isinstance(unit.shard, np.ndarray)
+        np.testing.assert_array_equal(on_host(unit.rounded), unit.shard.astype(unit.rounded.dtype))
+    state = optimizer.module.state_dict()
+    assert {type(whole) for whole in state.values()} == {np.ndarray}
+
+
+@pytest.mark.parametrize(("how", "precision"), [("moments", FP32), ("state", BF16)])
+def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
+    kept, offloaded = optimizers(how=how, precision=precision)
     progress = Progress(2, 100, 0, 2)
     folders = []
     for optimizer in (kept, offloaded):
@@ -143,7 +159,7 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path):
         folders.append(save_checkpoint(folder, optimizer, progress, DESCRIPTION))
     for name in ("model.gguf", "optimizer.gguf"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-    others = optimizers()
+    others = optimizers(how=how, precision=precision)
     for optimizer, folder in zip(others, reversed(folders), strict=True):
         load_checkpoint(folder, optimizer)
         step(optimizer, 2)
@@ -153,8 +169,10 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path):
 
 def test_there_must_be_a_gpu(gpu):
     module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
-    with pytest.raises(UsageError, match="--offload some: expected one of none, moments"):
+    with pytest.raises(UsageError, match="--offload some: expected one of none, moments, state"):
         ShardedAdamW(module, offload="some")
+    with pytest.raises(UsageError, match=r"--offload state: with --precision fp32 .* use --offload moments"):
+        ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm(), offload_masters=True)
     device.adopt(HOST)
     with pytest.raises(UsageError, match=r"--offload moments: expected a GPU, .* got the CPU"):
         ShardedAdamW(module, offload="moments")
@@ -168,9 +186,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
 
     monkeypatch.setattr(cuda, "PinnedMemory", refuse)
     module = ShardedModule([Stage("head", Linear("head", 512, 512))], SerialComm())
-    with pytest.raises(
-        UsageError, match=r"^--offload moments: the host gives no .* GiB of pinned memory \(.*$"
-    ):
+    with pytest.raises(UsageError, match=r"^--offload: the host gives no .* GiB of pinned memory \(.*$"):
         ShardedAdamW(module, offload="moments")
 
 

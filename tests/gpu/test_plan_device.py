@@ -96,12 +96,18 @@ def test_sums_that_are_large_enough_to_be_recycled(gpu, own_attention, name):
     assert seen.recycled == train(case, 1)[2]
 
 
-def test_offloaded_moments(gpu, own_attention):
-    case = Case(MODELS["gpt2"], device="cuda", precision_name="bf16", offload="moments", context=48)
+@pytest.mark.parametrize("how", ["moments", "state"])
+def test_what_is_offloaded(gpu, own_attention, how):
+    case = Case(MODELS["gpt2"], device="cuda", precision_name="bf16", offload=how, context=48)
     _, memory = planned(case)
-    module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, precision=case.precision)
-    optimizer = ShardedAdamW(module, offload="moments")
-    assert (memory.host, memory.rooms) == optimizer.offloaded_bytes()
+    options = {"precision": case.precision, "offload_masters": how == "state"}
+    module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, **options)
+    optimizer = ShardedAdamW(module, offload=how)
+    moments, rooms = optimizer.offloaded_bytes()
+    masters = sum(shard.nbytes for shard in module.parameters())
+    assert memory.rooms == rooms
+    assert memory.host == moments + masters * (how == "state")
+    assert memory.masters == masters * (how == "moments")
 
 
 @pytest.mark.world(2, 3)

@@ -10,6 +10,7 @@ from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
+from zero_mpi.sharding.offload import NONE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.shard import accumulates_locally
 
@@ -47,7 +48,7 @@ class Case:
     precision_name: str = "fp32"
     reduce_dtype: str | None = None
     device: str = "cpu"
-    offload: str = "none"
+    offload: str = NONE
 
     @property
     def precision(self) -> Precision:
@@ -72,7 +73,12 @@ class Case:
     @property
     def offloads(self) -> bool:
         """Whether moments lie in the host's memory."""
-        return self.offload == "moments"
+        return self.offload != NONE
+
+    @property
+    def offloads_masters(self) -> bool:
+        """Whether parameters in float32 do as well."""
+        return self.offload == STATE
 
     @property
     def strategy(self) -> Strategy:

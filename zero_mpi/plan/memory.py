@@ -14,7 +14,7 @@ from zero_mpi.comm.slots import padded
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
 from zero_mpi.plan.rehearsal import kernels_of, rehearse
 from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT
-from zero_mpi.sharding.offload import ROOMS, piece_of
+from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
 from zero_mpi.sharding.unit import BYTES, Unit
 
 # Of transports that cannot be imported without MPI; a test compares.
@@ -85,10 +85,12 @@ def plan_memory(case: Case) -> Memory:
     kinds, trained = case.precision, [(unit, own) for unit, own in units if unit.trainable]
     moments = 2 * BYTES * sum(updated(case, unit, own) for unit, own in trained)
     snapshot = BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save
-    on_host = moments * case.offloads + snapshot * case.on_gpu + pinned(case)
+    masters = BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low
+    on_host = moments * case.offloads + masters * case.offloads_masters
+    on_host += snapshot * case.on_gpu + pinned(case)
     return Memory(
         parameters=case.compute_bytes * sum(kept_parameters(case, unit, own) for unit, own in units),
-        masters=BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low,
+        masters=0 if case.offloads_masters else masters,
         gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in trained),
         moments=0 if case.offloads else moments,
         rooms=rooms(case, trained) if case.offloads else 0,
@@ -126,9 +128,10 @@ def updated(case: Case, unit: Unit, own: int) -> int:
 
 
 def rooms(case: Case, trained: list[tuple[Unit, int]]) -> int:
-    """Bytes of the rooms that offloaded moments pass through."""
+    """Bytes of the rooms that what is offloaded passes through."""
     pieces = [min(updated(case, unit, own), piece_of(unit.quantum)) for unit, own in trained]
-    return ROOMS * 2 * BYTES * max(pieces, default=0)
+    arrays = OF_STATE if case.offloads_masters else OF_MOMENTS
+    return ROOMS * arrays * BYTES * max(pieces, default=0)
 
 
 def tables(case: Case, units: list[tuple[Unit, int]]) -> int:

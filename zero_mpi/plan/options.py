@@ -17,6 +17,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.sharding.module import check_patterns, check_reduction
+from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_model
 
@@ -144,6 +145,8 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
         raise UsageError(f"--transport {config.transport}: it carries arrays of a GPU; use --device cuda")
     if config.offload != "none" and not on_gpu:
         raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
+    if config.offload == STATE and config.precision == "fp32":
+        raise UsageError(f"--offload {STATE}: expected --precision bf16 or fp16; with fp32 use moments")
     return Case(
         model,
         ranks=ranks,

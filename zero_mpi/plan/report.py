@@ -99,7 +99,10 @@ def kinds_of(case: Case) -> str:
     about = [f"{case.device}, a GPU a rank"] * case.on_gpu
     if case.precision.is_low:
         about.append(f"{case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
-    about += ["moments on the host"] * case.offloads
+    if case.offloads:
+        about.append(
+            "moments and fp32 parameters on the host" if case.offloads_masters else "moments on the host"
+        )
     return "".join(f"; {text}" for text in about)
 
 

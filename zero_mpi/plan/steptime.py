@@ -30,6 +30,7 @@ from zero_mpi.plan.rehearsal import (
     rehearse,
 )
 from zero_mpi.plan.traffic import FLAGS
+from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
@@ -139,11 +140,12 @@ class Player:
         self.wait(self.now + seconds)
 
     def update(self, elements: int) -> None:
-        """AdamW, which also rounds in low precision; offloaded moments come and go meanwhile."""
+        """AdamW, which also rounds in low precision; what is offloaded comes and goes meanwhile."""
         rounded, begun = self.case.compute_bytes * self.case.precision.is_low, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + rounded))
         if self.case.offloads:
-            seconds = 2 * BYTES * elements / self.machine.host_link
+            arrays = OF_STATE if self.case.offloads_masters else OF_MOMENTS
+            seconds = arrays * BYTES * elements / self.machine.host_link
             self.communicated += seconds
             self.wait(begun + seconds)
 

@@ -19,6 +19,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.layout import BUCKET_MB, REDUCTIONS_IN_FLIGHT, is_trainable, lay_out
 from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.offload import masters_on_host
 from zero_mpi.sharding.precision import FLOAT32, FP32, Precision
 from zero_mpi.sharding.schedule import StagePlan
 from zero_mpi.sharding.shard import ShardedUnit, Views, accumulates_locally
@@ -37,6 +38,9 @@ class ShardedModule(ShardedState):
     by_rows     one unit a parameter, cut between rows (dimension 0)
     precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
 
+    offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
+                needs offload="state" then
+
     Parameters start as zeros; `initialize` or `load_state_dict` fills them. Raises ValueError for
     impossible arguments, UsageError for a precision that the transport cannot reduce.
     """
@@ -52,6 +56,7 @@ class ShardedModule(ShardedState):
         frozen: Sequence[str] = (),
         by_rows: bool = False,
         precision: Precision = FP32,
+        offload_masters: bool = False,
     ) -> None:
         if prefetch < 0 or bucket_mb <= 0:
             raise ValueError(f"expected prefetch >= 0 and bucket_mb > 0, got {prefetch} and {bucket_mb}")
@@ -68,12 +73,13 @@ class ShardedModule(ShardedState):
             precision=precision,
         )
         check_reduction(comm, precision)
+        masters = masters_on_host(precision) if offload_masters else None
         self._uses, self.schedule = layout.uses, layout.schedule
         owners = comm.node_owners() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = pools = memory.gathers, memory.buffers
         units = [
-            ShardedUnit(unit, owners, strategy, *pools, whole, precision)
+            ShardedUnit(unit, owners, strategy, *pools, whole, precision, masters)
             for unit, whole in zip(layout.units, memory.wholes, strict=True)
         ]
         super().__init__(params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))

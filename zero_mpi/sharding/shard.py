@@ -10,6 +10,7 @@ the parameters is float32 as ever, and a rounded copy of it is what travels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,8 @@ class ShardedUnit:
     """One rank's part of a unit. Buffers of gathered parameters and of gradients come from two pools.
 
     `whole`: memory for the unit's length that all ranks see, or None. Buffers and wholes are float32 arrays,
-    of which less is used in low precision.
+    of which less is used in low precision. `masters`: makes what holds float32 parameters there, if that is
+    not to be on the device.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ShardedUnit:
         gradients: BufferPool,
         whole: Array | None = None,
         precision: Precision = FP32,
+        masters: Callable[[int], Array] | None = None,
     ) -> None:
         self.unit, self.comm, self.strategy, self.precision = unit, comm, strategy, precision
         self._parameter_pool, self._gradient_pool = parameters, gradients
@@ -77,7 +80,8 @@ class ShardedUnit:
         self.shard = self.rounded
         self._master: Array | None = None  # float32 of all that this rank updates, where `rounded` is not
         if precision.is_low:
-            self._master = self._zeros(self._updated_part.stop - self._updated_part.start)
+            make = masters or self._zeros
+            self._master = make(self._updated_part.stop - self._updated_part.start)
             first = self.part.start - self._updated_part.start
             self.shard = self._master[first : first + self.part.stop - self.part.start]
         self._buffer: Array | None = None
@@ -278,7 +282,7 @@ class ShardedUnit:
     def round(self) -> None:
         """Round what this rank keeps to what layers read, after others than the optimizer wrote it."""
         if self.rounds_to is not None:
-            self.rounds_to[...] = self._master
+            device.in_use().copy(self.rounds_to, self._master)
 
     @property
     def name(self) -> str:

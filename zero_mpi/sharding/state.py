@@ -138,7 +138,7 @@ class ShardedState:
         return {name: infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
-        """A copy of one whole parameter, on every rank's device. Collective.
+        """A copy of one whole parameter, on every rank, where its slices are kept. Collective.
 
         Raises ValueError for unknown names.
         """
@@ -159,7 +159,7 @@ class ShardedState:
 
     def _gather_master(self, unit: ShardedUnit) -> Mapping[str, Array]:
         """The unit's parameters in float32, which are never gathered in training. Collective."""
-        whole = device.in_use().empty(unit.unit.length)
+        whole = device.home_of(unit.shard).empty(unit.unit.length)
         self.owners.allgather(unit.shard, whole, unit.partition, f"parameters {unit.name}").wait()
         return unit.unit.views(whole)
 
