@@ -12,6 +12,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from collectives import LENGTHS, reduced, wild
 from driver_array import DriverSide
 
 from zero_mpi.comm import Partition, device_detect
@@ -21,8 +22,7 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
 KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]
-# (length, quantum): even, ragged, empty slices, nothing at all; and longer than what libraries send at once
-LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (100_001, 1024)]
+LONG = [*LENGTHS, (100_001, 1024)]  # longer than what libraries send at once
 SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
@@ -66,13 +66,6 @@ def exact(request):
     return communicator(request.param)
 
 
-@functools.cache
-def wild(rank, length, kind=KINDS[0]):
-    """Numbers of different magnitude, other ones on each rank, and the same in every call."""
-    generator = np.random.default_rng([rank, length])
-    return (generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)).astype(kind)
-
-
 def same_bits(array, expected):
     found = side().download(array)
     assert found.dtype == expected.dtype
@@ -109,7 +102,7 @@ def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
 def test_allgather(comm, kind, in_place):
-    for length, quantum in LENGTHS:
+    for length, quantum in LONG:
         partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
         part = partition.part(comm.rank)
         before = np.full(length, 77, kind)
@@ -130,26 +123,10 @@ def test_broadcast_from_each_root(comm, kind):
         same_bits(array, whole)
 
 
-def reduced(comm, partition, contributors, accumulate, kind, place):
-    """Start a reduction; returns (handle, full, out)."""
-    given = wild(comm.rank, partition.length, kind)
-    if comm.rank >= contributors:
-        given = np.full(partition.length, np.nan if comm.exact else 0, kind)
-    part = partition.part(comm.rank)
-    before = np.full(part.stop - part.start, np.nan, np.float32)
-    if accumulate:
-        before = wild(1000, partition.length)[part]
-    full, out = place(given), place(before)
-    handle = comm.reduce_scatter(
-        full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
-    )
-    return handle, full, out
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
 def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
-    for length, quantum in LENGTHS:
+    for length, quantum in LONG:
         partition = Partition(length, exact.size, quantum)
         for contributors in range(exact.size + 1):
             handle, full, out = reduced(exact, partition, contributors, accumulate, kind, side().upload)
@@ -164,7 +141,7 @@ def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
 def test_the_librarys_reduction(name, accumulate):
     comm = communicator(name)
-    for length, quantum in LENGTHS:
+    for length, quantum in LONG:
         partition = Partition(length, comm.size, quantum)
         part = partition.part(comm.rank)
         for contributors in range(1, comm.size + 1):

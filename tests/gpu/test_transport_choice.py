@@ -17,8 +17,8 @@ from zero_mpi.session import make_comm
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
-several_ranks = pytest.mark.skipif(RANKS == 1, reason="on one rank nothing travels")
-one_rank = pytest.mark.skipif(RANKS > 1, reason="one rank shows it")
+several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
+one_rank = pytest.mark.world(1)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
+from collectives import LENGTHS, reduced, wild
 
 from zero_mpi import device
 from zero_mpi.comm import Partition, SerialComm
@@ -28,14 +29,6 @@ from zero_mpi.errors import UsageError
 RANKS = MPI.COMM_WORLD.Get_size()
 BF16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = [np.dtype(np.float32), BF16, np.dtype(np.float16)]
-LENGTHS = [
-    (48, 1),
-    (101, 1),
-    (101, 10),
-    (3, 1),
-    (5, 7),
-    (0, 1),
-]  # (length, quantum): even, ragged, empty slices
 SMALL = {"most_bytes": 40, "summed": 7}
 PIECES = {"stage_bytes": 40, "least_bytes": 40}
 WIRES = {
@@ -54,7 +47,7 @@ EXACT = [name for name in NAMES if not name.endswith("fast")]
 FAST = [name for name in NAMES if name.endswith("fast")]
 PATIENCE = 20.0
 
-several_ranks = pytest.mark.skipif(RANKS == 1, reason="nothing travels on one rank")
+several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
 
 
 class Side(GpuSide):
@@ -135,17 +128,6 @@ def exact(request, gpu):
     return communicator(request.param)
 
 
-@functools.cache
-def wild(rank, length, kind=KINDS[0]):
-    """Numbers of different magnitude, others on each rank, the same in every call; -0 and denormals too."""
-    generator = np.random.default_rng([rank, length])
-    values = generator.standard_normal(length) * 10.0 ** generator.integers(-4, 4, length)
-    chance = generator.random(length)
-    values[chance < 0.1] = -0.0
-    values[chance > 0.9] *= 1e-38 if kind != np.float16 else 1e-6
-    return values.astype(kind)
-
-
 def on_device(values):
     """A copy on the GPU, which is still on its way."""
     array = device.in_use().empty(values.size, values.dtype)
@@ -209,22 +191,6 @@ def test_broadcast_from_each_root(comm, kind):
 
 
 # --------------------------------------------------------------------------------------------- reductions
-
-
-def reduced(comm, partition, contributors, accumulate, kind, place):
-    """Start a reduction of what every rank gives; returns (handle, full, out)."""
-    given = wild(comm.rank, partition.length, kind)
-    if comm.rank >= contributors:
-        given = np.full(partition.length, np.nan if comm.exact else 0, kind)
-    part = partition.part(comm.rank)
-    before = np.full(part.stop - part.start, np.nan, np.float32)
-    if accumulate:
-        before = wild(1000, partition.length)[part]
-    full, out = place(given), place(before)
-    handle = comm.reduce_scatter(
-        full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
-    )
-    return handle, full, out
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
