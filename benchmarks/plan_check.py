@@ -20,12 +20,14 @@ from pathlib import Path
 import numpy as np
 from workloads import WORKLOADS, Workload
 
+from zero_mpi.config import Config
 from zero_mpi.doctor.compute import rate
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import ASSUMED, Link, Machine
 from zero_mpi.plan.steptime import StepTime, step_time
+from zero_mpi.session import set_threads
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
@@ -92,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def probe(world: World, arguments: Sequence[str]) -> int:
     """Print what messages take, while all ranks do the same."""
+    set_threads(Config())  # as a job does: more threads than cores would measure only themselves
     comm = world.mpi.COMM_WORLD
     per_host = int(arguments[0])
     found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
