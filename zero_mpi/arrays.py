@@ -185,4 +185,7 @@ recycled, recycled_stats = _host.take, _host.stats  # of the host, whatever the 
 
 def pool_of(where: Device) -> Recycler:
     """The recycled memory of a device, one pool for the process."""
-    return _pools.setdefault(id(where), Recycler(where))
+    pool = _pools.get(id(where))
+    if pool is None:
+        pool = _pools.setdefault(id(where), Recycler(where))
+    return pool

@@ -1,4 +1,4 @@
-"""Flat buffers on a GPU: AdamW in one pass, sums of squares of chunks, sums over ranks, casts.
+"""Flat buffers on a GPU: AdamW in one pass, sums of squares of chunks, casts.
 
 Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are those of the reference.
 """
@@ -6,7 +6,6 @@ Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are tho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi import device
@@ -28,10 +27,8 @@ from zero_mpi.ops.reference import run_length
 
 ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
 CHUNK_SQUARES = kernel("flat.cu", "chunk_squares", "PPLL")
-SUM_RANKS = each_type("flat.cu", "sum_ranks", "PLLLPPPPPPPP")
 NARROW_TO = each_type("flat.cu", "narrow_to", "PPL")
 WIDEN_FROM = each_type("flat.cu", "widen_from", "PPL")
-PARTS = 8  # that one launch adds
 WARP = 32
 
 
@@ -84,24 +81,6 @@ def chunk_squares(g: Array, chunk: int) -> Array:
     sums = take((count,), F64)
     CHUNK_SQUARES(-(-count // (THREADS // WARP)), THREADS, (at(g), at(sums), count, chunk))
     return sums
-
-
-def sum_ranks(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any = None) -> None:
-    """out = ((out + parts[0]) + parts[1]) + ..., in float32; without `accumulate` out starts as parts[0].
-
-    The parts have one type, any of them; out is float32. Several launches give the bits of one.
-    """
-    single("sum_ranks", out)
-    if not parts:
-        raise ValueError("sum_ranks: expected at least one part")
-    add = chosen(SUM_RANKS, "sum_ranks", *parts)
-    if any(part.size != out.size or not part.flags.c_contiguous for part in parts):
-        raise ValueError(f"sum_ranks: expected contiguous parts of {out.size} elements")
-    for start in range(0, len(parts), PARTS):
-        some = [at(part) for part in parts[start : start + PARTS]]
-        pointers = some + [0] * (PARTS - len(some))
-        adds = int(accumulate or start > 0)
-        add(elements(parts[0]), THREADS, (at(out), out.size, adds, len(some), *pointers), stream)
 
 
 def cast(target: Array, source: Array, stream: Any = None) -> None:

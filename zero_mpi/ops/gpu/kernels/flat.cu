@@ -1,4 +1,4 @@
-// Flat buffers: AdamW in one pass, sums of squares of chunks, sums over ranks, casts.
+// Flat buffers: AdamW in one pass, sums of squares of chunks, casts.
 //
 // Their bits must not depend on how a buffer is cut, nor on alignment: an element, or a chunk, is computed
 // alone, and the roundings of AdamW are written out, so that no product and sum become one. They are those of
@@ -53,24 +53,6 @@ KERNEL __launch_bounds__(256) chunk_squares(const float* g, double* sums, i64 co
     if (lane == 0) sums[number] = total;
 }
 
-// out = ((out + p0) + p1) + ..., or (p0 + p1) + ... where it does not accumulate; `count` of up to 8 parts.
-template <class T>
-DEVICE void sum_ranks(float* out, i64 size, i64 accumulate, i64 count, const T* const (&parts)[8]) {
-    const int N = Packs<T>::SIZE;
-    i64 at = first_of_thread<N>();
-    if (at >= size) return;
-    float total[N], v[N];
-    if (accumulate) load(total, out + at, size - at);
-#pragma unroll
-    for (int part = 0; part < 8; part++) {
-        if (part >= count) break;
-        load(v, parts[part] + at, size - at);
-#pragma unroll
-        for (int j = 0; j < N; j++) total[j] = part == 0 && !accumulate ? v[j] : total[j] + v[j];
-    }
-    store(out + at, total, size - at);
-}
-
 // y = x in another type.
 template <class X, class Y>
 DEVICE void cast(const X* x, Y* y, i64 size) {
@@ -89,12 +71,6 @@ DEVICE void cast(const X* x, Y* y, i64 size) {
                   float rest2, float root_c2, float eps, float rate) {                                       \
         adamw<T>(p, g, m, v, decay, low, size, run, shift, lr, scale, beta1, rest1, beta2, rest2, root_c2,   \
                  eps, rate);                                                                                 \
-    }                                                                                                        \
-    KERNEL __launch_bounds__(256)                                                                            \
-        sum_ranks_##T(float* out, i64 size, i64 accumulate, i64 count, const T* p0, const T* p1,             \
-                      const T* p2, const T* p3, const T* p4, const T* p5, const T* p6, const T* p7) {        \
-        const T* const parts[8] = {p0, p1, p2, p3, p4, p5, p6, p7};                                          \
-        sum_ranks<T>(out, size, accumulate, count, parts);                                                   \
     }                                                                                                        \
     KERNEL __launch_bounds__(256) narrow_to_##T(const float* x, T* y, i64 size) {                            \
         cast<float, T>(x, y, size);                                                                          \
