@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Run the whole suite: tests/serial in one process, then tests/mpi and tests/gpu at each world size.
 
-    python tests/run_sizes.py [-n 1,2,3,4,8] [PATH...] [-- PYTEST OPTION...]
+    python tests/run_sizes.py [-n 1,2,3,4,8] [--lanes 2] [PATH...] [-- PYTEST OPTION...]
 
-A line for each part with the reasons of its skips, the end of its output where it failed, and one last
-line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, none
-failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
+As many parts as there are lanes run at a time: one process leaves a core idle, and so do ranks that wait.
+A line for each part with the reasons of its skips, its slowest tests, the end of its output where it failed,
+and one last line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end,
+none failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
 tests/gpu runs on a CuPy without a GPU (tests/pretend), at up to three ranks; with ZERO_MPI_TEST_GPU=1 on the
 one that is installed.
 
-$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 1500
+$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 2400
 $ZERO_MPI_SUITE_TIMEOUT  seconds for all parts together, default no limit
 $ZERO_MPI_MPIEXEC        the launcher, default mpiexec
 """
@@ -22,6 +23,8 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,9 +34,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
 MOST_GPU_RANKS = 3  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
+LANES = 2
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
+PYTEST += ["--durations=5", "--durations-min=5"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
+WORTH_SAYING = re.compile(r"(SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
+Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's status
 NO_VERDICT = 97  # ours: an end without a summary
 COUNTED_AS = {
@@ -95,19 +102,19 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
 
 
 def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None:
-    """One line, what did not run and why, and the end of the output of a failure."""
+    """One line, what did not run and why, what took long, and the end of the output of a failure."""
     state = "ok" if verdict.status == 0 else f"FAILED (status {verdict.status})"
     print(f"[{name}] {state}: {verdict.summary} ({seconds:.0f} s with start)")
     for line in output.splitlines():
-        if line.startswith(("SKIPPED ", "XFAIL ", "deselected ")):
+        if WORTH_SAYING.match(line):
             print(f"    {line}")
     if verdict.status != 0:
         print(output[-12000:])
     sys.stdout.flush()
 
 
-def parts(sizes: list[int], paths: list[str]) -> list[tuple[str, int, list[str]]]:
-    """(name, ranks, paths) of each part; 0 ranks stand for one process without a launcher."""
+def parts(sizes: list[int], paths: list[str]) -> list[Part]:
+    """The parts that paths amount to; 0 ranks stand for one process without a launcher."""
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
@@ -134,8 +141,8 @@ def within(path: str) -> list[Path]:
     return [place, *place.parents]
 
 
-def read_arguments() -> tuple[list[int], list[str], list[str]]:
-    """(world sizes, paths, pytest options) of the command line."""
+def read_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and the options for pytest behind its --."""
     own, options = sys.argv[1:], []
     if "--" in own:
         cut = own.index("--")
@@ -144,33 +151,59 @@ def read_arguments() -> tuple[list[int], list[str], list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
+    parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi", "tests/gpu"])
-    args = parser.parse_args(own)
-    return [int(size) for size in args.sizes.split(",")], args.paths, options
+    return parser.parse_args(own), options
 
 
-def main() -> int:
-    """Run the parts one after another; returns the exit status."""
-    sizes, paths, options = read_arguments()
-    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "1500"))
-    deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
+def run_parts(
+    found: list[Part], lanes: int, options: list[str], limit: float, deadline: float
+) -> Iterator[tuple[str, Verdict]]:
+    """Run the parts, `lanes` at a time, each for `limit` seconds at most, and print each when it ends."""
+
+    def run(part: Part) -> tuple[str, Verdict, str, float]:
+        name, ranks, paths = part
+        start = time.monotonic()
+        status, output = run_part(ranks, paths, options, min(limit, deadline - start))
+        return name, read_verdict(status, output), output, time.monotonic() - start
+
+    with ThreadPoolExecutor(lanes) as pool:
+        for running in as_completed([pool.submit(run, part) for part in found]):
+            name, verdict, output, seconds = running.result()
+            print_part(name, verdict, output, seconds)
+            yield name, verdict
+
+
+def count(verdicts: Iterator[tuple[str, Verdict]]) -> tuple[Counter[str], list[str]]:
+    """All tests by outcome, and the names of the parts that failed."""
     total: Counter[str] = Counter()
     failed = []
-    for name, ranks, part_paths in parts(sizes, paths):
-        start = time.monotonic()
-        status, output = run_part(ranks, part_paths, options, min(limit, deadline - start))
-        verdict = read_verdict(status, output)
-        print_part(name, verdict, output, time.monotonic() - start)
+    for name, verdict in verdicts:
         total += verdict.counts
         if verdict.status != 0:
             failed.append(name)
-    if total["passed"] == 0 and not failed:
-        failed.append("everything: nothing passed")
-        total["failed"] = 1
+    return total, failed
+
+
+def close(total: Counter[str], failed: list[str]) -> int:
+    """The last lines; returns the exit status."""
     if failed:
         print(f"FAILED: {', '.join(failed)}")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
     return 1 if failed else 0
+
+
+def main() -> int:
+    """Run the parts and count; returns the exit status."""
+    args, options = read_arguments()
+    found = parts([int(size) for size in args.sizes.split(",")], args.paths)
+    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "2400"))
+    deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
+    total, failed = count(run_parts(found, args.lanes, options, limit, deadline))
+    if total["passed"] == 0 and not failed:
+        failed.append("everything: nothing passed")
+        total["failed"] = 1
+    return close(total, failed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests that need hosts, or a batch system: `make test-cluster`, in one process and as root.
+"""Tests that need hosts, or a batch system: `make test-cluster`, without a launcher and as root.
 
 They take minutes and start daemons, so they run only where their folder or a file in it is named. A test that
 cannot run here is skipped with the reason.
@@ -19,7 +19,7 @@ for folder in (CLUSTER, CLUSTER.parent / "serial"):  # helpers beside the tests,
 
 from hosts import Hosts, hosts, why_no_hosts  # noqa: E402
 
-NOT_ASKED_FOR = "tests/cluster runs by itself, in one process: make test-cluster"
+NOT_ASKED_FOR = "tests/cluster runs by itself, without a launcher: make test-cluster"
 
 
 def asked_for(argument: str) -> bool:

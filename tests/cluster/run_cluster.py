@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Run tests/cluster in one process, without a launcher; the report is that of run_sizes.py.
+"""Run tests/cluster without a launcher, in two processes: Slurm's tests wait for most of their time.
+
+The report is that of run_sizes.py.
 
     python tests/cluster/run_cluster.py [PATH...] [-- PYTEST OPTION...]
 
 Prints what did not run and why, and as its last line `N passed, N failed, N skipped`. The exit status is 0
-only if nothing failed; where nothing can run, all is skipped.
+only if nothing failed; where nothing can run, all is skipped. With PATHs they run in one process.
 
 $ZERO_MPI_CLUSTER_TIMEOUT    seconds for all of it, default 1800
 """
@@ -16,7 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from run_sizes import print_part, read_verdict, run_part
+from run_sizes import close, count, run_parts
+
+HERE = Path(__file__).resolve().parent
+WAITS = {"slurm": ["tests/cluster/test_slurm.py"]}
+COMPUTES = {
+    "hosts": sorted(f"tests/cluster/{p.name}" for p in HERE.glob("test_*.py") if p.stem != "test_slurm")
+}
 
 
 def main() -> int:
@@ -25,14 +33,12 @@ def main() -> int:
     if "--" in paths:
         cut = paths.index("--")
         paths, options = paths[:cut], paths[cut + 1 :]
-    begun = time.monotonic()
+    found = [("cluster", 0, paths)]
+    if not paths:
+        found = [(name, 0, files) for name, files in (WAITS | COMPUTES).items()]
     limit = float(os.environ.get("ZERO_MPI_CLUSTER_TIMEOUT", "1800"))
-    status, output = run_part(0, paths or ["tests/cluster"], options, limit)
-    verdict = read_verdict(status, output)
-    print_part("cluster", verdict, output, time.monotonic() - begun)
-    counts = verdict.counts
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    return 1 if verdict.status else 0
+    deadline = time.monotonic() + limit
+    return close(*count(run_parts(found, len(found), options, limit, deadline)))
 
 
 if __name__ == "__main__":
