@@ -1,0 +1,5 @@
+"""`python -m zero_mpi.report`."""
+
+from zero_mpi.report import main
+
+main()

@@ -1,0 +1,95 @@
+"""`python -m zero_mpi.report RUN...`: read the runs, then write the page or draw in the terminal.
+
+It is one process without MPI, changes nothing of the run, and may be used while the job goes on. The page is
+written beside its place and renamed, so a browser never reloads half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from zero_mpi.errors import UsageError
+from zero_mpi.inspect import write as show
+from zero_mpi.launch import World
+from zero_mpi.launch import run as launch
+from zero_mpi.parser import Parser
+from zero_mpi.report.folder import Run, read_runs
+from zero_mpi.report.metrics import LIMIT
+from zero_mpi.report.numbers import size
+from zero_mpi.report.page import page
+from zero_mpi.report.text import terminal
+
+NAME = "report.html"
+WHOLE = 4  # runs that may have LIMIT columns each; more of them share as many
+LEAST = 250  # columns that every run has
+EXAMPLES = """\
+Examples:
+
+  python -m zero_mpi.report runs/default
+  python -m zero_mpi.report runs/a runs/b --out both.html
+  python -m zero_mpi.report runs/default --text"""
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m zero_mpi.report",
+        description="Show what runs did: curves, figures, checkpoints, samples and settings, as one HTML "
+        "page that needs no network, or as text.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, as --out of train named it")
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"page to write (default: {NAME} in RUN; of several runs, here)"
+    )
+    parser.add_argument("--text", action="store_true", help="draw in the terminal instead")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Write the page, or print. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("report runs in one process: leave mpirun out")
+    if options.text and options.out is not None:
+        raise UsageError(f"--out {options.out}: --text writes no page; leave one of them out")
+    paths = [Path(path) for path in options.runs]
+    runs = read_runs(paths, max(LEAST, LIMIT * WHOLE // max(WHOLE, len(paths))))
+    if options.text:
+        show(terminal(runs))
+        return 0
+    place = Path(options.out) if options.out is not None else default_place(runs)
+    write(place, page(runs, datetime.now(UTC)))
+    show([f"wrote {place} ({size(place.stat().st_size)}): open it in a browser"])
+    return 0
+
+
+def default_place(runs: Sequence[Run]) -> Path:
+    """Where the page goes when nobody says."""
+    return runs[0].path / NAME if len(runs) == 1 else Path(NAME)
+
+
+def write(place: Path, text: str) -> None:
+    """The file, whole or not at all; raises UsageError."""
+    if place.is_dir():
+        raise UsageError(f"--out {place}: expected a file to write, found a folder: name a file in it")
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(place)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise UsageError(
+            f"{place}: cannot be written: {error.strerror or error}; --out names another place"
+        ) from error
+
+
+def main() -> None:
+    """Entry point."""
+    launch("report", command, sys.argv[1:], alone=True)

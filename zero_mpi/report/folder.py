@@ -1,0 +1,219 @@
+"""A run folder as the report sees it: records, events, state, configuration, checkpoints.
+
+Only `metrics.jsonl` or `status.json` must be there. All else may be missing, of an older version, cut off by
+a crash or written by somebody else; what cannot be read is left out, and a checkpoint says why. Values of
+other types than expected count as missing.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.state import ID, STATE_DIGEST
+from zero_mpi.errors import UsageError
+from zero_mpi.records import METRICS
+from zero_mpi.report.metrics import LIMIT, Metrics, is_number, parse_alone, read_metrics
+from zero_mpi.status import NAME as STATUS
+from zero_mpi.status import RUNNING
+
+EVENTS, CONFIG = "events.jsonl", "config.toml"
+LOST = "lost"  # a run that says "running" and was not heard of for SILENCE
+SILENCE = 60.0  # seconds; a living run renews its status every five
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is in a checkpoint folder, by the headers of its files; `problem`: why they cannot be read."""
+
+    folder: str
+    step: int
+    nbytes: int = 0
+    digest: str = ""
+    id: str = ""
+    parameters: int = 0
+    architecture: str = ""
+    is_latest: bool = False
+    problem: str = ""
+
+
+@dataclass
+class Run:
+    """All that is known of a run."""
+
+    path: Path
+    metrics: Metrics
+    status: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Event] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    name: str = ""
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def state(self) -> str:
+        """Its state as status.json says, LOST if it should be alive and is not, "" if nobody said."""
+        said = text(self.status.get("state"))
+        if said == RUNNING and (self.silence or 0.0) > SILENCE:
+            return LOST
+        return said
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds since its status was written."""
+        written = moment(self.status.get("updated"))
+        return None if written is None else (self.now - written).total_seconds()
+
+    @property
+    def step(self) -> int:
+        """Steps done: of the records, which a resume cuts, or of the status where there are none."""
+        if self.metrics.records:
+            return int(self.metrics.at["step"].extent[1])
+        return integer(self.status.get("step")) or 0
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the run should do."""
+        return integer(self.status.get("steps")) or integer(self.config.get("steps"))
+
+    def latest(self, event: str) -> Event:
+        """The last event of a name; empty if there was none."""
+        return next((found for found in reversed(self.events) if found["event"] == event), {})
+
+
+def text(value: Any) -> str:
+    """A value that should be a text."""
+    return value if isinstance(value, str) else ""
+
+
+def integer(value: Any) -> int | None:
+    """A value that should be a count."""
+    return int(value) if is_number(value) and value >= 0 else None
+
+
+def moment(value: Any) -> datetime | None:
+    """A value that should be a time in ISO 8601; UTC where it names no zone."""
+    try:
+        found = datetime.fromisoformat(text(value))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
+    """The runs of some folders, each once, with names that tell them apart. UsageError for another folder."""
+    places: dict[str, Path] = {}
+    for path in paths:
+        places.setdefault(os.path.realpath(path), path)
+    runs = [read_run(path, limit) for path in places.values()]
+    for run, name in zip(runs, names([run.path for run in runs]), strict=True):
+        run.name = name
+    return runs
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as it takes to tell them apart."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        found = ["/".join(one[-length:]) for one in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(path) for path in paths]
+
+
+def read_run(path: Path, limit: int = LIMIT) -> Run:
+    """The run in a folder; raises UsageError if there is none, or if it may not be read."""
+    check_folder(path)
+    try:
+        metrics = read_metrics(path / METRICS, limit) if (path / METRICS).exists() else Metrics(limit)
+        return Run(
+            path,
+            metrics,
+            status=read_object(path / STATUS),
+            config=read_config(path / CONFIG),
+            events=list(read_events(path / EVENTS)),
+            checkpoints=list(read_checkpoints(path)),
+        )
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}; "
+            "the folder of a run must be readable"
+        ) from error
+
+
+def check_folder(path: Path) -> None:
+    """Raise UsageError if `path` is not the folder of a run."""
+    wanted = f"expected the folder of a run (what --out named), which holds {METRICS} or {STATUS}"
+    if not os.path.exists(path):
+        raise UsageError(f"{path}: {wanted}; found nothing there: give the path of a run")
+    if not os.path.isdir(path):
+        raise UsageError(f"{path}: {wanted}; found a file: give its folder")
+    if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
+        return
+    if os.path.exists(path / manager.MODEL):
+        above = Path(os.path.realpath(path)).parent
+        raise UsageError(f"{path}: {wanted}; found a checkpoint: give the folder around it, {above}")
+    raise UsageError(f"{path}: {wanted}; found neither: give the path of a run")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file of one JSON object; empty if it is not one."""
+    found = parse_alone(path.read_bytes()) if path.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run; empty if they cannot be read."""
+    try:
+        return tomllib.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        return {}
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run, oldest first; a line that is none is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            found = parse_alone(line)
+            if isinstance(found, dict) and text(found.get("event")):
+                yield found
+
+
+def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
+    """The checkpoints of a run, oldest first."""
+    latest = os.path.realpath(out / manager.LATEST)
+    for step, folder in manager.steps(out):
+        is_latest = os.path.realpath(folder) == latest
+        try:
+            yield read_checkpoint(folder, step, is_latest)
+        except (UsageError, OSError) as error:
+            problem = str(error).replace(f"{folder}{os.sep}", "")
+            yield Checkpoint(folder.name, step, is_latest=is_latest, problem=problem)
+
+
+def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
+    """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
+    model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
+    keys = state.metadata
+    return Checkpoint(
+        folder.name,
+        step,
+        nbytes=model.nbytes + state.nbytes,
+        digest=text(keys.get(STATE_DIGEST)),
+        id=text(keys.get(ID)),
+        parameters=sum(spec.size for spec in model.tensors.values()),
+        architecture=text(model.metadata.get("general.architecture")),
+        is_latest=is_latest,
+        problem="" if keys.get(ID) == model.metadata.get(ID) else "its two files are of two checkpoints",
+    )

@@ -1,0 +1,215 @@
+"""`metrics.jsonl` of a run of any length, kept small: columns of 1, 2, 4, 8, ... steps.
+
+A run has at most LIMIT columns. Where it has more steps, neighbouring columns are put together, so each holds
+the same power of two of steps. Of every number a column keeps the mean, the least and the greatest value and
+how many were not finite (null in the file); a number that is not there, as in records of older versions or
+between two evaluations, is not counted at all. The file is read in pieces: memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LIMIT = 2000  # columns of a run
+PIECE = 1 << 22  # bytes of lines that are read at a time
+RECENT = 100  # last records that are kept whole
+MOST_STEPS = 1 << 52  # a larger number is no step
+ABSENT = math.inf  # stands for a number that is not there; JSON has no such number
+NUMBERS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "sent_bytes")
+WAITS, MEMORY = "wait_share", "memory_bytes"  # made from others; one number a rank
+CURVES = (*NUMBERS, WAITS, MEMORY)
+
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+Row = Mapping[str, Any]
+
+
+class Curve:
+    """One number over the columns: sum and extremes where `count` is not 0; `odd` counts nulls."""
+
+    PARTS: Mapping[str, tuple[np.ufunc, float]] = {
+        "total": (np.add, 0.0),
+        "count": (np.add, 0.0),
+        "odd": (np.add, 0.0),
+        "least": (np.minimum, np.inf),
+        "greatest": (np.maximum, -np.inf),
+    }
+
+    def __init__(self, limit: int) -> None:
+        self.parts = {name: np.full(limit, blank) for name, (_, blank) in self.PARTS.items()}
+
+    def add(self, places: Places, least: Floats, greatest: Floats | None = None) -> None:
+        """Put values into columns; of a span of values the greater end counts for the mean."""
+        greatest = least if greatest is None else greatest
+        fine, odd = np.isfinite(least) & np.isfinite(greatest), np.isnan(least) | np.isnan(greatest)
+        added = {
+            "total": (fine, greatest),
+            "count": (fine, np.ones_like(least)),
+            "odd": (odd, np.ones_like(least)),
+            "least": (fine, least),
+            "greatest": (fine, greatest),
+        }
+        for name, (where, values) in added.items():
+            self.PARTS[name][0].at(self.parts[name], places[where], values[where])
+
+    def halve(self) -> None:
+        """Put every two columns together."""
+        for name, (join, blank) in self.PARTS.items():
+            old = self.parts[name]
+            half = len(old) // 2
+            old[:half] = join(old[0::2], old[1::2])
+            old[half:] = blank
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.parts[name]
+
+    @property
+    def mean(self) -> Floats:
+        """Of each column; nan where there is none."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(self["total"] / self["count"])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no record had this number."""
+        return not self["count"].any() and not self["odd"].any()
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """(least, greatest) of all values; (nan, nan) where none is finite."""
+        if not self["count"].any():
+            return math.nan, math.nan
+        return float(self["least"].min()), float(self["greatest"].max())
+
+
+class Metrics:
+    """The records of a run in columns.
+
+    width      steps of a column; column i holds steps i * width + 1 to (i + 1) * width
+    at         the last step, seconds of training and tokens of each column, as curves whose `greatest` counts
+    last       the last value of each number that is there, nan if it was not finite
+    seconds    of all steps together, without evaluations, checkpoints and pauses; None: the file does not say
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit, self.width, self.records = limit + limit % 2, 1, 0
+        self.curves = {name: Curve(self.limit) for name in CURVES}
+        self.at = {name: Curve(self.limit) for name in ("step", "seconds", "tokens")}
+        self.last: dict[str, float] = {}
+        self.seconds: float | None = None
+        self.memory: list[float] = []  # of the ranks, when it was last looked at
+        self.recent: deque[Row] = deque(maxlen=RECENT)
+
+    @property
+    def used(self) -> Places:
+        """The columns that hold a record."""
+        return np.flatnonzero(self.at["step"]["count"])
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Put records into their columns."""
+        numbers = {name: column(rows, name) for name in (*NUMBERS, "step", "tokens", "step_seconds")}
+        steps = numbers.pop("step")
+        sound = (steps >= 1) & (steps <= MOST_STEPS)
+        if not sound.any():
+            return
+        places = self.columns_of(steps[sound].astype(np.int64))
+        numbers = {name: values[sound] for name, values in numbers.items()}
+        seconds = numbers.pop("step_seconds")
+        with np.errstate(invalid="ignore", divide="ignore"):
+            waits = column(rows, "wait_seconds")[sound]
+            waits = np.where(
+                (seconds > 0) & np.isfinite(seconds) & np.isfinite(waits), waits / seconds, ABSENT
+            )
+        self.at["step"].add(places, steps[sound])
+        self.at["tokens"].add(places, numbers.pop("tokens"))
+        self.add_seconds(places, seconds)
+        for name, values in {**numbers, WAITS: waits}.items():
+            self.curves[name].add(places, values)
+            there = values[~np.isinf(values)]
+            if len(there):
+                self.last[name] = float(there[-1])
+        kept = [row for row, good in zip(rows, sound, strict=True) if good]
+        self.add_memory(places, kept)
+        self.recent.extend(kept[-RECENT:])
+        self.records += len(kept)
+
+    def columns_of(self, steps: Places) -> Places:
+        """The column of each step, after making columns as wide as they must be."""
+        while (int(steps.max()) - 1) // self.width >= self.limit:
+            self.width *= 2
+            for curve in (*self.curves.values(), *self.at.values()):
+                curve.halve()
+        return (steps - 1) // self.width
+
+    def add_seconds(self, places: Places, seconds: Floats) -> None:
+        """Go on counting the time of training."""
+        there = np.isfinite(seconds)
+        if not there.any():
+            return
+        so_far = (self.seconds or 0.0) + np.cumsum(np.where(there, seconds, 0.0))
+        self.at["seconds"].add(places, so_far)
+        self.seconds = float(so_far[-1])
+
+    def add_memory(self, places: Places, rows: Sequence[Row]) -> None:
+        """The span over the ranks, at the steps that tell it."""
+        for place, row in zip(places, rows, strict=True):
+            values = row.get(MEMORY)
+            if isinstance(values, list) and values and all(is_number(value) for value in values):
+                self.memory = [float(value) for value in values]
+                span = np.array([min(self.memory)]), np.array([max(self.memory)])
+                self.curves[MEMORY].add(np.array([place]), *span)
+                self.last[MEMORY] = max(self.memory)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def column(rows: Sequence[Row], name: str) -> Floats:
+    """A number of every record: nan for null and for what is no number, ABSENT where it is not there."""
+    values = [row.get(name, ABSENT) for row in rows]
+    try:
+        return np.array(values, np.float64)  # None becomes nan
+    except (TypeError, ValueError, OverflowError):
+        return np.array([v if is_number(v) or v is ABSENT else math.nan for v in values], np.float64)
+
+
+def read_metrics(path: Path, limit: int = LIMIT) -> Metrics:
+    """All records of a file; lines that are none, such as one cut off by a crash, are left out."""
+    metrics = Metrics(limit)
+    with path.open("rb") as file:
+        while lines := file.readlines(PIECE):
+            metrics.add(list(rows_of(lines)))
+    return metrics
+
+
+def rows_of(lines: Sequence[bytes]) -> Iterator[Row]:
+    """The objects of lines of JSON: parsed together, or one by one where one of them is damaged."""
+    found: Iterable[Any]
+    try:
+        found = parse(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        found = filter(None, map(parse_alone, lines))
+    return (row for row in found if isinstance(row, dict))
+
+
+def parse(text: bytes) -> Any:
+    """JSON, where numbers that are not finite count as null."""
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def parse_alone(line: bytes) -> Any:
+    """One line, or None."""
+    try:
+        return parse(line)
+    except (ValueError, RecursionError):
+        return None

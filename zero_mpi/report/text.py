@@ -1,0 +1,164 @@
+"""The report in a terminal, for people on ssh: figures as lines, and curves in braille dots by plotille.
+
+As wide as the terminal. Colours are left out where the output goes to a file or NO_COLOR is set; which curve
+is whose then stands in the legend by the sign that marks it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.errors import UsageError
+from zero_mpi.report.charts import SAVED, Chart, charts_of, marks, points
+from zero_mpi.report.figures import figures, state_line
+from zero_mpi.report.folder import Run
+from zero_mpi.report.markup import visible
+from zero_mpi.report.metrics import Floats
+from zero_mpi.report.numbers import count, shown, ticks
+from zero_mpi.report.svg import span
+
+COLOURS = (33, 208, 36, 170, 178, 137, 245, 99)  # of 256, like those of the page
+SIGNS = "*+x#%&@="  # of dotted curves, and of all where there are no colours
+LEAST, MOST = 40, 160  # columns of the whole
+TALL, FLAT = 16, 10  # lines of a curve at most: of the loss, of others
+LABEL, MARGINS = 12, 24  # columns that plotille takes for labels, and for all beside the curves
+LAST_MARKS = 8
+
+
+def terminal(runs: Sequence[Run]) -> Iterator[str]:
+    """All lines. UsageError if plotille is not installed."""
+    library, width = plotille(), columns()
+    for number, run in enumerate(runs):
+        yield from about(run, number, width)
+        yield ""
+    for chart in charts_of(runs):
+        yield from curves(library, chart, runs, width)
+        yield ""
+
+
+def plotille() -> ModuleType:
+    """The library that draws."""
+    try:
+        return import_module("plotille")
+    except ImportError as error:
+        raise UsageError(
+            "--text draws with plotille, which is not installed; install it: pip install 'zero-mpi[report]'"
+        ) from error
+
+
+def columns() -> int:
+    """Columns to fill."""
+    return min(max(shutil.get_terminal_size().columns, LEAST), MOST)
+
+
+def coloured(library: ModuleType) -> bool:
+    """Whether colours will be seen as colours; plotille asks NO_COLOR, FORCE_COLOR and the terminal."""
+    return os.environ.get("TERM") != "dumb" and bool(library.color("x", fg=1, mode="byte") != "x")
+
+
+def about(run: Run, number: int, width: int) -> Iterator[str]:
+    """State and figures of a run."""
+    yield visible(f"{run.name}: {state_line(run)}")
+    found = figures(run)
+    name_width, value_width = (max(len(getattr(one, name)) for one in found) for name in ("name", "value"))
+    for one in found:
+        yield visible(f"  {one.name:{name_width}}  {one.value:{value_width}}  {one.note}").rstrip()[:width]
+    moments = sorted((mark for mark in marks(run) if mark.kind != SAVED), key=lambda mark: mark.step)[
+        -LAST_MARKS:
+    ]
+    for place, mark in enumerate(moments):
+        yield visible(f"  {'' if place else 'Events':{name_width}}  step {mark.step:,}: {mark.about}")[:width]
+
+
+def curves(library: ModuleType, chart: Chart, runs: Sequence[Run], width: int) -> Iterator[str]:
+    """A chart: title, curves, and which is whose where there are several."""
+    found = [
+        (number, run, series, one)
+        for number, run in enumerate(runs)
+        for series in chart.series
+        if np.isfinite((one := points(run.metrics, series.key)).mean).any()
+    ]
+    if not found:
+        return
+    figure = blank(library, chart, width)
+    steps = np.concatenate([one.step for *_, one in found])
+    figure.set_x_limits(*wide(float(steps.min()), float(steps.max())))
+    spread = span(np.concatenate([one.mean for *_, one in found]), from_zero=chart.from_zero)
+    bottom, top, figure.height = lines_of(*spread, TALL if chart.id == "loss" else FLAT, chart.form)
+    figure.set_y_limits(bottom, top)
+    for number, _, series, one in found:
+        sign = (
+            SIGNS[number % len(SIGNS)] if series.dots or (len(runs) > 1 and not coloured(library)) else None
+        )
+        plot(figure, one.step, one.mean, COLOURS[number % len(COLOURS)], sign)
+    yield ", ".join(filter(None, [chart.title, chart.unit.partition(";")[0]]))
+    yield from (line.rstrip(" \u2800") for line in figure.show().splitlines()[1:])  # the first names the axis
+    if len(found) > 1:
+        yield from legend(library, found, len(runs))
+    odd = sum(int(one.odd.sum()) for *_, one in found)
+    if odd:
+        yield f"{' ' * LABEL}not finite at {odd:,} point{'s' * (odd != 1)}"
+
+
+def blank(library: ModuleType, chart: Chart, width: int) -> Any:
+    """An empty picture of the right size and labels."""
+    figure = library.Figure()
+    figure.color_mode, figure.with_colors, figure.origin = "byte", coloured(library), False
+    figure.width = width - MARGINS
+    figure.x_label, figure.y_label = "step", ""
+    figure.x_ticks_fkt = lambda low, high: count(round(low))
+    figure.y_ticks_fkt = lambda low, high: f"{shown(low, chart.form):>{LABEL - 2}}"
+    return figure
+
+
+def lines_of(low: float, high: float, most: int, form: str) -> tuple[float, float, int]:
+    """(low, high, lines): a range whose every line is at a round number, for plotille labels them all."""
+    for wanted in range(most, 0, -1):
+        places = ticks(low, high, wanted, form)
+        if len(places) < 2:
+            continue
+        step = places[1] - places[0]
+        start = math.floor(low / step + 1e-9) * step
+        lines = math.ceil((high - start) / step - 1e-9)
+        if lines <= most:
+            return start, start + lines * step, lines
+    return low, high, most
+
+
+def wide(low: float, high: float) -> tuple[float, float]:
+    """A range that is not empty."""
+    return (low, high) if high > low else (low, low + 1)
+
+
+def plot(figure: Any, steps: Floats, values: Floats, colour: int, sign: str | None) -> None:
+    """A curve, in pieces where it has gaps; of as few points as the picture has dots across."""
+    stretches = np.split(np.arange(len(values)), np.flatnonzero(np.isnan(values)))
+    for piece in stretches:
+        there = piece[np.isfinite(values[piece])]
+        if not len(there):
+            continue
+        thin = there[:: max(1, math.ceil(len(there) / (4 * figure.width)))]
+        x, y = steps[thin].tolist(), values[thin].tolist()
+        few = thin[:: max(1, len(thin) // 12)] if sign and len(thin) > figure.width // 4 else thin
+        figure.plot(x, y, lc=colour)
+        if sign:
+            figure.scatter(steps[few].tolist(), values[few].tolist(), lc=colour, marker=sign)
+
+
+def legend(library: ModuleType, found: Sequence[Any], runs: int) -> Iterator[str]:
+    """Whose curve is which."""
+    for number, run, series, _ in found:
+        sign = SIGNS[number % len(SIGNS)] if series.dots or (runs > 1 and not coloured(library)) else "\u2014"
+        shown_sign = library.color(
+            sign, fg=COLOURS[number % len(COLOURS)], mode="byte", no_color=not coloured(library)
+        )
+        name = " ".join([run.name] * (runs > 1) + [series.title])
+        yield f"{' ' * LABEL}{shown_sign} {visible(name)}"
