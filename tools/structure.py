@@ -18,7 +18,7 @@ PACKAGE = "zero_mpi"
 # A key ending in ".*" is a whole package. Modules under one key may use each other; everything else that
 # a module may use is listed beside its key, by the same patterns. The package's own __init__ is free.
 BASE = ("errors", "environment")
-STATE = (*BASE, "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
+STATE = (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
 FILES = (
     "checkpoint.digest",
     "checkpoint.stored",
@@ -42,16 +42,19 @@ ANYTHING = ("*",)
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "environment": ("errors",),
+    "spans": (),
     "device": BASE,
     "arrays": (*BASE, "device"),
     "ops.*": (*BASE, "device", "arrays"),
     "nn.*": (*BASE, "device", "arrays", "ops.*"),
     "models.*": (*BASE, "arrays", "ops.*", "nn.*"),
-    "comm.*": (*BASE, "device", "arrays"),
-    "sharding.*": (*BASE, "device", "arrays", "ops.*", "comm.*", "nn.layer"),
+    "comm.*": (*BASE, "device", "arrays", "spans"),
+    "sharding.*": (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "nn.layer"),
     "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
     "optim": STATE,
     "accumulate": (*STATE, "optim", "nn.loss"),
+    "trace.events": ("spans",),
+    "timeline": (*STATE, "log", "trace.events"),
     "checkpoint.digest": (),
     "checkpoint.stored": ("errors",),
     "checkpoint.index": ("errors", "checkpoint.stored"),
@@ -91,14 +94,20 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
     "batch": (),
     "rollcall": BASE,
+    "parser": BASE,
     "status": BASE,
     "watchdog": (*BASE, "comm.*", "rollcall"),
-    "records": BASE,
+    "log": BASE,
+    "events": (*BASE, "log"),
+    "progress": (*BASE, "log"),
+    "tensorboard": BASE,
+    "records": (*BASE, "log", "progress", "tensorboard"),
     "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.weights"),
 }
 COMMANDS = ("train", "generate", "export", "hostfile", "inspect", "inspection", "compare", "cli", "__main__")
-COMMANDS += ("plan.*", "doctor.*")
-RUN = ("config", "launch", "resume", "session", "source", "uniform")
+COMMANDS += ("completion", "dryrun")
+COMMANDS += ("plan.*", "doctor.*", "trace.*", "report.*")
+RUN = ("config", "launch", "resume", "session", "source", "uniform", "peak", "summary", "outcome", "finale")
 LAYERS |= dict.fromkeys(RUN, ANYTHING)
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 

@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zero_mpi.accumulate import GradAccum
     from zero_mpi.comm import Comm, Partition, SerialComm
+    from zero_mpi.comm.connect import connect
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.errors import UsageError
     from zero_mpi.nn import cross_entropy
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         ShardInfo,
         Strategy,
     )
+    from zero_mpi.timeline import tracing
 
 PUBLIC = {
     "GradAccum": "accumulate",
@@ -39,6 +41,7 @@ PUBLIC = {
     "Partition": "comm",
     "SerialComm": "comm",
     "MPIComm": "comm.mpi",
+    "connect": "comm.connect",
     "UsageError": "errors",
     "cross_entropy": "nn",
     "ShardedAdamW": "optim",
@@ -52,6 +55,7 @@ PUBLIC = {
     "ShardedLinear": "sharding",
     "ShardedModule": "sharding",
     "Strategy": "sharding",
+    "tracing": "timeline",
 }
 
 __all__ = [
@@ -72,7 +76,9 @@ __all__ = [
     "Strategy",
     "UsageError",
     "clip_grad_norm",
+    "connect",
     "cross_entropy",
+    "tracing",
 ]
 
 

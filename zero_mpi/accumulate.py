@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device
+from zero_mpi import device, spans
 from zero_mpi.arrays import Array, Scalar
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
@@ -45,7 +45,8 @@ class GradAccum:
     """Accumulates one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
 
     Call `accumulate` once a round on every rank until `complete`; then `losses` holds one entry a
-    micro-batch, and the optimizer may step. The next `accumulate` begins a new step.
+    micro-batch, and the optimizer may step. The next `accumulate` begins a new step. Raises ValueError for
+    fewer than one micro-batch a step.
     """
 
     def __init__(self, module: ShardedModule, steps: int) -> None:
@@ -68,7 +69,8 @@ class GradAccum:
         """One round: forward, loss and backward of this rank's micro-batch. Returns its loss.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
-        maps the output to (loss, gradient), both scaled by 1 over the tokens of the whole step. Collective.
+        maps the output to (loss, gradient), both scaled by 1 over the tokens of the whole step. Collective;
+        raises ValueError if a rank without a micro-batch gives one, or the reverse.
         """
         if self.complete:
             self.round = 0
@@ -82,7 +84,12 @@ class GradAccum:
             )
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        loss = self._forward_backward(x, criterion)
+        if spans.active is not None:
+            spans.active.begin_micro_batch(mine)
+        with spans.during(spans.STEPS, "round", str(self.round)):
+            loss = self._forward_backward(x, criterion)
+        if spans.active is not None:
+            spans.active.begin_micro_batch(None)
         if mine is not None and loss is not None:
             self.losses[mine] = loss
         self.round += 1
@@ -96,8 +103,10 @@ class GradAccum:
             return self.module.forward_backward(
                 x, criterion.targets, criterion.scale, contributors=contributors, last=last
             )
-        output = self.module.forward(x)
-        loss, dy = (None, None) if criterion is None or x is None else criterion(output)
+        output, loss, dy = self.module.forward(x), None, None
+        if criterion is not None and x is not None:
+            with spans.during(spans.COMPUTE, "loss"):
+                loss, dy = criterion(output)
         self.module.backward(dy, contributors=contributors, last=last)
         return loss
 
@@ -129,16 +138,17 @@ def evaluate(
 
     `read(i)` gives input and criterion of micro-batch i.
     """
-    rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
-    losses = no_losses(micro_batches)
-    for number in range(len(rounds)):
-        mine = rounds.mine(number)
-        if mine is None:
-            module.forward(None, training=False)
-        else:
-            x, criterion = read(mine)
-            losses[mine] = loss_of(module, x, criterion)
-    return ordered_total(module.comm.sum_vector(device.in_use().to_host(losses)))
+    with spans.during(spans.STEPS, "evaluation"):
+        rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
+        losses = no_losses(micro_batches)
+        for number in range(len(rounds)):
+            mine = rounds.mine(number)
+            if mine is None:
+                module.forward(None, training=False)
+            else:
+                x, criterion = read(mine)
+                losses[mine] = loss_of(module, x, criterion)
+        return ordered_total(module.comm.sum_vector(device.in_use().to_host(losses)))
 
 
 def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:

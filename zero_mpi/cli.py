@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from zero_mpi import __version__, environment
+from zero_mpi import environment
+from zero_mpi.parser import nearest, version_lines
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
@@ -15,11 +16,17 @@ COMMANDS = {
     "plan": "memory, traffic and time of a run, before it is started",
     "hostfile": "a hostfile in the form that MPICH or Open MPI reads",
     "doctor": "whether a job would run well on these hosts, and what to do where not",
+    "trace": "where the time of each rank went, from a time line of --trace",
+    "report": "curves and figures of runs as one page for a browser, or in the terminal",
+    "completion": "a script that completes commands and flags in your shell",
 }
+EXAMPLES = """\
+mpirun -n 8 zero-mpi train        train on 8 ranks, here on Python's own library
+zero-mpi COMMAND --help           the flags of a command"""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script, and of `python -m zero_mpi`."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
@@ -28,14 +35,14 @@ def main() -> None:
     if environment.launch_rank() > 0:
         sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all
     if name == "--version":
-        print(f"zero_mpi {__version__}")
+        print("\n".join(version_lines()))
     elif name in ("-h", "--help"):
         print("usage: zero-mpi COMMAND [flags]\n\ncommands:")
-        print("\n".join(f"  {command:10} {text}" for command, text in COMMANDS.items()))
+        print("\n".join(f"  {command:10}  {text}" for command, text in COMMANDS.items()))
+        print("\nexamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES.splitlines()))
     else:
-        sys.stderr.write(
-            f"zero-mpi: error: {name!r} is not a command; expected one of {', '.join(COMMANDS)}\n"
-        )
+        meant = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        sys.stderr.write(f"zero-mpi: error: {name!r} is not a command{meant}\n")
         sys.exit(2)
 
 

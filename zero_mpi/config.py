@@ -14,11 +14,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES
+from zero_mpi.parser import KINDS, nearest, with_choices
+from zero_mpi.parser import Parser as Parser
 from zero_mpi.sharding.precision import precision_named
+from zero_mpi.timeline import step_range
 
 
 def flag(
@@ -35,13 +38,12 @@ def flag(
 class Config:
     """Everything that a run depends on. None means: worked out from the rest."""
 
-    out: str = flag("runs/default", str, "run", "run directory: metrics, configuration, checkpoints")
+    out: str = flag("runs/default", str, "run", "run directory")
     steps: int = flag(440, int, "run", "optimizer steps")
-    seed: int = flag(0, int, "run", "seed of initial weights and of the order of the data", fixed=True)
-    resume: str = flag(
-        "auto", str, "run", "auto: from the newest sound checkpoint in OUT; never; or a checkpoint"
-    )
-    sample: int = flag(400, int, "run", "tokens of text to generate at the end; 0 turns it off")
+    seed: int = flag(0, int, "run", "of the first weights and the order of data", fixed=True)
+    resume: str = flag("auto", str, "run", "auto: newest in OUT; never; or a folder")
+    dry_run: bool = flag(False, bool, "run", "say what the run would take and do, and stop")
+    sample: int = flag(400, int, "run", "tokens of text to show at the end; 0: none")
     prompt: str = flag("def ", str, "run", "what that text continues")
 
     arch: str = flag("llama", str, "model", "architecture", choices=tuple(ARCHITECTURES))
@@ -53,25 +55,19 @@ class Config:
     context: int = flag(128, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)")
     vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files")
-    init: str | None = flag(
-        None, str, "model", "start from this GGUF file or safetensors folder instead; gives all sizes"
-    )
+    init: str | None = flag(None, str, "model", "GGUF or safetensors folder to start from instead")
     freeze: list[str] = flag(
-        None, list, "model", "name patterns of parameters to leave as they are", fixed=True
+        None, list, "model", "parameters to leave as they are, by their names", fixed=True
     )
 
-    data: list[str] = flag(
-        None, list, "data", "text files, folders or .npy token files (default: Python's library)"
-    )
+    data: list[str] = flag(None, list, "data", "text or .npy token files (default: Python's library)")
     tokenizer: str | None = flag(
         None,
         str,
         "data",
-        "byte, from-init, a GGUF or a tokenizer.json (default: from-init with --init, else byte)",
+        "byte, from-init (default with --init), or a file",
     )
-    val_fraction: float = flag(
-        0.05, float, "data", "part of the documents held out; 0: no evaluation", fixed=True
-    )
+    val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
 
     batch_size: int = flag(16, int, "batch", "sequences per step over all ranks", fixed=True)
     micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
@@ -83,24 +79,24 @@ class Config:
     weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")
-    eps: float = flag(1e-8, float, "optimizer", "added to the root of the second moment")
-    grad_clip: float = flag(1.0, float, "optimizer", "largest global norm of the gradient; 0: no clipping")
+    eps: float = flag(1e-8, float, "optimizer", "added to the second moment's root")
+    grad_clip: float = flag(1.0, float, "optimizer", "largest norm of the gradient; 0: any")
 
     strategy: str = flag(
         "full-shard",
         str,
         "sharding",
-        "what is sharded; hybrid-shard: full-shard inside each node, replicated between nodes",
+        "what is sharded; hybrid-shard: full-shard inside a node",
         choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
     )
     bucket_mb: float = flag(25.0, float, "sharding", "MiB per bucket of no-shard")
-    prefetch: int = flag(1, int, "sharding", "stages that parameters are gathered ahead")
+    prefetch: int = flag(1, int, "sharding", "stages to gather parameters ahead")
     recompute: bool = flag(False, bool, "sharding", "keep only each block's input for backward")
     reduction: str = flag(
         "exact",
         str,
         "sharding",
-        "exact: same bits at any number of ranks; fast: the library's sums",
+        "exact: same bits on any ranks; or fast",
         choices=("exact", "fast"),
     )
     transport: str = flag(
@@ -115,31 +111,29 @@ class Config:
         "auto",
         str,
         "machine",
-        "where arrays live; auto: on a GPU if there is one",
+        "where arrays live",
         choices=("auto", "cpu", "cuda"),
     )
     precision: str = flag(
         "fp32",
         str,
         "machine",
-        "type of what is computed; slices, moments and sums stay fp32",
+        "of what is computed",
         choices=("fp32", "bf16", "fp16"),
     )
     reduce_dtype: str | None = flag(
-        None, str, "machine", "type of gradients on their way: fp32, or that of --precision (default)"
+        None, str, "machine", "of gradients on their way (default: --precision's)"
     )
     offload: str = flag(
         "none",
         str,
         "machine",
-        "keep in the host's memory instead of the GPU's: moments; or state, with the fp32 parameters of bf16",
+        "from the GPU to the host's memory: moments; or state, with the fp32 parameters of bf16",
         choices=("none", "moments", "state"),
     )
-    threads: str | None = flag(
-        None, str, "machine", "BLAS threads per rank, or auto: cores per rank (default 1)"
-    )
+    threads: str | None = flag(None, str, "machine", "of BLAS per rank, auto: its cores (default: 1)")
 
-    save_every: int = flag(0, int, "records", "steps between checkpoints; 0: only at the end")
+    save_every: int = flag(0, int, "records", "steps between checkpoints; 0: at the end")
     keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
     async_save: bool = flag(False, bool, "records", "go on training while a checkpoint is written")
     checkpoint_io: str = flag(
@@ -149,20 +143,28 @@ class Config:
         "gather: rank 0 writes; parallel: all ranks write their ranges by MPI-IO",
         choices=("gather", "parallel"),
     )
-    eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
+    eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
+    log_level: str = flag(
+        "info",
+        str,
+        "records",
+        "least level of what is said",
+        choices=("debug", "info", "warning", "error"),
+    )
+    tensorboard: bool = flag(False, bool, "records", "TensorBoard's event files in OUT/tensorboard")
+    trace: str | None = flag(None, str, "records", "time line of all ranks to write: .json or .json.gz")
+    trace_steps: str | None = flag(None, str, "records", "as 10:13, which is 10 to 12 (default: three)")
     timeout: float = flag(
-        600.0, float, "records", "seconds without progress after which the job is ended; 0: never"
+        600.0, float, "records", "end the job after such seconds without progress; 0: never"
     )
-    check_collectives: bool = flag(
-        False, bool, "records", "compare what the ranks start before each collective: slow, to find a fault"
-    )
+    check_collectives: bool = flag(False, bool, "records", "compare ranks before each collective: slow")
     max_time: str | None = flag(
         None,
         str,
         "records",
-        "save and stop within this time of the start, such as 3h50m, or of a batch job; exit status 75",
+        "save and stop (status 75) within 3h50m, say",
     )
 
     def fixed(self) -> dict[str, Any]:
@@ -178,11 +180,28 @@ class Config:
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are UsageErrors: who prints them is decided elsewhere."""
+ALIASES = {"learning_rate": "lr"}  # another name of a setting, as a flag and in a file
+METAVARS = {  # what a value is called in --help; the others are N, X and TEXT
+    "out": "DIR",
+    "resume": "WHAT",
+    "init": "PATH",
+    "data": "PATH",
+    "freeze": "PATTERN",
+    "tokenizer": "WHICH",
+    "threads": "N",
+    "max_time": "TIME",
+    "trace": "FILE",
+    "trace_steps": "A:B",
+    "reduce_dtype": "TYPE",
+}
+EXAMPLES = """\
+Any switch --x is turned off by --no-x. Examples:
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+  mpirun -n 8 python -m zero_mpi.train
+  mpirun -n 8 python -m zero_mpi.train --data TEXT --out runs/mine
+  mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data TEXT --lr 1e-4
+
+The same command goes on where a run stopped; with --dry-run it says what it would do."""
 
 
 def spelled(name: str) -> str:
@@ -194,9 +213,10 @@ def make_parser() -> Parser:
     """The command line, in groups. Flags that are not given are absent from the result."""
     parser = Parser(
         prog="mpirun -n N python -m zero_mpi.train",
+        usage="%(prog)s [flags]",
         description="Train a transformer sharded over MPI ranks, into a GGUF that llama.cpp opens.",
+        epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file that sets the same names as the flags")
     groups: dict[str, Any] = {}
@@ -204,23 +224,26 @@ def make_parser() -> Parser:
         about = field.metadata
         group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
         groups[about["group"]] = group
-        group.add_argument(spelled(field.name), **argument(field))
+        others = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
+        group.add_argument(spelled(field.name), *others, **argument(field))
     return parser
 
 
 def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """What argparse needs to know of a setting."""
     about = field.metadata
-    shown = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
-    common = {"help": (about["text"] + shown).replace("%", "%%")}
-    if about["kind"] is bool:
+    text, kind = with_choices(about["text"], about["choices"]), about["kind"]
+    if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
+        text += f" (default: {field.default})"
+    common = {"help": text.replace("%", "%%")}
+    if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    if about["kind"] is list:
-        return {**common, "nargs": "+", "metavar": "PATH" if field.name == "data" else "PATTERN"}
     if about["choices"]:
         return {**common, "choices": about["choices"]}
-    metavar = {int: "N", float: "X", str: "TEXT"}[about["kind"]]
-    return {**common, "type": about["kind"], "metavar": metavar}
+    metavar = METAVARS.get(field.name, KINDS.get(kind, "TEXT"))
+    if kind is list:
+        return {**common, "nargs": "+", "metavar": metavar}
+    return {**common, "type": kind, "metavar": metavar}
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -241,14 +264,21 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: not a TOML file: {error}") from error
-    return {name.replace("-", "_"): checked_type(path, name, value) for name, value in raw.items()}
+    return {setting_of(name): checked_type(path, name, value) for name, value in raw.items()}
+
+
+def setting_of(key: str) -> str:
+    """The name of the setting that a key of a file means."""
+    name = key.replace("-", "_")
+    return ALIASES.get(name, name)
 
 
 def checked_type(path: Path, key: str, value: Any) -> Any:
     """`value` as the setting's type; raises UsageError for an unknown key or another type."""
-    field = FIELDS.get(key.replace("-", "_"))
+    field = FIELDS.get(setting_of(key))
     if field is None:
-        raise UsageError(f"--config {path}: {key!r} is not a setting; see --help for the names")
+        meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
+        raise UsageError(f"--config {path}: {key!r} is not a setting{meant}")
     kind = field.metadata["kind"]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -289,13 +319,16 @@ def check(config: Config) -> None:
             raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
     for name, field in FIELDS.items():
         choices = field.metadata["choices"]
-        if choices and getattr(config, name) not in choices:
-            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected one of {', '.join(choices)}")
+        value = getattr(config, name)
+        if choices and value not in choices:
+            meant = nearest(str(value), choices)
+            raise UsageError(f"{spelled(name)} {value}: expected one of {', '.join(choices)}{meant}")
     if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
+    step_range(config.trace_steps, config.steps)
 
 
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"

@@ -9,8 +9,11 @@ NumPy and CuPy share. CuPy is imported when a GPU is chosen and not before.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import resource
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,28 @@ class Host:
 
     def synchronize(self) -> None:
         """Return when all work is complete."""
+
+    def memory_in_use(self) -> int:
+        """Bytes of this process in the host's memory, what it shares with others included."""
+        try:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * mmap.PAGESIZE
+        except OSError:  # no Linux: the most so far, which is in KiB there
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def stopwatch(self) -> Stopwatch:
+        """When what is computed begins and ends."""
+        return Stopwatch()
+
+
+class Stopwatch:
+    """The host's clock: work is done when its call returns, so a stamp is the time."""
+
+    stamp = staticmethod(time.perf_counter)
+
+    def seconds(self, stamp: float) -> float:
+        """`stamp` itself, by `time.perf_counter`."""
+        return stamp
 
 
 class _Owner:
@@ -191,6 +216,52 @@ class Cuda:
     def synchronize(self) -> None:
         """Return when all work is complete."""
         self.stream.synchronize()
+
+    def memory_in_use(self) -> int:
+        """Bytes of the GPU that are not free, those of other processes on it included."""
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return int(total - free)
+
+    def stopwatch(self) -> CudaStopwatch:
+        """When what is computed begins and ends."""
+        return CudaStopwatch(self.cupy.cuda, self.stream)
+
+
+class CudaStopwatch:
+    """Events on the stream that computes, whose times are asked for when all is done.
+
+    Two events of which the host's time is known, the first one and one made when times are asked for, tell
+    how the GPU's clock lies to the host's; between them it is taken to run evenly. The host's own times,
+    which are floats, stay what they are.
+    """
+
+    def __init__(self, cuda: Any, stream: Any) -> None:
+        self._cuda, self._stream = cuda, stream
+        self._first, self._begun = self._known()
+        self._rate = 0.0  # seconds of the host in a millisecond of the GPU; 0: not known yet
+
+    def stamp(self) -> Any:
+        """A mark behind all that was asked for so far."""
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _known(self) -> tuple[Any, float]:
+        """An event, and when the GPU came to it."""
+        self._stream.synchronize()
+        before = time.perf_counter()
+        event = self.stamp()
+        event.synchronize()
+        return event, (before + time.perf_counter()) / 2
+
+    def seconds(self, stamp: Any) -> float:
+        """When the GPU came to a mark, by the host's `time.perf_counter`."""
+        if isinstance(stamp, float):
+            return stamp
+        if not self._rate:
+            last, ended = self._known()
+            self._rate = (ended - self._begun) / self._cuda.get_elapsed_time(self._first, last)
+        return float(self._begun + self._cuda.get_elapsed_time(self._first, stamp) * self._rate)
 
 
 Device = Host | Cuda

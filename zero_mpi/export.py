@@ -6,7 +6,6 @@ place, brought to disk and renamed: TARGET is whole, or it is not there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -58,8 +57,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m zero_mpi.export",
         description="Write a model in another type or format, in one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        epilog="Examples:\n\n"
+        "  python -m zero_mpi.export runs/default/latest model-q8.gguf --type q8_0\n"
+        "  python -m zero_mpi.export runs/default/latest folder --format safetensors",
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m zero_mpi.generate",
         description="Generate text from a GGUF model, in one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Example:\n\n  python -m zero_mpi.generate runs/default/latest --prompt 'def ' --tokens 200",
     )
     parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("--prompt", default="def ", help="text to continue")

@@ -112,7 +112,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m zero_mpi.hostfile",
         description="Write a hostfile in the form that a launcher reads.",
-        epilog="PBS: FILE is $PBS_NODEFILE. Slurm: `scontrol show hostnames` into FILE `-`.",
+        epilog="Examples, in a job of PBS and of Slurm:\n\n"
+        "  python -m zero_mpi.hostfile $PBS_NODEFILE --for openmpi\n"
+        "  scontrol show hostnames | python -m zero_mpi.hostfile - --for mpich",
     )
     parser.add_argument("file", help="in either form, or a list of names; - for standard input")
     parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="who reads it")

@@ -33,6 +33,9 @@ def make_parser() -> Parser:
         prog="python -m zero_mpi.inspect",
         description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
         "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+        epilog="Examples:\n\n"
+        "  python -m zero_mpi.inspect runs/default/latest\n"
+        "  python -m zero_mpi.inspect runs/a/latest runs/b/latest",
     )
     parser.add_argument(
         "path", help="GGUF file (the first of a split one), checkpoint or Hugging Face folder"

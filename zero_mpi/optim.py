@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi import device, ops
+from zero_mpi import device, ops, spans
 from zero_mpi.arrays import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
@@ -53,6 +53,10 @@ Moments = FlatMoments | HostMoments  # to read and to fill
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter, 2019) for a ShardedModule. Decay applies to matrices only.
 
+    lr            learning rate; `step` may be given another one each time
+    betas, eps    decay of the two moments, and what is added to the root of the second
+    weight_decay  a step takes lr * weight_decay of a matrix away, apart from the gradient
+
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
     `offload`: "moments" keeps them in pinned memory of the host, "state" also the parameters of a module with
     `offload_masters`; raises UsageError where there is no GPU.
@@ -80,10 +84,12 @@ class ShardedAdamW:
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
 
+        Returns the norm before clipping, and whether the update was left out because that was not finite.
         `lr`: for this step, otherwise the one given at the start; `max_norm`: clip the global norm to it.
         """
         pending = self.module.overlapped_sync_gradients()
-        norm = self.module.gradient_norm()
+        with spans.during(spans.OPTIMIZER, "norm"):
+            norm = self.module.gradient_norm()
         pending.wait()
         finite = math.isfinite(norm)
         if finite:
@@ -91,10 +97,11 @@ class ShardedAdamW:
             self.module.drop_gathered()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
             scale /= self.module.loss_scale.factor
-            for unit in self.units:
-                self._update_unit(unit, self.lr if lr is None else lr, scale)
-            if self._offload is not None and self._offload.masters:
-                self._offload.finish()
+            with spans.during(spans.OPTIMIZER, "update"):
+                for unit in self.units:
+                    self._update_unit(unit, self.lr if lr is None else lr, scale)
+                if self._offload is not None and self._offload.masters:
+                    self._offload.finish()
             self.module.broadcast_updated_params()
         else:
             self.skipped += 1

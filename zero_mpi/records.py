@@ -1,7 +1,6 @@
-"""What a run tells: `metrics.jsonl`, a progress bar or lines, and notes; from rank 0 only.
+"""What a run records: a line of `metrics.jsonl` a step, the progress of it, TensorBoard's files; from rank 0.
 
-Floats are written in full precision, so two exact runs have the same text. The bar is drawn where a person
-watches: launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
+Floats are written in full precision, so two exact runs have the same text.
 """
 
 from __future__ import annotations
@@ -9,70 +8,70 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from zero_mpi.errors import naming
+from zero_mpi.progress import Display
+from zero_mpi.tensorboard import TensorBoard
 
 METRICS = "metrics.jsonl"
-LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # in the names of processes that pass a rank's output on
+TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
 
 
 class Records:
-    """Writes the records of a run; on other ranks than 0 every method does nothing."""
+    """Writes the records of a run; on other ranks than 0 `step` and `close` do nothing."""
 
-    def __init__(self, out: Path, rank: int, *, done: int, steps: int, log_every: int) -> None:
-        self._active, self._steps, self._log_every = rank == 0, steps, log_every
-        self._bar: Any = None
+    def __init__(
+        self, out: Path, rank: int, *, done: int, steps: int, log_every: int, tensorboard: bool = False
+    ) -> None:
+        self._active, self._done, self._steps, self._log_every = rank == 0, done, steps, log_every
         if not self._active:
             return
         keep_until(out / METRICS, done)
         self._file = (out / METRICS).open("a", buffering=1)
-        if watched():
-            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, leave=True)
+        self._board = TensorBoard(out, done) if tensorboard else None
+        self._display = Display(done, steps)
+
+    def logs(self, step: int) -> bool:
+        """Whether a step gets a line in the log for its number; the same on all ranks."""
+        return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """One step's record: a line of metrics.jsonl, and the bar or now and then a line."""
+        """One step's record."""
         if not self._active:
             return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with naming(self._file.name):
             self._file.write(json.dumps(plain) + "\n")
-        if self._bar is not None:
-            shown = {"loss": f"{record['loss']:.4f}", "tok/s": f"{record['tokens_per_second']:.0f}"}
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update()
-        elif record["step"] % self._log_every == 0 or record["step"] == self._steps or "val_loss" in record:
-            print(line(record, self._steps), flush=True)
-
-    def say(self, text: str) -> None:
-        """A line for the person who watches."""
-        if self._active and self._bar is not None:
-            self._bar.write(text, file=sys.stderr)  # the bar's own stream: two pipes would mix their order
-        elif self._active:
-            print(text, flush=True)
+        if self._board is not None:
+            self._board.step(record)
+        self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
     def close(self) -> None:
-        """End the bar and the file."""
+        """End the files and the bar."""
         if self._active:
             self._file.close()
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
+            if self._board is not None:
+                self._board.close()
+            self._display.close()
 
 
-def line(record: Mapping[str, Any], steps: int) -> str:
-    """A step's record for a log."""
-    text = (
-        f"step {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  "
-        f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-        f"{record['tokens_per_second']:.0f} tokens/s"
-    )
-    return text + (f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else "")
+def last_step(path: Path) -> int:
+    """The step of the last whole record; 0 if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            tail = file.read()
+    except OSError:
+        return 0
+    for text in reversed(tail.splitlines()):
+        try:
+            return int(json.loads(text)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -88,24 +87,3 @@ def keep_until(path: Path, step: int) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(kept))
     partial.replace(path)
-
-
-def watched() -> bool:
-    """Whether stderr, or that of a process that started this one, is a terminal."""
-    if sys.stderr.isatty():
-        return True
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            if os.readlink(f"/proc/{pid}/fd/2").startswith(("/dev/pts/", "/dev/tty")):
-                name = Path(f"/proc/{pid}/comm").read_text()
-                return any(launcher in name for launcher in LAUNCHERS)
-            pid = parent(pid)
-        except (OSError, ValueError, IndexError):
-            return False
-    return False
-
-
-def parent(pid: int) -> int:
-    """The parent of process `pid`."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

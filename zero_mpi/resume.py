@@ -18,6 +18,7 @@ from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoin
 from zero_mpi.config import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
+from zero_mpi.log import Caution
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Start:
     state: GGUFFile
 
 
-def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Start | None:
+def find_start(
+    world: World, config: Config, out: Path, notes: list[str], *, tidy: bool = True
+) -> Start | None:
     """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
 
-    `notes` is told what was passed over.
+    `notes` is told what was passed over. `tidy`: remove what interrupted saves have left.
     """
-    folders: list[Path] = world.share(world.on_root(lambda: look(config, out)))
+    folders: list[Path] = world.share(world.on_root(lambda: look(config, out, tidy)))
     faults: list[str] = []
     for folder in folders:
         try:
@@ -42,7 +45,7 @@ def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Sta
         except UsageError as error:
             faults.append(str(error))
             continue
-        notes += [f"passed over a checkpoint that cannot be used: {text}" for text in faults]
+        notes += [Caution(f"passed over a checkpoint that cannot be used: {text}") for text in faults]
         return start
     if faults:
         more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
@@ -50,9 +53,10 @@ def find_start(world: World, config: Config, out: Path, notes: list[str]) -> Sta
     return None
 
 
-def look(config: Config, out: Path) -> list[Path]:
-    """The folders that may be gone on from, the best first; leftovers of interrupted saves are removed."""
-    manager.clean(out)
+def look(config: Config, out: Path, tidy: bool) -> list[Path]:
+    """The folders that may be gone on from, the best first; leftovers are removed before, to tidy up."""
+    if tidy:
+        manager.clean(out)
     if config.resume == "never":
         return []
     if config.resume == "auto":
@@ -99,7 +103,8 @@ def check_resume(start: Start, description: Description, notes: list[str]) -> No
             "use the same value, another --out, or --resume never"
         )
     for key, was, now in differences(read_json(state, "training.machine"), description.machine):
-        notes.append(f"the checkpoint was made with {key} {was}, now {now}: the last bits may change")
+        text = f"the checkpoint was made with {key} {was}, now {now}: the last bits may change"
+        notes.append(Caution(text))
     changed = [
         f"{spelled(key)} was {was}, now {now}"
         for key, was, now in differences(read_json(state, "training.plan"), description.plan)

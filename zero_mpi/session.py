@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import __version__, device, environment, ops
+from zero_mpi import __version__, device, environment, log, ops
 from zero_mpi.checkpoint.state import ID, Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm, device_choice
@@ -40,10 +40,21 @@ from zero_mpi.source import (
 )
 from zero_mpi.uniform import check_inputs
 
+TRANSPORT = "transport: "  # how the note begins that says what carries between ranks
+NOT_SHARED = (
+    "without shared memory the ranks of a node send each other messages, which is slower; give "
+    "/dev/shm more room (containers: --shm-size)"
+)
+
 
 @dataclass
 class Session:
-    """A run that is ready to go on from `progress`."""
+    """A run that is ready to go on from `progress`.
+
+    transport   what carries between ranks, for people; empty for a lone rank
+    nodes       that the transport tells apart, 0 where it does not
+    resumed     the checkpoint's folder, if the run goes on from one
+    """
 
     config: Config
     comm: Comm
@@ -58,30 +69,34 @@ class Session:
     progress: Progress
     tokenizer: Tokenizer | None
     notes: list[str]
+    transport: str = ""
+    nodes: int = 0
+    resumed: Path | None = None
 
 
 def prepare(world: World, config: Config) -> Session:
     """The session of a configuration. Collective; raises UsageError on all ranks alike."""
-    threads = set_threads(config)
+    phase, threads = log.Phases(), set_threads(config)
     out = Path(config.out)
     world.on_root(lambda: make_folder(out))
     notes: list[str] = []
     start = find_start(world, config, out, notes)
-    init: WeightSource | None = world.together(lambda: open_init(config))
-    given: ModelConfig | None = world.together(lambda: init and read_model(init))
-    tokenizer: Tokenizer | None = world.together(lambda: choose_tokenizer(config, init, given))
-    model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
-    if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    phase("checkpoints looked at")
+    init, tokenizer, model = open_model(world, config)
     check_inputs(world, what_was_read(config, start, init, model, tokenizer))
+    phase("model and tokenizer")
     comm = make_comm(world, config, model, notes)
+    transport, nodes = take_transport(notes), getattr(comm, "topology", None)
+    phase("transport")
     if config.check_collectives:
         comm = CheckedComm(comm)
     corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
+    phase("data")
     module = make_module(config, model, comm)
     optimizer = world.together(lambda: make_optimizer(config, module))
     description = world.together(lambda: describe(config, model, corpus, tokenizer, init, threads))
-    notes += corpus.notes
+    notes += map(log.Caution, corpus.notes)
+    phase("module and optimizer")
     progress = Progress()
     if start is not None:
         world.on_root(lambda: check_resume(start, description, notes))
@@ -91,7 +106,9 @@ def prepare(world: World, config: Config) -> Session:
         world.together(lambda: module.load_slices(finite(init.read, init.path)))
     else:
         module.initialize(config.seed)
+    phase("parameters")
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
+    phase("operations")
     if world.rank == 0:
         (out / "config.toml").write_text(write_toml(config))
     return Session(
@@ -113,7 +130,21 @@ def prepare(world: World, config: Config) -> Session:
         progress=progress,
         tokenizer=tokenizer,
         notes=notes,
+        transport=transport,
+        nodes=0 if nodes is None else nodes.nodes,
+        resumed=None if start is None else start.folder,
     )
+
+
+def open_model(world: World, config: Config) -> tuple[WeightSource | None, Tokenizer | None, ModelConfig]:
+    """What `--init` names, the tokenizer of the text, the model's sizes. Collective; raises UsageError."""
+    init: WeightSource | None = world.together(lambda: open_init(config))
+    given: ModelConfig | None = world.together(lambda: init and read_model(init))
+    tokenizer: Tokenizer | None = world.together(lambda: choose_tokenizer(config, init, given))
+    model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
+    if config.context > model.context_length:
+        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    return init, tokenizer, model
 
 
 def set_threads(config: Config) -> int:
@@ -161,7 +192,7 @@ def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]
     if config.transport != "mpi":
         comm = make_shared(world, config, model, notes)
     elif world.size > 1:
-        notes.append("transport: mpi")
+        notes.append(f"{TRANSPORT}mpi")
     return comm or MPIComm(exact=config.reduction == "exact")
 
 
@@ -195,11 +226,20 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     except NoSharedMemory as error:
         if config.transport == "shared" and isinstance(error, NodesApart):
             raise UsageError(f"--transport shared: {error}; use --transport auto or mpi") from error
-        notes.append(f"transport: mpi, because {error}")
+        notes.append(f"{TRANSPORT}mpi, because {error}")
+        if not isinstance(error, NodesApart):
+            notes.append(log.Caution(NOT_SHARED))
         return None
     exact = ", exact all the same" if config.reduction == "fast" else ""
-    notes.append(f"transport: {comm.about}{exact}")
+    notes.append(f"{TRANSPORT}{comm.about}{exact}")
     return comm
+
+
+def take_transport(notes: list[str]) -> str:
+    """What the note on the transport says, which is taken out: the summary has a line for it."""
+    said = [note for note in notes if note.startswith(TRANSPORT)]
+    notes[:] = [note for note in notes if note not in said]
+    return "".join(said).removeprefix(TRANSPORT)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
@@ -331,4 +371,4 @@ def as_json(value: Any) -> Any:
 
 def announce(text: str) -> None:
     """Say at once what takes a while."""
-    print(text, flush=True)
+    log.info("%s", text)

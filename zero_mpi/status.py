@@ -53,6 +53,10 @@ class Status:
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
+    def before(self) -> dict[str, Any]:
+        """What the run before this one has left in the file; empty if nothing."""
+        return as_object(self._before)
+
     def at(self, step: int) -> None:
         """So many steps are done."""
         self._step = step
@@ -90,10 +94,9 @@ class Status:
 
     def _read(self) -> dict[str, Any]:
         try:
-            said = json.loads(self._path.read_text())
+            return as_object(self._path.read_text())
         except (OSError, ValueError):
             return {}
-        return said if isinstance(said, dict) else {}
 
     def _write(self, state: str, reason: str = "") -> None:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self._steps, **self._about}
@@ -108,6 +111,15 @@ class Status:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
                 self._path.write_text(text)  # a full disk has room for what is there already
+
+
+def as_object(text: str) -> dict[str, Any]:
+    """The JSON object in a text; empty for anything else."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def utc_now() -> str:

@@ -19,25 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from zero_mpi import device
+from zero_mpi import device, dryrun, events, log, peak, spans, tensorboard
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.arrays import Array
 from zero_mpi.batch import TimeLimit, find_job
-from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
-from zero_mpi.data import unigram_entropy
-from zero_mpi.launch import BAD_USAGE, REQUEUE, World, run
+from zero_mpi.finale import compare_with_letters, show_sample
+from zero_mpi.launch import REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
+from zero_mpi.outcome import Outcome
 from zero_mpi.records import Records
 from zero_mpi.rollcall import RollCall
 from zero_mpi.session import Session, prepare
-from zero_mpi.status import DONE, FAILED, STOPPED, Status
-from zero_mpi.textmodel import TextModel
-from zero_mpi.uniform import check_installation, check_not_alone, check_settings
+from zero_mpi.summary import Start, cautions, hosts_of, lines, plan
+from zero_mpi.timeline import Tracer, step_range
+from zero_mpi.uniform import blas, check_installation, check_not_alone, check_settings
+from zero_mpi.watchdog import STATUS as STANDING_STILL
 from zero_mpi.watchdog import Watchdog
 
 SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before the time is up
@@ -49,25 +48,25 @@ class StopSignals:
     """Notes SIGTERM and SIGUSR1, from the beginning on: also while a run is being prepared."""
 
     def __init__(self) -> None:
-        self.caught = False
+        self.caught = ""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        self.caught = True  # the ranks agree on it after the step
+        self.caught = signal.Signals(number).name  # the ranks agree on it after the step
 
 
 class Trainer:
     """Runs a session to its last step."""
 
     def __init__(
-        self, world: World, session: Session, watchdog: Watchdog, status: Status, signals: StopSignals
+        self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome, signals: StopSignals
     ) -> None:
         config = session.config
         self.world, self.session, self.config = world, session, config
-        self.watchdog, self.status, self.signals = watchdog, status, signals
+        self.watchdog, self.outcome, self.signals = watchdog, outcome, signals
         self.progress = session.progress
-        status.at(self.progress.step)
+        outcome.at(self.progress.step)
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
         self.rate = make_schedule(
             config.schedule,
@@ -77,7 +76,12 @@ class Trainer:
             steps=config.steps,
         )
         self.records = Records(
-            session.out, world.rank, done=self.progress.step, steps=config.steps, log_every=config.log_every
+            session.out,
+            world.rank,
+            done=self.progress.step,
+            steps=config.steps,
+            log_every=config.log_every,
+            tensorboard=config.tensorboard,
         )
         self.saver = Saver(
             session.out,
@@ -88,6 +92,9 @@ class Trainer:
             background=config.async_save,
             tick=self.saving,
         )
+        self.tracer = Tracer(
+            session.comm, config.trace, step_range(config.trace_steps, config.steps), self.progress.step
+        )
         self.waits_for_save = False
         self.longest_step = self.longest_evaluation = 0.0
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
@@ -97,10 +104,10 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the last step or until told to stop. Returns the exit status."""
-        for note in [*self.summary(), *self.session.notes]:
-            self.records.say(note)
+        self.start = self.begin()
         stopped = False
         while self.progress.step < self.config.steps and not stopped:
+            self.tracer.reach(self.progress.step + 1)
             stopped = self.step()
             if stopped or self.due(self.config.save_every):
                 self.save()
@@ -108,11 +115,15 @@ class Trainer:
             self.save()
         with self.waiting():
             self.saver.wait()
+        self.tracer.end(self.progress.step)
         self.announce()
         self.records.close()
         if stopped and self.progress.step < self.config.steps:
-            self.records.say(
-                f"stopped after step {self.progress.step}{self.ended_by}; run the same command to go on"
+            self.outcome.events.reason = (
+                self.ended_by.strip() or self.signals.caught or "a signal to another rank"
+            )
+            log.info(
+                "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
             )
             return REQUEUE
         self.close()
@@ -121,7 +132,7 @@ class Trainer:
     def step(self) -> bool:
         """One optimizer step and its record. Returns whether to stop."""
         begun, number, meter = time.perf_counter(), self.progress.step, self.session.comm.meter
-        waited, sent = meter.wait_seconds, meter.sent_bytes
+        waited, sent, skipped = meter.wait_seconds, meter.sent_bytes, self.progress.skipped
         self.watchdog.beat(f"step {number + 1}")
         self.rounds(number)
         loss, stop, failed = self.accumulator.totals(self.wants_to_stop(), self.saver.failed)
@@ -140,10 +151,10 @@ class Trainer:
             scale_exponent=self.session.module.loss_scale.exponent,
             scale_steps=self.session.module.loss_scale.good_steps,
         )
-        self.status.at(number + 1)
+        self.outcome.at(number + 1)
         took = time.perf_counter() - begun
         self.longest_step = max(self.longest_step, took)
-        record = {
+        record: dict[str, Any] = {
             "step": number + 1,
             "loss": loss,
             "grad_norm": result.grad_norm,
@@ -158,8 +169,13 @@ class Trainer:
         if number + 1 == self.config.steps or self.due(self.config.eval_every):
             record |= self.evaluate()
             self.longest_evaluation = max(self.longest_evaluation, time.perf_counter() - begun - took)
+        share = self.start.share(took)
+        record |= {} if share is None else {"mfu": round(share, 4)}
+        if self.records.logs(number + 1) or "val_loss" in record:
+            record["memory_bytes"] = self.world.everyone(device.in_use().memory_in_use())
         self.records.step(record)
         self.announce()
+        self.warn_of_skips(before=skipped)
         return stop > 0
 
     def rounds(self, number: int) -> None:
@@ -171,7 +187,9 @@ class Trainer:
             if mine is None:
                 self.accumulator.accumulate(None)
             else:
-                self.accumulator.accumulate(*with_loss(loader.micro(number, mine), scale))
+                with spans.during(spans.DATA, "read"):
+                    batch = loader.micro(number, mine)
+                self.accumulator.accumulate(*with_loss(batch, scale))
 
     def evaluate(self) -> dict[str, float]:
         """The held-out loss in nats per token, as an entry of a record; empty if nothing is held out."""
@@ -194,7 +212,7 @@ class Trainer:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
         if self.world.rank == 0 and self.limit.left() < self.needed():
             self.ended_by = f" in time for {self.limit.name}"
-        return self.signals.caught or bool(self.ended_by)
+        return bool(self.signals.caught or self.ended_by)
 
     def needed(self) -> float:
         """Seconds that one more step and the last checkpoint may take."""
@@ -225,67 +243,53 @@ class Trainer:
     def announce(self) -> None:
         """Say which checkpoints are complete."""
         for saved in self.saver.finished():
-            self.records.say(f"saved {saved.folder} in {saved.seconds:.1f} s, state {saved.digest[:16]}")
+            log.info("saved %s in %.1f s, state %s", saved.folder, saved.seconds, saved.digest[:16])
+            self.outcome.events.note(
+                events.SAVED,
+                step=saved.step,
+                folder=saved.folder.name,
+                digest=saved.digest,
+                seconds=round(saved.seconds, 3),
+                bytes=bytes_in(saved.folder),
+            )
 
-    def summary(self) -> list[str]:
-        """What is about to happen, for the person who started it."""
-        session, module, comm = self.session, self.session.module, self.session.comm
-        parameters = sum(param.size for param in module.params.values())
-        moments = session.optimizer.memory_bytes()
-        return [
-            f"zero_mpi: {session.model.arch}, {parameters:,} parameters, {module.strategy.name} over "
-            f"{comm.size} rank{'s' if comm.size > 1 else ''}, {self.config.reduction} reduction, "
-            f"{self.computing()}",
-            f"data: {session.corpus.train.size:,} tokens to train on in "
-            f"{session.corpus.documents - session.corpus.val_documents} documents, "
-            f"{session.corpus.val.size:,} held out; {session.loader.tokens_per_step:,} tokens a step in "
-            f"{session.loader.micro_batches} micro-batches",
-            f"memory on rank 0: {mebibytes(module.shard_memory_bytes)} parameters and {mebibytes(moments)} "
-            f"moments; the whole model has {mebibytes(module.replicated_memory_bytes)} of parameters",
-        ]
+    def begin(self) -> Start:
+        """Say what is about to happen, to the person who started it and in the run's records. Collective."""
+        session, phase = self.session, log.Phases()
+        hosts = hosts_of(self.world.everyone(platform.node()))
+        reached = peak.measure(self.world, session.module.precision.compute)
+        phase("matrix products")
+        start = Start(session, hosts, reached)
+        if self.world.rank:
+            return start
+        start = plan(start)
+        phase("plan")
+        self.outcome.begin(start)
+        for line in lines(start):
+            log.info("%s", line)
+        for note in [*session.notes, *map(log.Caution, cautions(start))]:
+            log.tell(note)
+        log.debug("BLAS: %s, threads of rank 0: %d", blas(), start.threads)
+        for unit in session.module.units:
+            own = unit.part.stop - unit.part.start
+            log.debug("unit %s: %s elements, %s of them here", unit.name, f"{unit.unit.length:,}", f"{own:,}")
+        return start
 
-    def computing(self) -> str:
-        """On what and in which precision."""
-        machine = self.session.description.machine
-        low = f"{machine['precision']}, " if "precision" in machine else ""
-        if "device" in machine:
-            return f"{low}{machine['device']}, {machine['operations']}"
-        return f"{low}{machine['threads']} BLAS thread(s) a rank"
+    def warn_of_skips(self, before: int) -> None:
+        """Say it when the first step is skipped; in fp16 that is how the scale of the losses is found."""
+        if before == 0 < self.progress.skipped and not self.session.module.loss_scale.dynamic:
+            log.warning(
+                "the gradient of step %d is not finite: steps with such a gradient change nothing",
+                self.progress.step,
+            )
 
     def close(self) -> None:
         """Rank 0 compares with what letter frequencies alone would give, and shows a sample."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
-            self.report()
-            self.show_sample()
+            compare_with_letters(self.session, self.val_loss)
+            show_sample(self.session, self.progress.step, self.outcome.events)
         self.session.comm.barrier()
-
-    def report(self) -> None:
-        """The held-out loss beside the entropy of the same text's token frequencies."""
-        held_out = self.session.held_out
-        if self.val_loss is None or not held_out.micro_batches:
-            return
-        targets = np.concatenate([held_out.micro(i)[1].ravel() for i in range(held_out.micro_batches)])
-        self.records.say(
-            f"validation loss {self.val_loss:.4f} nats a token; "
-            f"the entropy of the same text's unigram distribution is {unigram_entropy(targets):.4f}"
-        )
-
-    def show_sample(self) -> None:
-        """Text from the file that was just written."""
-        tokenizer = self.session.tokenizer
-        if tokenizer is None or not self.config.sample:
-            return
-        path = manager.step_folder(self.session.out, self.progress.step) / manager.MODEL
-        if not path.exists():
-            return
-        model = TextModel(path)
-        prompt = tokenizer.encode_prompt(self.config.prompt)
-        ids = [
-            *prompt.tolist(),
-            *model.generate(prompt, self.config.sample, seed=self.config.seed),
-        ]
-        self.records.say(f"sample of {path}:\n{tokenizer.decode(ids).decode('utf-8', 'replace')}")
 
 
 def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterion]:
@@ -294,9 +298,11 @@ def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterio
     return tokens, CrossEntropy(targets, scale)
 
 
-def mebibytes(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**20:.1f} MiB"
+def bytes_in(folder: Path) -> int:
+    """Of the files in a folder; 0 where it is gone already."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def read_flags(world: World, arguments: Sequence[str]) -> Config:
@@ -312,32 +318,30 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check_not_alone(world)
     check_installation(world)
     config = world.together(lambda: read_flags(world, arguments))
-    watchdog, status = stand_guard(world, config)
+    if config.dry_run:
+        return dryrun.show(world, config)
+    log.install(world.rank, world.size, config.log_level)
+    phase = log.Phases()
+    watchdog, outcome = stand_guard(world, config)
     check_settings(world, config)
     world.together(lambda: device.use(config.device))
-    return Trainer(world, prepare(world, config), watchdog, status, signals).run()
+    world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
+    session = prepare(world, config)
+    phase("the run is prepared")
+    return Trainer(world, session, watchdog, outcome, signals).run()
 
 
-def stand_guard(world: World, config: Config) -> tuple[Watchdog, Status]:
+def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     """What ends the job where it stands still, and what tells the world how it fares. Collective."""
     out, watchdog = Path(config.out), Watchdog(world.rank, config.timeout)
     places = world.everyone(f"process {os.getpid()} on {platform.node()}")
     roll = RollCall(out, world.rank, job=world.share(f"{places[0]}, {time.time_ns()}"))
     if world.rank == 0:
         roll.clear()  # what a job left that was killed while it stood still
-    status = Status(out, world.rank, world.size, config.steps)
-    world.at_end.append(partial(record_end, status))
-    watchdog.gather(roll, places, partial(status.end, FAILED), world.kill)
-    status.begin()
-    return watchdog, status
-
-
-def record_end(status: Status, code: int, reason: str) -> None:
-    """What the exit status means for status.json."""
-    if code == BAD_USAGE:
-        status.refused(reason)
-    else:
-        status.end({0: DONE, REQUEUE: STOPPED}.get(code, FAILED), reason)
+    outcome = Outcome(out, world, config.steps)
+    watchdog.gather(roll, places, partial(outcome.end, STANDING_STILL), world.kill)
+    outcome.open()
+    return watchdog, outcome
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ FILES = {
     "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
     "no TOML": (["--config", "text"], "--config text: not a TOML file"),
     "broken": (["--config", "broken.toml"], "--config broken.toml: not a TOML file"),
-    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' is not a setting.*--help"),
+    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*; did you mean steps"),
     "wrong type": (["--config", "type.toml"], "--config type.toml: steps = 'three', expected int"),
     "wrong item": (["--config", "data.toml"], r"--config data.toml: data = \[1\], expected"),
 }

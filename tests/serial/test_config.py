@@ -31,6 +31,7 @@ SPECIAL |= {
     "arch": "gpt2",
     "reduction": "fast",
     "tokenizer": "from-init",
+    "trace_steps": "2:5",
     "transport": "mpi",
     "device": "cpu",
 }
@@ -255,7 +256,7 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
     entries = re.split(r"(?m)^  (?=--|-h)", shown.partition("options:")[2])
     (entry,) = [" ".join(entry.split()) for entry in entries if re.match(rf"{spelled(name)}\b(?!-)", entry)]
     assert field.metadata["text"] in entry
-    if field.default not in (None, dataclasses.MISSING):
+    if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
         assert f"(default: {field.default})" in entry
     for choice in field.metadata["choices"]:
         assert choice in entry
@@ -279,18 +280,16 @@ def test_the_console_script_says_its_version_and_commands():
 def test_the_console_script_refuses_an_unknown_command():
     status, printed, errors = console("trian")
     assert (status, printed) == (2, "")
+    assert errors == "zero-mpi: error: 'trian' is not a command; did you mean train?\n"
     names = ", ".join(cli.COMMANDS)
-    assert errors == f"zero-mpi: error: 'trian' is not a command; expected one of {names}\n"
+    assert console("xyzzy")[2] == f"zero-mpi: error: 'xyzzy' is not a command; expected one of {names}\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_console_script_hands_the_flags_on(command):
-    status, printed, errors = console(command, "--help")
-    assert (status, errors) == (0, "")
-    assert f"python -m zero_mpi.{command}" in printed
     status, printed, errors = console(command, "--no-such-flag")
     assert (status, printed) == (2, "")
-    assert errors.startswith(f"zero_mpi {command}: error: ")
+    assert errors.startswith(f"zero_mpi {command}: error: unknown flag --no-such-flag; ")
 
 
 @needs_mpiexec

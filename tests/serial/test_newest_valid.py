@@ -180,8 +180,8 @@ def test_two_damaged_ones_are_passed_over(run, data, unbroken):
     cut(run / NEWEST)
     flip_tensor(STATE)(run / OLDER)
     printed = train(2, run, *SMALL, *data, "--steps", "5")
-    assert [line.split(":")[0] for line in printed.splitlines() if "passed over" in line] == [
-        "passed over a checkpoint that cannot be used"
+    assert [line.split(": ")[:2] for line in printed.splitlines() if "passed over" in line] == [
+        ["warning", "passed over a checkpoint that cannot be used"]
     ] * 2
     assert "at step 1" in printed
     assert_same_run(run, unbroken)

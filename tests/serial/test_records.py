@@ -1,4 +1,4 @@
-"""What a run leaves in metrics.jsonl and in a log: whole lines, full precision, no step twice."""
+"""What a run leaves in metrics.jsonl, a log and a terminal: whole lines, full precision, no step twice."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import re
 import pytest
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import records
-from zero_mpi.records import Records, keep_until, line
+from zero_mpi import log, progress
+from zero_mpi.records import Records, keep_until, last_step
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
 COSTS = {"wait_seconds", "sent_bytes"}
@@ -41,8 +41,11 @@ def read(out):
 
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch):
-    """Lines and no bar, wherever the tests are started from."""
-    monkeypatch.setattr(records, "watched", lambda: False)
+    """Lines and no bar, wherever the tests are started from; and a command that speaks."""
+    monkeypatch.setattr(progress, "watched", lambda: False)
+    log.install(0, 1)
+    yield
+    log.remove()
 
 
 def test_records_are_one_json_object_a_line_from_step_one(tmp_path):
@@ -96,7 +99,6 @@ def test_records_are_there_as_soon_as_they_are_made(tmp_path):
 
 def test_only_rank_0_writes(tmp_path, capsys):
     write(tmp_path, [1, 2], rank=1)
-    Records(tmp_path, 1, done=0, steps=4, log_every=1).say("hello")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
@@ -156,22 +158,94 @@ def test_keeping_leaves_the_text_of_records_as_it_is(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("", 0),
+        ('{"step": 7}\n', 7),
+        ('{"step": 7}\n{"step": 8, "lo', 7),
+        ('{"step": 7}\n' + '{"step": 8}' + " " * 70000 + "\n\n", 8),
+        ("[3]\n{}\nnull\n", 0),
+    ],
+)
+def test_the_last_whole_record_is_found_from_the_end(text, step, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == 0, "no file"
+    path.write_text(text)
+    assert last_step(path) == step
+    path.write_text('{"step": 1, "x": "' + "y" * 2**18 + '"}\n' + text)
+    assert last_step(path) == step, "of a large file only the end is read"
+
+
 def test_keeping_makes_an_empty_file_where_none_was(tmp_path):
     keep_until(tmp_path / "metrics.jsonl", 5)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_log_lines_come_now_and_then_at_evaluations_and_at_the_end(tmp_path, capsys):
-    write(tmp_path, [1, 2, record(3, val_loss=5.25), 4, 5, 6, 7], total=7, log_every=4)
+def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_path, capsys):
+    steps = [1, 2, record(3, val_loss=5.25), 4, 5, 6, 7]
+    write(tmp_path, steps, total=7, log_every=4)
     printed = capsys.readouterr().out.splitlines()
-    assert [int(re.match(r"step (\d)/7 ", text)[1]) for text in printed] == [3, 4, 7]
-    assert "val loss 5.2500" in printed[0]
-    assert "val loss" not in printed[1]
+    assert [int(re.match(r"step (\d)/7 ", text)[1]) for text in printed] == [1, 3, 3, 4, 7]
+    assert printed[2] == "step 3/7  val loss 5.2500"
+    assert sum("val loss" in text for text in printed) == 1
 
 
-def test_a_log_line_says_loss_norm_rate_and_speed():
-    text = line(record(12, loss=2.5), 100)
-    assert text == "step  12/100  loss 2.5000  grad norm 0.333  lr 4.00e-03  1234 tokens/s"
+def test_a_resumed_job_begins_with_a_line(tmp_path, capsys):
+    write(tmp_path, [6, 7, 8, 9], done=5, total=20, log_every=4)
+    printed = capsys.readouterr().out.splitlines()
+    assert [text[:10] for text in printed] == ["step  6/20", "step  8/20"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_log_line_says_loss_speed_share_memory_and_time_left(tmp_path, capsys, clock):
+    written = Records(tmp_path, 0, done=2, steps=100, log_every=1)
+    clock[0] += 5 * 4
+    written.step(record(7, loss=2.5, mfu=0.4136, memory_bytes=[2**27, 3 * 2**27, 2**20]))
+    clock[0] += 4
+    written.step(record(8, loss=2.25, mfu=0.4136))
+    written.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step   7/100  loss 2.5000  1.23k tok/s  41% of peak  384 MiB  06:12 left",
+        "step   8/100  loss 2.2500  1.23k tok/s  41% of peak  384 MiB  06:08 left",
+    ]
+
+
+def test_the_last_line_says_what_the_job_took(tmp_path, capsys, clock):
+    written = Records(tmp_path, 0, done=2, steps=4, log_every=1)
+    clock[0] += 3725
+    written.step(record(4))
+    written.close()
+    assert capsys.readouterr().out.endswith("  1:02:05 in all\n")
+
+
+LARGE = {"loss": 11.25, "tokens_per_second": 123456.7, "mfu": 1.0, "memory_bytes": [int(79.9 * 2**30)]}
+
+
+@pytest.mark.parametrize("more", [LARGE, LARGE | {"loss": math.nan, "tokens_per_second": 9.99951e8}])
+def test_a_line_has_80_columns_at_most(more, tmp_path, capsys, clock):
+    written = Records(tmp_path, 0, done=0, steps=150000, log_every=1)
+    clock[0] += 5 * 86400
+    written.step(record(20000, **more))
+    written.close()
+    (text,) = capsys.readouterr().out.splitlines()
+    assert len(text) <= 80
+    assert text.endswith("  79.9 GiB  32 d left")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999.4, "999"), (999.6, "1k"), (38412, "38.4k"), (1.238e6, "1.24M"), (2.5e10, "25G")],
+)
+def test_numbers_have_three_digits(count, text):
+    assert progress.short(count) == text
 
 
 def test_a_log_is_plain_text(tmp_path, capsys):
@@ -184,13 +258,25 @@ def test_a_log_is_plain_text(tmp_path, capsys):
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
-    monkeypatch.setattr(records, "watched", lambda: True)
+    monkeypatch.setattr(progress, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
-    written.step(record(2))
-    written.say("a note")
+    written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))
+    log.info("a note")
     written.close()
+    log.info("a word after it")
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "a note" in printed.err.replace("\r", "\n").splitlines()
-    assert "2/4" in printed.err
+    lines = printed.err.replace("\r", "\n").splitlines()
+    assert {"a note", "a word after it", "step 2/4  val loss 5.2500"} <= set(lines)
+    (shown,) = {text for text in lines if "2/4, " in text}
+    assert "50%|" in shown
+    assert "loss 0.3000, 1.23k tok/s, 25% of peak, 1.0 GiB, " in shown
+    assert len(shown) <= 80
     assert [entry["step"] for entry in read(tmp_path)] == [2]
+
+
+def test_no_bar_is_shown_where_little_is_to_be_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "watched", lambda: True)
+    log.install(0, 1, "warning")
+    write(tmp_path, [1, 2, 3, 4])
+    assert capsys.readouterr() == ("", "")

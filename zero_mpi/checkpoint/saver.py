@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from zero_mpi import spans
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.contributions import Contribution, Snapshot, moments_of, parameters_of
 from zero_mpi.checkpoint.digest import digest_of_state
@@ -76,9 +77,11 @@ class Saver:
         self.wait()
         parts = parameters_of(self.optimizer), moments_of(self.optimizer)
         if not self.background:
-            self._finished.append(self._write(progress, parts))
+            with spans.during(spans.CHECKPOINT, "save", f"step {progress.step}"):
+                self._finished.append(self._write(progress, parts))
             return
-        copies = self._snapshot.take(parts[0]), self._snapshot.take(parts[1])
+        with spans.during(spans.CHECKPOINT, "copy"):
+            copies = self._snapshot.take(parts[0]), self._snapshot.take(parts[1])
         run = partial(self._write_behind, progress, copies)
         self._thread = threading.Thread(target=run, name="zero_mpi saver", daemon=True)
         self._thread.start()
@@ -91,7 +94,8 @@ class Saver:
     def wait(self) -> None:
         """Return when nothing is under way. All ranks call it; raises what went wrong, on all of them."""
         if self._thread is not None:
-            self._thread.join()
+            with spans.during(spans.CHECKPOINT, "wait for the save behind training"):
+                self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -110,7 +114,8 @@ class Saver:
 
     def _write_behind(self, progress: Progress, parts: Parts) -> None:
         try:
-            self._finished.append(self._write(progress, parts))
+            with spans.during(spans.BEHIND, "save", f"step {progress.step}"):
+                self._finished.append(self._write(progress, parts))
         except BaseException as error:  # raised where the run waits for it
             self._error = error
 

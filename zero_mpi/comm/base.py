@@ -7,6 +7,7 @@ travels, for records and error messages.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.comm.clocks import Offset
 from zero_mpi.comm.device_sum import ordered_sum_on_gpu
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.meter import Meter
@@ -212,6 +214,10 @@ class Comm(ABC):
 
     def await_readers(self) -> None:  # noqa: B027
         """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
+
+    def clock_offset(self) -> Offset:
+        """How far `time.perf_counter` is ahead of rank 0's here. Collective."""
+        return Offset(0.0, 0.0, time.perf_counter())
 
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
         """Push on what is under way; the runtime calls it between layers."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle, Memory, Partition, Piece
+from zero_mpi.comm.clocks import Offset
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.meter import collective
@@ -138,6 +139,10 @@ class CheckedComm(Forwarding):
     def barrier(self) -> None:
         self._check("barrier")
         super().barrier()
+
+    def clock_offset(self) -> Offset:
+        self._check("clock_offset")
+        return super().clock_offset()
 
     def background(self) -> Comm:
         self._check("background")

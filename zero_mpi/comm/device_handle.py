@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_mpi import spans
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.device_side import Side
@@ -39,7 +40,11 @@ class Joined(Pushed):
 
     def wait(self) -> None:
         super().wait()
-        self._side.join(self._ended.mark)
+        recorder = spans.active
+        stall = None if recorder is None else recorder.begin(spans.STALLS, self.kind, self.label)
+        self._side.join(self._ended.mark)  # the host does not wait, the device may
+        if recorder is not None and stall is not None:
+            recorder.end(stall)
         self._ended.arrays = ()
 
 

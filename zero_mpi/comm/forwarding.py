@@ -7,6 +7,7 @@ from typing import Any
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle, Partition, Piece
+from zero_mpi.comm.clocks import Offset
 from zero_mpi.comm.files import OutputFile
 
 
@@ -61,6 +62,9 @@ class Forwarding(Comm):
 
     def barrier(self) -> None:
         self._inner.barrier()
+
+    def clock_offset(self) -> Offset:
+        return self._inner.clock_offset()
 
     def background(self) -> Comm:
         return self._inner.background()

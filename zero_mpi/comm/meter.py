@@ -11,6 +11,8 @@ import time
 import weakref
 from types import TracebackType
 
+from zero_mpi import spans
+
 _known: list[weakref.ref[Meter]] = []
 
 
@@ -29,7 +31,7 @@ class Meter:
         self.wait_seconds, self.sent_bytes = 0.0, 0
         self.what: tuple[str, str] = ("", "")
         self.changed = time.perf_counter()
-        self._depth = 0
+        self._depth = self._accounted = 0
         _known[:] = [known for known in _known if known() is not None]
         _known.append(weakref.ref(self))
 
@@ -56,7 +58,20 @@ class Meter:
         if self._depth == 0:
             now = time.perf_counter()
             self.wait_seconds += now - self.changed
+            recorder = spans.active
+            if recorder is not None:
+                recorder.waited(*self.what, self.changed, now)
             self.changed = now
+
+    def account(self) -> int:
+        """The bytes that were counted since the last call."""
+        nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
+        return nbytes
+
+    def transfer(self, kind: str, label: str) -> spans.Transfer | None:
+        """The record of a transfer that begins now and gives what was just counted; None: nobody records."""
+        recorder = spans.active
+        return None if recorder is None else recorder.transfer(kind, label, self.account())
 
 
 def meters() -> list[Meter]:

@@ -24,9 +24,12 @@ from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imp
 from zero_mpi import environment  # noqa: E402
 from zero_mpi.arrays import Array, empty  # noqa: E402
 from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
+from zero_mpi.comm.clocks import Offset, offset_of_node  # noqa: E402
 from zero_mpi.comm.files import OutputFile  # noqa: E402
 from zero_mpi.comm.progress import PAUSE, Progress  # noqa: E402
+from zero_mpi.comm.topology import node_communicator  # noqa: E402
 from zero_mpi.comm.transfer import Running, Transfer  # noqa: E402
+from zero_mpi.spans import Transfer as Record  # noqa: E402
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
@@ -44,7 +47,14 @@ def mpi_type(array: Array) -> Any:
 
 
 class MPIComm(Comm):
-    """The ranks of an MPI communicator (the world, unless another is given)."""
+    """The ranks of an MPI communicator (the world, unless another is given).
+
+    exact     reductions add in the order of ranks; otherwise the library adds, in an order of its own
+    threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
+    patient   waits sleep instead of spinning, for the calls of a thread in the background
+
+    The others are sizes, in elements: of one call, and of the pieces that a reduction goes in.
+    """
 
     def __init__(
         self,
@@ -76,9 +86,11 @@ class MPIComm(Comm):
         pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
         return all(self.allgather_object(pays))
 
-    def start(self, running: Running, kind: str = "transfer", label: str = "") -> Handle:
-        """Begin a transfer and look after it until it is complete."""
-        transfer = Transfer(running, self.meter, kind, label)
+    def start(
+        self, running: Running, kind: str = "transfer", label: str = "", record: Record | None = None
+    ) -> Handle:
+        """Begin a transfer and look after it until it is complete; `record` of what it is a part of."""
+        transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
             transfer.wait()  # nothing to wait for, but an error would come out
             return DONE
@@ -268,6 +280,13 @@ class MPIComm(Comm):
 
     def barrier(self) -> None:
         self._finish(self._control.Ibarrier(), "barrier")
+
+    def clock_offset(self) -> Offset:
+        node = node_communicator(self._control)
+        with self.meter.waiting("clock_offset"):
+            found = offset_of_node(self._control, node, time.perf_counter)
+        node.Free()
+        return found
 
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)

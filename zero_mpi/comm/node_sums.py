@@ -57,7 +57,9 @@ class NodeSums:
         source = self._post(total)
         running = [self._collect(total, source), self._carry(total, source)]
         running += [self._settle(total)] if self.memory else [self._give(total)]
-        return Together([self.flat.start(each, "reduce_scatter", label) for each in running], label)
+        record = self.flat.meter.transfer("reduce_scatter", label)
+        parts = [self.flat.start(each, "reduce_scatter", label, record) for each in running]
+        return Together(parts, label)
 
     def is_free(self, number: int) -> bool:
         """Whether the table's entry of reduction `number` may be used again."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from zero_mpi import environment
+from zero_mpi import environment, spans
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import DONE, Handle, Memory, Partition, ordered_sum
 from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED
@@ -33,6 +33,7 @@ from zero_mpi.comm.patience import wait_until
 from zero_mpi.comm.slots import SlotPool
 from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.window import NodesApart
+from zero_mpi.spans import Transfer as Record
 
 SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
 
@@ -50,6 +51,7 @@ class Reduction(Handle):
     contributors: int
     accumulate: bool
     label: str = ""
+    record: Record | None = None  # for the time line
     kind = "reduce_scatter"
 
     def test(self) -> bool:
@@ -58,6 +60,7 @@ class Reduction(Handle):
 
     def wait(self) -> None:
         self.comm.wait_until(lambda: self.comm.is_complete(self.number), self.kind, self.label)
+        self.comm.note_ends()
 
     def add(self) -> None:
         """Add the slices that lie where the ranks said; call it once all of them have."""
@@ -121,6 +124,7 @@ class SharedComm(Forwarding):
         self._crowded = self.size > environment.node_cores()
         self._started = 0  # reductions
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
+        self._recorded: deque[Reduction] = deque()  # those under way that a time line has begun to record
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
         """Push on what is under way until `ready()`; `kind` and `label` say what is waited for."""
@@ -134,6 +138,8 @@ class SharedComm(Forwarding):
 
     def progress(self) -> None:
         self._add_what_is_posted()
+        if self._recorded:
+            self.note_ends()
         self._inner.progress()
 
     def wrapped(self, inner: Handle) -> Handle:
@@ -190,8 +196,13 @@ class SharedComm(Forwarding):
         number, self._started = self._started, self._started + 1
         if number >= ENTRIES:  # its entry of the table is used again
             self.wait_until(lambda: self.is_complete(number - ENTRIES), "reduce_scatter", "an earlier round")
-        reduction = Reduction(self, number, pool, full, out, partition, contributors, accumulate, label)
+        record = self.meter.transfer("reduce_scatter", label)
+        reduction = Reduction(
+            self, number, pool, full, out, partition, contributors, accumulate, label, record
+        )
         self._due.append(reduction)
+        if record is not None:
+            self._recorded.append(reduction)
         self._counters.note(number, offset)
         self._counters.raise_to(POSTED, number + 1)
         self._add_what_is_posted()
@@ -220,6 +231,11 @@ class SharedComm(Forwarding):
     def is_complete(self, number: int) -> bool:
         """Whether all ranks have added their slices of a reduction."""
         return self._counters.all_reached(SUMMED, number + 1)
+
+    def note_ends(self) -> None:
+        """For the time line: nobody is told when the others have added, so it is looked at now and then."""
+        while self._recorded and self.is_complete(self._recorded[0].number):
+            spans.end(self._recorded.popleft().record)
 
     def close(self) -> None:
         """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""

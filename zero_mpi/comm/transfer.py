@@ -18,6 +18,7 @@ mpi4py.rc.thread_level = "multiple"
 
 from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
 
+from zero_mpi import spans  # noqa: E402
 from zero_mpi.comm.base import Handle  # noqa: E402
 from zero_mpi.comm.meter import Meter  # noqa: E402
 
@@ -29,11 +30,20 @@ PAUSE = 2e-5  # seconds between looks at something that is no request
 class Transfer(Handle):
     """Runs a generator that yields what it needs next; `test` and `wait` drive it.
 
-    The lock lets the progress thread and the owner push the same transfer.
+    The lock lets the progress thread and the owner push the same transfer. `record`: of a whole that this is
+    a part of, for the time line.
     """
 
-    def __init__(self, running: Running, meter: Meter, kind: str = "transfer", label: str = "") -> None:
+    def __init__(
+        self,
+        running: Running,
+        meter: Meter,
+        kind: str = "transfer",
+        label: str = "",
+        record: spans.Transfer | None = None,
+    ) -> None:
         self.kind, self.label = kind, label
+        self._record = meter.transfer(kind, label) if record is None else record
         self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
         self._error: BaseException | None = None
         self._needed: Needed = []
@@ -44,6 +54,7 @@ class Transfer(Handle):
             self._needed = next(self._running)
         except StopIteration:
             self._done = True
+            spans.end(self._record)
         except BaseException as error:  # raised where the owner waits, whoever pushed
             self._done, self._error = True, error
 

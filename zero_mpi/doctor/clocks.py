@@ -1,22 +1,20 @@
-"""How far the hosts' clocks are apart, by messages to and fro.
+"""How far the hosts' clocks are apart (`comm.clocks`).
 
-A clock is read between two readings of ours; of several tries the one with the shortest way tells most, and
-its error is at most half of that way (F. Cristian, Probabilistic clock synchronization, 1989). Times in
-records come from rank 0; with other clocks far off, the records of batch system and job do not fit together.
+Times in records come from rank 0; with other clocks far off, the records of batch system and job do not fit
+together.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
+from zero_mpi.comm.clocks import answer, ask
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import NOTE, Row, duration
 
-TRIES = 10
 FAR = 1.0  # seconds
-Offset = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong
+Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong
 
 
 def now() -> float:
@@ -24,40 +22,20 @@ def now() -> float:
     return time.time()
 
 
-def offsets(where: Ranks) -> list[Offset]:
+def offsets(where: Ranks) -> list[Known]:
     """Of each node but the first. Collective; the answers are on all ranks."""
-    found: list[Offset] = []
+    found: list[Known] = []
     for ranks in where.nodes[1:]:
         if where.rank == 0:
-            found.append(ask(where.world.mpi.COMM_WORLD, ranks[0]))
+            offset = ask(where.world.mpi.COMM_WORLD, ranks[0], now)
+            found.append((offset.ahead, offset.wrong))
         elif where.rank == ranks[0]:
-            answer(where.world.mpi.COMM_WORLD)
-    shared: list[Offset] = where.world.share(found)
+            answer(where.world.mpi.COMM_WORLD, now)
+    shared: list[Known] = where.world.share(found)
     return shared
 
 
-def ask(world: Any, other: int) -> Offset:
-    """How far the clock of rank `other` is ahead."""
-
-    def once() -> tuple[float, float]:
-        begun = now()
-        world.send(None, other)
-        there = world.recv(None, other)
-        way = now() - begun
-        return way, there - (begun + way / 2)
-
-    way, ahead = min(once() for _ in range(TRIES))
-    return ahead, way / 2
-
-
-def answer(world: Any) -> None:
-    """The other side of `ask`."""
-    for _ in range(TRIES):
-        world.recv(None, 0)
-        world.send(now(), 0)
-
-
-def rows(found: list[Offset], names: tuple[str, ...]) -> Iterator[Row]:
+def rows(found: list[Known], names: tuple[str, ...]) -> Iterator[Row]:
     """The worst clock; `names` of the nodes that were asked."""
     if not found:
         yield Row("clocks", "one host, one clock")

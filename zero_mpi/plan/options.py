@@ -23,7 +23,12 @@ from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_mo
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
-SHOWN |= {"--offload"}
+SHOWN |= {"--offload", "--version"}
+EXAMPLES = """\
+Examples:
+
+  python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks 64
+  python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 RATES = {
     "alpha": "seconds that a message between nodes takes at least",
@@ -53,7 +58,7 @@ class Question:
 def make_parser() -> Parser:
     """The parser of `train` with flags of our own; what a plan does not depend on is taken and not shown."""
     parser = train_parser()
-    parser.prog = "python -m zero_mpi.plan"
+    parser.prog, parser.epilog = "python -m zero_mpi.plan", EXAMPLES
     parser.description = (
         "Work out what a run will take: memory of a rank, bytes that travel, time of a step. Takes the flags "
         "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun, no GPU: "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import DONE, Handle
 from zero_mpi.device import HOST
@@ -215,6 +216,14 @@ class ImaginedModule(ShardedModule):
 
     def step(self, rounds: int, tokens: tuple[int, int]) -> tuple[Event, ...]:
         """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
+        in_use = device.in_use()
+        device.adopt(HOST)  # ghosts are nowhere; a GPU that is in use would take them for its own
+        try:
+            return self._step(rounds, tokens)
+        finally:
+            device.adopt(in_use)
+
+    def _step(self, rounds: int, tokens: tuple[int, int]) -> tuple[Event, ...]:
         for number in range(rounds):
             x, targets = (self.script.room.outside(tokens, np.int64) for _ in range(2))
             self.forward_backward(x, targets, 1.0, last=number == rounds - 1)

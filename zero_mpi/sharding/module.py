@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zero_mpi import device
+from zero_mpi import device, spans
 from zero_mpi.arrays import Array, Scalar
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.errors import UsageError
@@ -108,11 +108,19 @@ class ShardedModule(ShardedState):
         """The output of the first stages, as many as there are plans, and what backward needs of each."""
         saved: list[Any] = []
         x = None if x is None else device.in_use().from_host(x)
+        record = spans.active
+        if record is not None:
+            record.restart()
         for stage, uses, plan in zip(self.stages, self._uses, plans, strict=False):
             self._start_and_wait(plan)
             kept = None
             if x is not None:
-                x, kept = stage.layer.forward(self._weights(uses), x)
+                weights = self._weights(uses)
+                if record is not None:
+                    record.lap(spans.MOVES, "before", stage.scope)
+                x, kept = stage.layer.forward(weights, x)
+                if record is not None:
+                    record.lap(spans.COMPUTE, "forward", stage.scope)
             saved.append(kept if training else None)
             self._release(plan)
             self.owners.progress()
@@ -129,19 +137,29 @@ class ShardedModule(ShardedState):
         saved, self._saved = self._saved, None
         if dy is not None and self.loss_scale.dynamic:
             dy = self.loss_scale.times(dy)
+        if spans.active is not None:
+            spans.active.restart()
         return self._descend(dy, saved, contributors, last)
 
     def _descend(self, dy: Any, saved: list[Any], contributors: int | None, last: bool) -> Any:
         """Backward of as many stages as something was saved of."""
         idle = dy is None
+        record = spans.active
         for number in range(len(saved) - 1, self.schedule.last_backward - 1, -1):
             stage, uses, plan = self.stages[number], self._uses[number], self.schedule.backward[number]
             self._start_and_wait(plan)
             if not idle:
                 kept, saved[number] = saved[number], None  # activations go as soon as they are used
                 weights = self._weights(uses) if plan.need else {}
-                dy = stage.layer.backward(weights, kept, dy, self._gradients(uses))
+                gradients = self._gradients(uses)
+                if record is not None:
+                    record.lap(spans.MOVES, "before", stage.scope)
+                dy = stage.layer.backward(weights, kept, dy, gradients)
+                if record is not None:
+                    record.lap(spans.COMPUTE, "backward", stage.scope)
             self._finish_stage(plan, contributors, last)
+        if record is not None:
+            record.lap(spans.MOVES, "after")
         self._synced = False
         return dy
 
@@ -161,14 +179,19 @@ class ShardedModule(ShardedState):
         loss, dy = None, None
         y, saved = self._ascend(x, self.schedule.forward[:-1], training=True)
         self._saved = None
-        uses, plan = self._uses[-1], self.schedule.backward[-1]
+        stage, uses, plan = self.stages[-1], self._uses[-1], self.schedule.backward[-1]
         self._start_and_wait(self.schedule.forward[-1])
         self._start_and_wait(plan)
+        record = spans.active
         if y is not None:
-            layer, targets = self.stages[-1].layer, device.in_use().from_host(targets)
-            factor = self.loss_scale.factor
-            loss, dy = layer.loss(self._weights(uses), y, targets, scale * factor, self._gradients(uses))
+            targets, factor = device.in_use().from_host(targets), self.loss_scale.factor
+            weights, gradients = self._weights(uses), self._gradients(uses)
+            if record is not None:
+                record.lap(spans.MOVES, "before", stage.scope)
+            loss, dy = stage.layer.loss(weights, y, targets, scale * factor, gradients)
             loss = loss / factor
+            if record is not None:
+                record.lap(spans.COMPUTE, "loss", stage.scope)
         self._release(self.schedule.forward[-1])
         self._finish_stage(plan, contributors, last)
         self._descend(dy, saved, contributors, last)

@@ -14,15 +14,19 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded. Gradients are reduced into slices under every strategy."""
+    """What is sharded. Gradients are reduced into slices under every strategy.
+
+    shards_parameters  parameters are slices, gathered around each use
+    shards_moments     the optimizer updates its slice; otherwise gradients are gathered and all is updated
+    buckets            units are cut by bytes in reverse order, not by the model's scopes
+    within_nodes       slices are dealt out to the ranks of each node, not to all
+    """
 
     name: str
-    shards_parameters: bool  # parameters are slices, gathered around each use
-    shards_moments: (
-        bool  # the optimizer updates its slice; otherwise gradients are gathered and all is updated
-    )
-    buckets: bool  # units are cut by bytes in reverse order, not by the model's scopes
-    within_nodes: bool = False  # slices are dealt out to the ranks of each node, not to all
+    shards_parameters: bool
+    shards_moments: bool
+    buckets: bool
+    within_nodes: bool = False
 
 
 FULL_SHARD = Strategy("full-shard", shards_parameters=True, shards_moments=True, buckets=False)

@@ -155,7 +155,7 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._passed = threading.Event()
         self._passed.set()
-        self._time = 0.0
+        self._time, self._timed = 0.0, not disable_timing
 
     def record(self, stream: Any = None) -> None:
         passed = self._passed = threading.Event()
@@ -175,6 +175,8 @@ class Event:
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
+    if not (start._timed and end._timed and start.done and end.done):
+        raise runtime.CUDARuntimeError(600)  # not ready, or made without timing
     return (end._time - start._time) * 1e3
 
 

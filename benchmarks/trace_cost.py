@@ -1,0 +1,106 @@
+"""What a time line costs: training steps with and without, in turns; and what a single span costs.
+
+    mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20
+
+Steps with and without a time line take turns in blocks of a few; `with/without` is the ratio of the medians
+of the slowest rank's steps. What is collective about a time line (clocks, writing) happens between steps and
+is not part of them. Below: spans and transfers a step, what one costs in a loop, and their product as a share
+of a step, which is free of the noise of the machine. (On a GPU stamps are events; that cost is not in it.)
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from argparse import ArgumentDefaultsHelpFormatter, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from step import STRATEGIES, Run, make_runs, median_of_longest
+from workloads import WORKLOADS
+
+from zero_mpi import device, spans, tracing
+from zero_mpi.config import Config, Parser
+from zero_mpi.launch import World, run
+from zero_mpi.session import set_threads
+
+LOOPS = 20_000
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="mpirun -n N python benchmarks/trace_cost.py",
+        description="Time steps with and without a time line.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="W3")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full-shard")
+    parser.add_argument("--transport", choices=("auto", "mpi", "shared"), default="auto")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each kind")
+    return parser
+
+
+def variant(world: World, options: Namespace) -> Run:
+    """The run whose steps are timed."""
+    sizes = dict.fromkeys(("vocabulary", "layers", "width", "heads", "ffn", "context", "batch"))
+    chosen = {"strategy": [options.strategy], "transport": [options.transport], "reduction": ["exact"]}
+    more = {"workload": options.workload, "prefetch": 1, "recompute": False}
+    return next(make_runs(world, Namespace(**sizes, **chosen, **more)))
+
+
+def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of the steps without and with a time line, and spans a step."""
+    without: list[float] = []
+    watched: list[float] = []
+    counts: list[float] = []
+    for number in range(options.warmup):
+        bench.step(number)
+    for _ in range(options.rounds):
+        bench.seconds = without
+        for number in range(options.steps):
+            bench.timed_step(number)
+        bench.seconds = watched
+        with tracing(bench.comm, folder / "trace.json.gz") as timeline:
+            for number in range(options.steps):
+                timeline.step(number + 1)
+                bench.timed_step(number)
+        recorder = timeline.recorder
+        counts.append((len(recorder.spans) + len(recorder.transfers)) / options.steps)
+    return without, watched, counts
+
+
+def cost_of_a_span() -> float:
+    """Seconds that a lap takes, with its stamp."""
+    recorder = spans.Recorder(device.HOST.stopwatch())
+    begun = time.perf_counter()
+    for _ in range(LOOPS):
+        recorder.lap(spans.COMPUTE, "forward", "blk.0")
+    return (time.perf_counter() - begun) / LOOPS
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    options = world.together(lambda: make_parser().parse_args(arguments))
+    set_threads(Config())
+    bench = variant(world, options)
+    with tempfile.TemporaryDirectory() as folder:
+        without, watched, counts = measure(bench, options, Path(folder))
+    off, on = (1e3 * median_of_longest(bench.comm, values) for values in (without, watched))
+    spans_a_step = max(bench.comm.allgather_object(statistics.median(counts)))
+    cost = statistics.median(bench.comm.allgather_object(cost_of_a_span()))
+    if world.rank == 0:
+        print(f"{options.workload}, {bench.comm.size} rank(s), {' '.join(bench.name)}")
+        print(f"without {off:8.3f} ms a step")
+        print(f"with    {on:8.3f} ms a step, with/without {on / off:.4f}")
+        print(
+            f"{spans_a_step:.0f} spans a step of {1e9 * cost:.0f} ns each: "
+            f"{100 * spans_a_step * cost * 1e3 / off:.3f} % of a step"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run("trace_cost", command, sys.argv[1:])

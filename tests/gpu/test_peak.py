@@ -1,0 +1,40 @@
+"""What a GPU reaches in products, and how much of its memory is in use."""
+
+import numpy as np
+import pytest
+
+from zero_mpi import peak
+from zero_mpi.launch import World
+from zero_mpi.sharding.precision import BF16, FP32
+
+pytestmark = pytest.mark.world(1)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_products_are_timed_on_the_gpu_in_the_type_of_computing(precision, gpu, monkeypatch):
+    seen = []
+    matrix = peak.matrix
+
+    def noted(edge, dtype):
+        seen.append(matrix(edge, dtype))
+        return seen[-1]
+
+    monkeypatch.setattr(peak, "EDGES", (64,))
+    monkeypatch.setattr(peak, "matrix", noted)
+    assert peak.measure(World(0, 1), precision.compute) > 0
+    assert {x.dtype for x in seen} == {precision.compute}
+    assert all(isinstance(x, gpu.cupy.ndarray) for x in seen)
+
+
+def test_products_are_added_to_what_is_there(gpu):
+    a, b, out = (peak.matrix(64, FP32.compute) for _ in range(3))
+    expected = gpu.to_host(out) + gpu.to_host(a) @ gpu.to_host(b)
+    assert peak.products(1, a, b, out) > 0
+    np.testing.assert_allclose(gpu.to_host(out), expected, rtol=1e-3)
+
+
+def test_memory_in_use_is_what_is_not_free(gpu):
+    before = gpu.memory_in_use()
+    free, total = gpu.cupy.cuda.runtime.memGetInfo()
+    assert before == total - free
+    assert 0 < before < total

@@ -1,0 +1,82 @@
+"""Time lines of work on a GPU: what computes is timed on the device, and not when the host launches it."""
+
+import json
+import time
+
+import pytest
+import tiny
+from timelines import check_events, lasting
+
+from zero_mpi import FULL_SHARD, NO_SHARD, GradAccum, ShardedAdamW, device, tracing
+from zero_mpi.sharding.precision import BF16
+from zero_mpi.trace.breakdown import shares
+from zero_mpi.trace.read import read
+
+CONFIG = tiny.MODELS["llama"]
+
+
+@pytest.mark.world(1)
+def test_marks_are_passed_when_the_work_before_them_is_done(gpu, monkeypatch):
+    watch = gpu.stopwatch()
+    x = gpu.zeros(1 << 16)
+    gpu.synchronize()
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.01")
+    times = [time.perf_counter()]
+    stamps = [watch.stamp()]
+    for _ in range(10):
+        x += 1
+        stamps.append(watch.stamp())
+    launched = time.perf_counter()
+    gpu.synchronize()
+    times.append(time.perf_counter())
+    found = [watch.seconds(stamp) for stamp in stamps]
+    assert found == sorted(found)
+    near = 1e-3  # the host's clock and the device's
+    assert times[0] - near <= found[0] <= found[-1] <= times[1] + near
+    if "pretend" in gpu.about:
+        assert found[-1] > launched, "work is late there, and marks come after it"
+    assert watch.seconds(launched) == launched
+
+
+@pytest.fixture(scope="module")
+def transport(the_gpu):
+    """All ranks, by way of the host's memory."""
+    from zero_mpi.comm import device_choice
+
+    device.adopt(the_gpu)
+    comm = device_choice.make("staged", exact=True)
+    yield comm
+    comm.close()
+
+
+def run(comm, strategy, steps, begin=lambda number: None):
+    """Losses and norms of a few steps in bfloat16; `begin` hears of each step."""
+    module = tiny.make(comm, CONFIG, strategy, precision=BF16, bucket_mb=0.01)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 3)
+    records = []
+    for step in range(steps):
+        begin(step + 1)
+        tiny.run_step(module, accumulator, CONFIG, step, 3)
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+    return records
+
+
+@pytest.mark.world(2)
+@pytest.mark.timeout_seconds(120)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda s: s.name)
+def test_a_run_on_the_gpu(gpu, transport, strategy, tmp_path, monkeypatch):
+    expected = run(transport, strategy, 2)
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+    with tracing(transport, tmp_path / "trace.json") as timeline:
+        assert run(transport, strategy, 2, timeline.step) == expected
+    if transport.rank:
+        return
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    check_events(events)
+    recorded = read(tmp_path / "trace.json")
+    assert recorded.steps == [1, 2]
+    for share in shares(recorded):
+        assert sum(share.columns.values()) == pytest.approx(sum(share.steps.values()), rel=1e-9)
+        assert all(share.columns[name] > 0 for name in ("compute", "optimizer", "exposed"))
+    stalls = [event for event in lasting(events) if event["cat"] == "stalls"]
+    assert {event["args"]["what"] for event in stalls} >= {"gradients"}

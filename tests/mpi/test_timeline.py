@@ -1,0 +1,259 @@
+"""Time lines of all ranks: every transfer with its bytes, every wait, one clock, and not a bit changed."""
+
+import gzip
+import json
+import shutil
+import statistics
+import time
+from collections import Counter
+
+import pytest
+import tiny
+from recording import RecordingComm
+from test_nodes import nodes_of, transport
+from timelines import check_events, lasting
+
+from zero_mpi import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    GradAccum,
+    ShardedAdamW,
+    spans,
+    tracing,
+)
+from zero_mpi.device import Stopwatch
+from zero_mpi.errors import UsageError
+from zero_mpi.timeline import Timeline
+
+CONFIG = tiny.MODELS["llama"]
+STEPS, MICRO_BATCHES = 2, 5
+
+
+class Run:
+    """A tiny training run."""
+
+    def __init__(self, comm, strategy=FULL_SHARD):
+        self.module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.03)
+        self.optimizer = ShardedAdamW(self.module, lr=1e-2)
+        self.accumulator = GradAccum(self.module, MICRO_BATCHES)
+
+    def step(self, number):
+        """One step; its loss and norm."""
+        tiny.run_step(self.module, self.accumulator, CONFIG, number, MICRO_BATCHES)
+        return self.accumulator.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
+
+
+def load(comm, path):
+    """The file as rank 0 finds it, on all ranks."""
+    found = None
+    if comm.rank == 0:
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return comm.broadcast_object(found)
+
+
+def traced(comm, path, strategy=FULL_SHARD):
+    """(events, what the meter counted, losses and norms) of a run."""
+    run = Run(comm, strategy)
+    run.step(STEPS)  # what is started here must not be counted
+    if isinstance(comm, RecordingComm):
+        comm.log.clear()
+    with tracing(comm, path) as timeline:
+        before, sent = comm.meter.wait_seconds, comm.meter.sent_bytes
+        records = []
+        for number in range(STEPS):
+            timeline.step(number + 1)
+            records.append(run.step(number))
+        counted = comm.meter.wait_seconds - before, comm.meter.sent_bytes - sent
+    return load(comm, path)["traceEvents"], counted, records
+
+
+def moved_by(events, rank):
+    """The transfers of a rank."""
+    moved = ("gathers", "reductions", "other transfers")
+    return [event for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] in moved]
+
+
+def check_costs(events, rank, counted, near=0.01):
+    """Waits and bytes of the time line are those that the meter counted; waits to `near` microseconds."""
+    waits = [
+        event["dur"] for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] == "waits"
+    ]
+    assert sum(waits) == pytest.approx(1e6 * counted[0], abs=0.01 * len(waits) + near)
+    assert sum(event["args"]["bytes"] for event in moved_by(events, rank)) == counted[1]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy):
+    comm = RecordingComm(exact)
+    events, counted, _ = traced(comm, tmp_path / "trace.json.gz", strategy)
+    check_events(events)
+    check_costs(events, exact.rank, counted)
+    moved = moved_by(events, exact.rank)
+    # What follows the last step, such as the exchange of these events, is not in the time line.
+    asked = [entry for entry in comm.log if entry.kind in ("allgather", "reduce_scatter", "allreduce")]
+    names = Counter((event["name"], event["args"]["bytes"]) for event in moved)
+    assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in asked)
+    assert len(moved) > STEPS * 4
+    unfinished = {event["args"]["what"] for event in moved if "unfinished" in event["args"]}
+    assert unfinished <= ({"parameters"} if strategy is SHARD_GRAD_OP else set()), "of the next forward"
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("kind", ["shared", "mpi"])
+def test_on_several_nodes(mpi, kind, strategy, tmp_path):
+    """Sums that travel from node to node are parts of one transfer, and all bytes are its own."""
+    with transport(kind, 2) as comm:
+        events, counted, records = traced(comm, tmp_path / "trace.json", strategy)
+    assert records == traced(mpi, tmp_path / "plain.json", FULL_SHARD)[2]
+    check_events(events)
+    wrong = load(mpi, tmp_path / "trace.json")["otherData"]["clock_error_us"]
+    check_costs(events, mpi.rank, counted, near=2 * wrong)  # clocks seem to drift by as much
+    reductions = Counter(e["name"] for e in moved_by(events, mpi.rank) if "gradients" in e["name"])
+    rounds = STEPS * -(-MICRO_BATCHES // mpi.size)
+    assert set(reductions.values()) == {rounds}
+    assert len(reductions) == 4
+
+
+def test_every_stage_of_every_micro_batch_is_there(mpi, tmp_path):
+    events, _, _ = traced(mpi, tmp_path / "trace.json")
+    mine = [event for event in lasting(events) if event["pid"] == mpi.rank + 1]
+    counted = Counter(event["name"] for event in mine if event["cat"] == "compute")
+    own = STEPS * len(range(mpi.rank, MICRO_BATCHES, mpi.size))
+    names = ["token_embd", "blk.0", "blk.1", "output"]
+    expected = {f"{way} {name}": own for way in ("forward", "backward") for name in names} | {"loss": own}
+    assert counted == {name: count for name, count in expected.items() if count}
+    assert [e["name"] for e in mine if e["cat"] == "optimizer"] == ["norm", "update"] * STEPS
+    assert [e["args"]["step"] for e in mine if e["args"]["kind"] == "step"] == [1, 2]
+    in_steps = {e["args"].get("micro_batch") for e in mine if e["cat"] == "compute"}
+    assert in_steps == set(range(mpi.rank, MICRO_BATCHES, mpi.size))
+
+
+def test_recording_changes_no_bit_and_no_order(exact, tmp_path):
+    plain, watched = RecordingComm(exact), RecordingComm(exact)
+    run = Run(plain)
+    run.step(STEPS)
+    plain.log.clear()
+    expected = [run.step(number) for number in range(STEPS)]
+    _, _, records = traced(watched, tmp_path / "trace.json")
+    assert records == expected
+    assert [entry[:2] for entry in watched.log[: len(plain.log)]] == [entry[:2] for entry in plain.log]
+
+
+def test_nothing_is_recorded_while_nobody_asks(exact, monkeypatch, tmp_path):
+    traced(exact, tmp_path / "trace.json")
+    assert spans.active is None
+    for method in ("lap", "restart", "begin", "waited", "transfer", "begin_micro_batch"):
+        monkeypatch.delattr(spans.Recorder, method)
+    Run(exact).step(0)
+
+
+def test_all_of_it_is_a_step_where_none_is_named(exact, tmp_path):
+    with tracing(exact, tmp_path / "trace.json"):
+        Run(exact).step(0)
+    events = load(exact, tmp_path / "trace.json")["traceEvents"]
+    steps = [event["args"]["step"] for event in lasting(events) if event["args"]["kind"] == "step"]
+    assert steps == [1] * exact.size
+    check_events(events)
+
+
+# ---------------------------------------------------------------------------------------------- clocks
+
+
+def barriers(comm, path, count=5):
+    """The contents of a time line in which the ranks meet a few times."""
+    with tracing(comm, path):
+        for _ in range(count):
+            comm.barrier()
+            time.sleep(0.02)  # clocks drift meanwhile
+    return load(comm, path)
+
+
+def apart(found, ranks):
+    """By how many microseconds somebody leaves a barrier before somebody else has come to it; the median.
+
+    A rank may lose the core between its coming and the beginning of its wait, so not the worst.
+    """
+    waits = [
+        [e for e in lasting(found["traceEvents"]) if e["pid"] == rank + 1 and e["name"] == "barrier"]
+        for rank in range(ranks)
+    ]
+    assert {len(mine) for mine in waits} == {5}
+    return statistics.median(
+        max(event["ts"] for event in together) - min(event["ts"] + event["dur"] for event in together)
+        for together in zip(*waits, strict=True)
+    )
+
+
+def test_ranks_of_a_host_are_on_one_clock(mpi, tmp_path):
+    found = barriers(mpi, tmp_path / "trace.json")
+    assert found["otherData"]["clock_error_us"] == 0
+    assert apart(found, mpi.size) < 1000, "a millisecond"
+
+
+def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path):
+    """Each rank counts as a host; their clocks are seconds apart and run at different speeds."""
+    real, begun = time.perf_counter, time.perf_counter()
+
+    def shifted():
+        return real() + 7.5 * mpi.rank + 0.5 * mpi.rank * (real() - begun)
+
+    with nodes_of(1), monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", shifted)
+        patched.setattr(Stopwatch, "stamp", staticmethod(shifted))
+        found = barriers(mpi, tmp_path / "trace.json")
+    wrong = found["otherData"]["clock_error_us"]
+    assert (wrong > 0) == (mpi.size > 1)
+    assert wrong < 1e5, "messages to and fro on one machine"
+    assert apart(found, mpi.size) <= 2 * wrong + 1000
+    check_events(found["traceEvents"])
+
+
+# ---------------------------------------------------------------------------------------------- limits
+
+
+def test_memory_is_bounded(exact, monkeypatch, tmp_path):
+    """Too many spans end the time line, on each rank for itself; what is whole stays."""
+    run, path = Run(exact), tmp_path / "trace.json"
+    with tracing(exact, path) as timeline:
+        timeline.step(1)
+        run.step(0)
+        recorder = timeline.recorder
+        monkeypatch.setattr(spans, "MOST", len(recorder.spans) + len(recorder.transfers) + 3)
+        for number in (2, 3, 4):
+            timeline.step(number)
+            run.step(number - 1)
+    assert timeline.ends_in == 2
+    found = load(exact, path)
+    assert found["otherData"]["ends_in"] == 2
+    steps = {event["args"]["step"] for event in lasting(found["traceEvents"])}
+    assert steps == {1, 2}
+    check_events(found["traceEvents"])
+
+
+def test_all_ranks_learn_that_the_file_cannot_be_written(exact, tmp_path):
+    with (
+        pytest.raises(UsageError, match=r"--trace .*nowhere.*: cannot write there: No such file"),
+        tracing(exact, tmp_path / "nowhere" / "trace.json"),
+    ):
+        pytest.fail("nothing to record to")
+
+
+def test_all_ranks_learn_that_writing_failed(exact, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    timeline = Timeline(exact, folder / "trace.json")
+    if exact.rank == 0:
+        shutil.rmtree(folder)
+    assert timeline.write().endswith("gone/trace.json cannot be written: No such file or directory")
+    assert spans.active is None
+
+
+def test_an_error_inside_is_passed_on_and_ends_recording(exact, tmp_path):
+    with pytest.raises(ZeroDivisionError), tracing(exact, tmp_path / "trace.json"):
+        raise ZeroDivisionError
+    assert spans.active is None
+    assert list(tmp_path.iterdir()) == []

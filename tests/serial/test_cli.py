@@ -1,0 +1,210 @@
+"""What all commands have in common: `--help`, `--version`, errors that name what was meant, completion."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import run_command, run_job
+from test_command_bits import needs_mpiexec
+
+from zero_mpi import __version__, cli, completion, parser
+from zero_mpi.config import parse
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+
+WIDTH = 80
+NAMES = list(cli.COMMANDS)
+
+
+def python(*arguments, **rest):
+    """(status, stdout, stderr) of this Python."""
+    return run_command([sys.executable, *arguments], timeout=30, **rest)
+
+
+# --help and --version
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_fits_and_every_flag_says_what_it_does(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    made = completion.parser_of(name)
+    lines = made.format_help().splitlines()
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert [action.dest for action in made._actions if not action.help] == []
+    assert f"python -m zero_mpi.{name}" in lines[0]
+
+
+def test_help_begins_every_text_in_one_column_and_keeps_examples(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    text = completion.parser_of("train").format_help()
+    flags = [line for line in text.splitlines() if line.startswith("  --")]
+    assert len(flags) > 40
+    assert {line[parser.COLUMN - 2 : parser.COLUMN] for line in flags} == {"  "}
+    assert all(line[parser.COLUMN] != " " for line in flags)
+    assert "\n  mpirun -n 8 python -m zero_mpi.train\n" in text
+
+
+def test_help_of_a_flag_shows_default_and_choices_once(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = completion.parser_of("export").format_help()
+    assert "--type NAME        of the matrices [f32|f16|bf16|q8_0|q4_0|q4_1|q5_0|q5_1] (default: f32)" in text
+    assert "--format NAME      if the target does not tell [gguf|safetensors]\n" in text
+    assert "--force            replace the target if it is there\n" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_a_version(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        completion.parser_of(name).parse_args(["--version"])
+    assert not end.value.code
+    first, libraries = capsys.readouterr().out.splitlines()
+    assert first == f"zero_mpi {__version__}"
+    assert "NumPy " in libraries
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("arguments", [["train", "--version"], ["generate", "--version"], ["hostfile", "-h"]])
+def test_one_rank_speaks_for_all(arguments):
+    """Also of commands that start no MPI, whose ranks know nothing of each other."""
+    status, printed, errors = run_job(2, ["-m", "zero_mpi", *arguments], timeout=30)
+    assert (status, errors) == (0, "")
+    assert printed.count("zero_mpi ") == 1 if "--version" in arguments else printed.count("usage:") == 1
+
+
+def test_the_parser_brings_nothing_heavy_along():
+    code = "import sys, zero_mpi.parser; print([name for name in ('numpy', 'mpi4py') if name in sys.modules])"
+    assert python("-c", code) == (0, "[]\n", "")
+
+
+def test_the_package_runs_as_the_console_script_does():
+    console = [Path(sys.executable).parent / "zero-mpi"]
+    assert console[0].exists(), "the package is installed, so its script is there"
+    for arguments in (["--help"], ["--version"], ["hostfile", "--fro", "mpich"]):
+        assert python("-m", "zero_mpi", *arguments) == run_command([*console, *arguments], timeout=30)
+
+
+# what was meant
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--lerning-rate", "1"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
+        (["--batchsize=4"], "unknown flag --batchsize; did you mean --batch-size?"),
+        (["--val", "0.1"], "unknown flag --val; did you mean --val-fraction?"),
+        (["--no-recompte"], "unknown flag --no-recompte; did you mean --no-recompute?"),
+        (["--output-dir", "x"], "unknown flag --output-dir; did you mean --out?"),
+        (["--max-steps", "x"], "unknown flag --max-steps; did you mean --steps?"),
+        (["--xyzzy"], "unknown flag --xyzzy; see --help"),
+        (["-x"], "unknown flag -x; see --help"),
+        (["--steps", "x", "--lerning-rate"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
+        (["extra"], "unexpected 'extra': it belongs to no flag; see --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_unknown_flag_is_named_with_the_nearest_one(flags, expected):
+    with pytest.raises(UsageError) as error:
+        parse(flags)
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_so_it_is_in_every_command_before_anything_that_is_missing(name):
+    with pytest.raises(UsageError, match=r"^unknown flag --versoin; did you mean --version\?$"):
+        completion.parser_of(name).parse_args(["--versoin"])
+
+
+def test_a_value_that_is_near_a_choice():
+    with pytest.raises(UsageError, match=r"--strategy.*'ful-shard'.*; did you mean full-shard\?$"):
+        parse(["--strategy", "ful-shard"])
+    with pytest.raises(UsageError, match=r"--type.*'q8'.*; did you mean q8_0\?$"):
+        completion.parser_of("export").parse_args(["a", "b", "--type", "q8"])
+
+
+def test_a_setting_of_a_file_and_a_choice_in_it(tmp_path):
+    path = tmp_path / "run.toml"
+    for text, expected in (
+        ("batch_sise = 4", r"'batch_sise' is not a setting; did you mean batch_size\?$"),
+        ("learning-rat = 4", r"'learning-rat' is not a setting; did you mean learning_rate\?$"),
+        ("qqq = 4", r"'qqq' is not a setting; see --help for the names$"),
+        ('schedule = "cosin"', r"--schedule cosin: expected one of .*; did you mean cosine\?$"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=expected):
+            parse(["--config", str(path)])
+
+
+def test_values_that_look_like_flags_stay_values():
+    assert parse(["--prompt", "-a b", "--out=--x y"]).prompt == "-a b"
+    with pytest.raises(UsageError, match=r"^--seed -1: expected at least 0$"):
+        parse(["--seed", "-1"])
+    assert parser.flag_of("-1e-3") == parser.flag_of("-") == parser.flag_of("plain") == ""
+
+
+def test_other_trainers_names_mean_flags_that_exist():
+    known = {flag for name in NAMES for flag in completion.parser_of(name)._option_string_actions}
+    assert set(parser.ELSEWHERE.values()) <= known
+
+
+def test_learning_rate_is_another_name_of_lr(tmp_path):
+    (tmp_path / "run.toml").write_text("learning_rate = 0.5\n")
+    assert parse(["--learning-rate", "0.25"]).lr == 0.25
+    assert parse(["--config", str(tmp_path / "run.toml")]).lr == 0.5
+
+
+# completion
+
+TRY = r"""
+eval "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+word=${COMP_WORDS[COMP_CWORD]}; before=${COMP_WORDS[COMP_CWORD-1]}
+complete -p zero-mpi | { read -r line; name=${line#*-F }; ${name%% *} zero-mpi "$word" "$before"
+printf '%s\n' "${COMPREPLY[@]}"; }
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    """What `zero-mpi completion bash` prints."""
+    status, printed, errors = python("-m", "zero_mpi", "completion", "bash")
+    assert (status, errors) == (0, "")
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tr"], {"train", "trace"}),
+        (["train", "--strat"], {"--strategy"}),
+        (["train", "--strategy", ""], {"full-shard", "shard-grad-op", "no-shard", "hybrid-shard"}),
+        (["train", "--no-reco"], {"--no-recompute"}),
+        (["export", "a", "b", "--type", "q8"], {"q8_0"}),
+        (["inspect", "some-m"], {"some-model.gguf"}),
+        (["train", "--out", "a-f"], {"a-folder"}),
+        (["completion", ""], set(completion.SHELLS)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bash_completes(script, words, expected, tmp_path):
+    (tmp_path / "some-model.gguf").write_text("")
+    (tmp_path / "a-folder").mkdir()
+    (tmp_path / "a-file").write_text("")
+    status, printed, errors = run_command(
+        ["bash", "-c", TRY, "bash", script, "zero-mpi", *words], timeout=20, cwd=tmp_path
+    )
+    assert (status, errors) == (0, "")
+    assert {line.strip() for line in printed.splitlines()} == expected
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_each_shell_gets_a_script_of_all_commands(shell, capfdbinary):
+    assert completion.command(World(0, 1), [shell]) == 0
+    printed = capfdbinary.readouterr().out.decode()
+    assert [name for name in NAMES if name not in printed] == []
+    assert "val-fraction" in printed
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(UsageError, match=r"pip install 'zero-mpi\[completion\]'$"):
+        completion.command(World(0, 1), ["bash"])

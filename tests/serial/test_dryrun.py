@@ -1,0 +1,164 @@
+"""`--dry-run`: it says what the run then does, and leaves everything as it was."""
+
+import json
+import re
+import sys
+
+import pytest
+from jobs import run_command, run_job
+from test_command_bits import needs_mpiexec
+
+from zero_mpi import dryrun
+from zero_mpi.config import Config, parse
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+from zero_mpi.plan import options
+from zero_mpi.plan.machine import ASSUMED
+from zero_mpi.plan.plan import make_plan
+from zero_mpi.plan.report import memory_lines, traffic_lines
+
+SMALL = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 6 --micro-batch 2 --eval-every 0 --sample 0"
+FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a text to train on."""
+    (tmp_path / "text").write_text("what people look at, before they begin\n" * 40)
+    return tmp_path
+
+
+def train(ranks, folder, *flags):
+    """(status, stdout, stderr) of a job."""
+    return run_job(ranks, ["-m", "zero_mpi.train", *FLAGS, *flags], cwd=folder, timeout=50)
+
+
+def tree(folder):
+    """All that is in a folder, with times, to the last byte."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@needs_mpiexec
+def test_memory_and_traffic_are_the_plans_and_the_runs(folder):
+    before = tree(folder)
+    status, printed, errors = train(3, folder, "--steps", "2", "--strategy", "shard-grad-op", "--dry-run")
+    assert (status, errors) == (0, "")
+    assert tree(folder) == before
+    config = parse([*SMALL.split(), "--strategy", "shard-grad-op"])
+    case = options.make_case(config, options.find_model(config), config.strategy, 3, 1)
+    plan = make_plan(case, ASSUMED)
+    for line in (*memory_lines([plan]), *traffic_lines([plan])):
+        assert printed.count(f"{line}\n") == 1, line
+    assert "transport  memory that the ranks of the node share (chosen by --transport auto)\n" in printed
+    assert "steps      2 of 96 tokens: 192 tokens, " in printed
+    assert train(3, folder, "--steps", "2", "--strategy", "shard-grad-op")[0] == 0
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert re.search(rf"rank 0 \(sent_bytes\) +{records[-1]['sent_bytes']:,}\n", printed)
+
+
+@needs_mpiexec
+def test_it_says_where_the_run_would_go_on_and_changes_nothing(folder):
+    assert train(1, folder, "--steps", "2", "--save-every", "1")[0] == 0
+    out = folder / "run"
+    (out / ".step-00000009.partial").mkdir()  # what a run would remove
+    newest = out / "step-00000002" / "model.gguf"
+    sound = newest.read_bytes()
+    before = tree(folder)
+    status, printed, errors = train(2, folder, "--steps", "5", "--dry-run")
+    assert (status, errors, tree(folder)) == (0, "", before)
+    assert re.search(r"(?m)^begins +at step 2, from \S+/step-00000002: 3 step\(s\) are left$", printed)
+    assert re.search(r"(?m)^note +changed since the checkpoint: --steps was 2, now 5$", printed)
+    newest.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    printed = train(1, folder, "--steps", "5", "--dry-run")[1]
+    assert re.search(r"(?m)^begins +at step 1, from ", printed)
+    assert re.search(r"(?m)^note +passed over a checkpoint that cannot be used: .*step-00000002", printed)
+
+
+@needs_mpiexec
+def test_what_a_run_would_refuse_is_refused_with_the_same_line(folder):
+    assert train(1, folder, "--steps", "1")[0] == 0
+    before = tree(folder)
+    for flags in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
+        dry = train(1, folder, *flags, "--dry-run")
+        assert tree(folder) == before
+        assert dry[0] == 2, dry
+        assert len(dry[2].splitlines()) == 1
+        real = train(1, folder, *flags)
+        assert real == dry
+        before = tree(folder)
+
+
+def test_without_mpirun_it_says_what_it_left_out(folder):
+    command = [sys.executable, "-m", "zero_mpi.train", *FLAGS, "--dry-run", "--init", "nowhere.gguf"]
+    status, printed, errors = run_command(command, timeout=30, cwd=folder)
+    assert (status, printed) == (2, "")
+    assert "nowhere.gguf" in errors
+    status, printed, errors = run_command(command[:-2], timeout=30, cwd=folder)
+    assert (status, errors) == (0, "")
+    assert printed.splitlines()[1].startswith("started without mpirun: of one rank")
+    assert not (folder / "run").exists()
+
+
+def test_a_file_may_ask_for_it_too(folder):
+    (folder / "run.toml").write_text("dry_run = true\n")
+    command = [sys.executable, "-m", "zero_mpi.train", *FLAGS, "--config", "run.toml"]
+    assert run_command(command, timeout=30, cwd=folder)[1].startswith("dry run: nothing is written")
+    assert not (folder / "run").exists()
+
+
+@needs_mpiexec
+def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
+    """54 GiB of parameters and more: planned in no memory."""
+    huge = ["--layers", "64", "--dim", "16384", "--heads", "64", "--dry-run"]
+    status, printed, errors = train(2, folder, *huge)
+    assert (status, errors) == (0, "")
+    assert re.search(
+        r"(?m)^transport +messages, because \S+ MiB of shared memory are needed and /dev/shm has .* free "
+        r"\(chosen by --transport auto\)$",
+        printed,
+    )
+    assert re.search(r"(?m)^leaves .* are free there, which is too little$", printed)
+
+
+@needs_mpiexec
+def test_nodes_are_those_of_the_job(folder):
+    flags = [*FLAGS, "--dry-run"]
+    printed = {
+        per_node: run_job(
+            4,
+            ["-m", "zero_mpi.train", *flags],
+            cwd=folder,
+            timeout=50,
+            env={"ZERO_MPI_RANKS_PER_NODE": str(per_node)},
+        )[1]
+        for per_node in (2, 3)
+    }
+    assert "4 rank(s) on 2 node(s)" in printed[2]
+    assert "memory that the ranks of a node share, messages between nodes (chosen by" in printed[2]
+    assert "messages, because the nodes have unequal numbers of ranks (1 to 3) (chosen by" in printed[3]
+
+
+def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
+    (tmp_path / "file").write_text("")
+    dryrun.check_out(tmp_path / "new" / "run")
+    with pytest.raises(UsageError, match=r"^--out .*file/run: cannot write there: .*file is no folder"):
+        dryrun.check_out(tmp_path / "file" / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_epochs_and_the_room_that_is_there(folder, monkeypatch, capfdbinary):
+    monkeypatch.chdir(folder)
+    config = Config(**vars(parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])))
+    assert dryrun.show(World(0, 1), config) == 0
+    printed = capfdbinary.readouterr().out.decode()
+    assert re.search(
+        r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data$", printed
+    )
+    assert re.search(r"(?m)^leaves .* every 7 steps and at the end, about \S+ \S+ each, all stay; ", printed)
+    assert "transport  one process, nothing travels" in printed

@@ -1,0 +1,251 @@
+"""`events.jsonl`: every start, checkpoint, warning and end of a run, over all its jobs."""
+
+import json
+import re
+
+import pytest
+from jobs import run_job
+from test_command_bits import SIZES, needs_mpiexec, train, write_text
+
+from zero_mpi import log
+from zero_mpi.events import Events
+from zero_mpi.launch import World
+from zero_mpi.outcome import Outcome
+from zero_mpi.status import Status
+
+FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "2", "--eval-every", "0"]
+
+
+@pytest.fixture(autouse=True)
+def not_installed():
+    """No handler of a command is left behind."""
+    yield
+    log.remove()
+
+
+def read(out):
+    """The entries."""
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+def names(out):
+    """What happened, and after which step."""
+    return [(entry["event"], entry["step"]) for entry in read(out)]
+
+
+def test_entries_have_time_event_and_step(tmp_path):
+    events = Events(tmp_path, 0)
+    events.begin(0, {}, ranks=4)
+    events.at(7)
+    events.note("saved", folder="step-00000007")
+    events.end("done")
+    for entry in read(tmp_path):
+        assert list(entry)[:3] == ["time", "event", "step"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
+    assert names(tmp_path) == [("started", 0), ("saved", 7), ("done", 7)]
+    assert read(tmp_path)[0]["ranks"] == 4
+
+
+def test_nothing_is_ever_cut(tmp_path):
+    for step in (5, 2):
+        events = Events(tmp_path, 0)
+        events.begin(step, {})
+        events.end("stopped", "SIGTERM")
+    assert names(tmp_path) == [("started", 5), ("stopped", 5), ("started", 2), ("stopped", 2)]
+
+
+def test_a_line_that_was_cut_off_stays_alone(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"time": "2026')
+    Events(tmp_path, 0).begin(3, {})
+    first, second = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert first == '{"time": "2026'
+    assert json.loads(second)["event"] == "started"
+
+
+def test_only_rank_0_notes_and_any_rank_says_why_it_failed(tmp_path):
+    other = Events(tmp_path, 2)
+    other.begin(0, {"state": "running"})
+    other.at(4)
+    other.note("saved")
+    assert not list(tmp_path.iterdir())
+    other.end("failed", "rank 2: the fault")
+    other.end("failed", "a later one")
+    (entry,) = read(tmp_path)
+    assert (entry["event"], entry["step"], entry["reason"]) == ("failed", 4, "rank 2: the fault")
+
+
+def test_warnings_are_noted_as_they_are_said(tmp_path, capsys):
+    log.install(0, 1, "error")
+    events = Events(tmp_path, 0)
+    log.warning("before the start")
+    events.begin(0, {})
+    log.info("no warning")
+    log.warning("%d of them", 2)
+    events.end("done")
+    log.warning("after the end")
+    assert [entry["text"] for entry in read(tmp_path) if entry["event"] == "warning"] == ["2 of them"]
+    assert capsys.readouterr() == ("", ""), "noted, though not shown"
+
+
+def test_what_cannot_be_written_is_said_once(tmp_path, capsys):
+    log.install(0, 1)
+    events = Events(tmp_path / "gone", 0)
+    events.begin(0, {})
+    events.note("saved")
+    events.end("done")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ")
+    assert "events.jsonl cannot be written: No such file" in line
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped", None])
+def test_a_job_before_that_had_a_last_word_is_not_lost(state, tmp_path):
+    Events(tmp_path, 0).begin(0, {"state": state} if state else {})
+    assert names(tmp_path) == [("started", 0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, [("started", 3), ("done", 3)]),
+        (75, [("started", 3), ("stopped", 3)]),
+        (1, [("started", 3), ("failed", 3)]),
+        (86, [("started", 3), ("failed", 3)]),
+        (2, [("started", 3)]),
+    ],
+)
+def test_an_exit_status_is_the_last_word(code, expected, tmp_path):
+    outcome = Outcome(tmp_path, World(0, 1), steps=9)
+    outcome.open()
+    outcome.events.begin(3, {})
+    outcome.end(code, "")
+    assert names(tmp_path) == expected
+
+
+def test_a_run_that_was_not_begun_is_no_event(tmp_path):
+    """Refused, or of one rank that found nothing to do; a failure is told all the same."""
+    for code in (2, 0):
+        Outcome(tmp_path, World(0, 1), steps=9).end(code, "a bad flag")
+    assert not (tmp_path / "events.jsonl").exists()
+    Outcome(tmp_path, World(0, 1), steps=9).end(1, "no memory")
+    assert names(tmp_path) == [("failed", 0)]
+
+
+# in jobs
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A run of two jobs: the first is done with 3 steps; then it looks as if another one had been killed."""
+    folder = tmp_path_factory.mktemp("story")
+    out, flags = folder / "out", [*FLAGS, "--data", *write_text(folder)]
+    train(2, out, *flags, "--steps", "3", "--save-every", "2")
+    killed = Status(out, 0, 2, 9)
+    killed.begin()
+    killed._over.set()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6}\n{"step": 7}\n{"step": 8, "lo')
+    printed = train(3, out, *flags, "--steps", "4", "--log-level", "debug", "--threads", "2")
+    return out, printed
+
+
+@needs_mpiexec
+def test_the_story_of_a_run_is_told(story):
+    out, _ = story
+    assert names(out) == [
+        ("started", 0),
+        ("saved", 2),
+        ("saved", 3),
+        ("sample", 3),
+        ("done", 3),
+        ("lost", 7),
+        ("started", 3),
+        ("resumed", 3),
+        ("warning", 3),
+        ("saved", 4),
+        ("sample", 4),
+        ("done", 4),
+    ]
+
+
+@needs_mpiexec
+def test_a_start_says_what_was_started(story):
+    started = [entry for entry in read(story[0]) if entry["event"] == "started"]
+    assert [entry["ranks"] for entry in started] == [2, 3]
+    assert [sum(count for _, count in entry["hosts"]) for entry in started] == [2, 3]
+    assert [entry["threads"] for entry in started] == [1, 2]
+    assert all(entry["planned_bytes"] > 0 and entry["peak_flops"] > 0 for entry in started)
+    assert {entry["arch"] for entry in started} == {"llama"}
+    assert {(entry["device"], entry["precision"]) for entry in started} == {("cpu", "fp32")}
+
+
+@needs_mpiexec
+def test_a_checkpoint_is_noted_with_what_it_holds(story):
+    out, _ = story
+    saved = [entry for entry in read(out) if entry["event"] == "saved"]
+    assert [entry["folder"] for entry in saved] == [f"step-{step:08d}" for step in (2, 3, 4)]
+    for entry in saved:
+        assert entry["bytes"] == sum(path.stat().st_size for path in (out / entry["folder"]).iterdir())
+        assert re.fullmatch("[0-9a-f]{64}", entry["digest"])
+        assert entry["seconds"] > 0
+
+
+@needs_mpiexec
+def test_a_resume_names_checkpoint_and_ranks_and_what_may_change_bits(story):
+    out, printed = story
+    entries = {entry["event"]: entry for entry in read(out)}
+    assert (entries["resumed"]["folder"], entries["resumed"]["from_ranks"]) == ("step-00000003", 2)
+    assert "last heard of at" in entries["lost"]["reason"]
+    assert entries["warning"]["text"] == (
+        "the checkpoint was made with threads 1, now 2: the last bits may change"
+    )
+    assert printed.count("[0/3] warning: ") == 1
+
+
+@needs_mpiexec
+def test_a_sample_is_kept_whole(story):
+    out, printed = story
+    sample = [entry for entry in read(out) if entry["event"] == "sample"][-1]
+    assert (sample["folder"], sample["prompt"]) == ("step-00000004", "def ")
+    assert sample["text"].startswith("def ")
+    assert sample["text"] in printed
+
+
+@needs_mpiexec
+def test_at_debug_units_and_phases_are_told_by_rank_0_alone(story):
+    _, printed = story
+    lines = [line for line in printed.splitlines() if re.match(r"\[\d/3\]", line)]
+    assert all(line.startswith("[0/3]") for line in lines)
+    for wanted in (r"unit blk\.0: [\d,]+ elements, [\d,]+ of them here", r"transport +\d", r"data +\d"):
+        assert any(re.search(wanted, line) for line in lines), wanted
+
+
+FAULTY = """
+from zero_mpi import log, train
+
+rounds = train.Trainer.rounds
+
+def faulty(self, number):
+    log.info("a fact")
+    if number == 2 and self.world.rank == 1:
+        log.warning("something is odd")
+        raise RuntimeError("the fault")
+    rounds(self, number)
+
+train.Trainer.rounds = faulty
+train.main()
+"""
+
+
+@needs_mpiexec
+def test_a_failure_is_noted_by_the_rank_that_ends_the_job(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAULTY)
+    flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--steps", "5"]
+    code, printed, errors = run_job(2, [str(script), *flags, "--log-level", "warning"], cwd=tmp_path)
+    assert code not in (0, 2, 75)
+    assert errors.startswith("[1/2] warning: something is odd\n")
+    assert "the fault" in errors
+    assert names(tmp_path / "out") == [("started", 0), ("failed", 2)]
+    assert read(tmp_path / "out")[-1]["reason"] == "rank 1: RuntimeError: the fault"
+    assert not re.search("^(zero_mpi|model:|step|a fact)", printed, re.MULTILINE), "at level warning"

@@ -1,0 +1,143 @@
+"""What a run says: by level, from the right rank, on the right stream; an import says nothing."""
+
+import logging
+import sys
+
+import pytest
+
+from zero_mpi import log
+
+
+@pytest.fixture(autouse=True)
+def not_installed():
+    """Each test begins and ends as a library user's process does."""
+    log.remove()
+    yield
+    log.remove()
+
+
+def say_all():
+    """One line of each level."""
+    log.debug("a %s", "detail")
+    log.info("a fact")
+    log.warning("a worry")
+    log.logger.error("a fault")
+
+
+def heard(capsys, rank, size, level):
+    """(stdout, stderr) of one line of each level."""
+    log.install(rank, size, level)
+    say_all()
+    said = capsys.readouterr()
+    return said.out.splitlines(), said.err.splitlines()
+
+
+PLAIN = ["a fact", "warning: a worry", "error: a fault"]
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", PLAIN), ("warning", PLAIN[1:]), ("error", PLAIN[2:])])
+def test_rank_0_speaks_from_its_level_on(level, lines, capsys):
+    assert heard(capsys, 0, 8, level) == (lines, [])
+
+
+def test_at_debug_all_is_said_with_the_rank(capsys):
+    assert heard(capsys, 0, 8, "debug") == ([f"[0/8] {line}" for line in ["a detail", *PLAIN]], [])
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"), [("debug", PLAIN[1:]), ("info", PLAIN[1:]), ("error", PLAIN[2:])]
+)
+def test_other_ranks_say_warnings_with_their_number(level, lines, capsys):
+    assert heard(capsys, 3, 8, level) == ([], [f"[3/8] {line}" for line in lines])
+
+
+def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog):
+    with caplog.at_level(logging.DEBUG, "zero_mpi"):
+        say_all()
+    assert capsys.readouterr() == ("", "")
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+def test_not_even_warnings_are_shown_to_users_of_the_library(capsys, monkeypatch):
+    """Python shows warnings of loggers for which there is no handler at all."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    say_all()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_lines_are_out_at_once_and_in_one_write(monkeypatch):
+    """Through a pipe Python would keep them back for a while."""
+    calls = []
+
+    class Pipe:
+        def write(self, text):
+            calls.append(text)
+
+        def flush(self):
+            calls.append("flush")
+
+    log.install(0, 1)
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    log.info("a fact")
+    assert calls == ["a fact\n", "flush"]
+
+
+def test_a_command_says_a_line_once_where_the_root_logger_has_a_handler(capsys):
+    handler = logging.StreamHandler(sys.stdout)
+    logging.getLogger().addHandler(handler)
+    try:
+        assert heard(capsys, 0, 1, "info") == (PLAIN, [])
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_installing_again_replaces_the_handler(capsys):
+    log.install(0, 2, "debug")
+    assert heard(capsys, 0, 2, "warning") == (PLAIN[1:], [])
+
+
+def test_cautions_are_warnings_and_notes_are_not(capsys):
+    log.install(0, 1)
+    log.tell("100 % of it")
+    log.tell(log.Caution("50 % of it"))
+    assert capsys.readouterr().out == "100 % of it\nwarning: 50 % of it\n"
+
+
+def test_lines_go_beside_a_bar_while_there_is_one(capsys):
+    log.install(0, 1)
+    beside = []
+    log.write_through(beside.append)
+    log.info("one")
+    log.write_through(None)
+    log.info("two")
+    assert beside == ["one"]
+    assert capsys.readouterr().out == "two\n"
+
+
+@pytest.mark.parametrize("level", log.LEVELS)
+def test_whether_a_level_is_shown(level):
+    assert not log.says(level), "nobody speaks yet"
+    log.install(0, 1, "warning")
+    assert log.says(level) == (level in ("warning", "error"))
+
+
+def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
+    """A log on a full disk ends the run with its cause; the logging module would print it and go on."""
+
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    log.install(0, 1)
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OSError, match="No space left"):
+        log.info("a fact")
+
+
+def test_phases_are_timed_at_debug(capsys):
+    log.install(0, 2, "debug")
+    phase = log.Phases()
+    phase("the model")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("[0/2] the model ")
+    assert line.endswith(" s since the start")

@@ -1,0 +1,267 @@
+"""What a start says of a run: planned memory, the work of a step, and what the ranks reach together."""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_command_bits import SIZES, needs_mpiexec, train, write_text
+
+from zero_mpi import environment, peak
+from zero_mpi.comm import SerialComm
+from zero_mpi.config import Config
+from zero_mpi.launch import World
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.peak import step_flop
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.options import read as plan_options
+from zero_mpi.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
+
+D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
+HEAD = D // H
+MODEL = Llama.from_flags(
+    {"layers": 3, "dim": D, "heads": H, "kv_heads": KV, "ffn": F, "context": T, "vocab_size": V}
+)
+CASE = Case(MODEL, batch_size=5, micro_batch=2, context=T)
+
+
+# the work of a step
+
+
+def attended(length, block=64):
+    """Pairs of query and key that are computed: by blocks of queries, up to the diagonal's end."""
+    return sum(min(row // block * block + block, length) for row in range(length))
+
+
+def by_hand():
+    """Operations of CASE: each matrix meets each token once forward and twice backward."""
+    blocks = 3 * (D * D + 2 * D * KV * HEAD + D * D + 3 * D * F)
+    products = 3 * 2 * (blocks + D * V) * T
+    scores_and_sums = 3 * 2 * 2 * 3 * H * HEAD * attended(T)
+    return 5 * (products + scores_and_sums)
+
+
+def test_the_work_of_a_step_is_that_of_its_products():
+    assert step_flop(CASE) == by_hand()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"recompute": True},
+        {"ranks": 4},
+        {"strategy_name": "no-shard"},
+        {"micro_batch": 1},
+        {"precision_name": "bf16"},
+        {"device": "cuda"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_how_it_is_done_changes_no_work(changed):
+    """What is computed a second time to save memory is no work either."""
+    assert step_flop(dataclasses.replace(CASE, **changed)) == by_hand()
+
+
+def test_attention_that_computes_its_weights_again_counts_once():
+    """Long contexts keep no weights; work then grows as the pairs do."""
+    model = GPT2.from_flags({"layers": 1, "dim": 16, "heads": 2, "context": 2048, "vocab_size": 7})
+    once, twice = (step_flop(Case(model, batch_size=1, micro_batch=1, context=t)) for t in (1024, 2048))
+    pairs = 3 * 2 * 2 * 16 * (attended(2048) - 2 * attended(1024))
+    assert twice - 2 * once == pairs
+
+
+def test_frozen_parameters_are_less_work():
+    frozen = step_flop(dataclasses.replace(CASE, frozen=("output.weight",)))
+    assert step_flop(CASE) - frozen == 5 * 2 * D * V * T
+
+
+# what the ranks reach
+
+
+class Ranks(World):
+    """A world of ranks that all measure what this one does."""
+
+    def everyone(self, value):
+        return [value] * self.size
+
+
+@pytest.mark.parametrize(("reached", "edge"), [(1e11, 512), (1e12, 1024), (1e14, 4096)])
+def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reached, edge, monkeypatch):
+    edges = []
+
+    def products(count, a, b, out):
+        edges.append(len(a))
+        return count * 2.0 * len(a) ** 3 / reached
+
+    monkeypatch.setattr(peak, "products", products)
+    monkeypatch.setattr(peak, "matrix", lambda edge, dtype: np.empty((edge, 0), dtype))
+    assert peak.measure(Ranks(0, 3), np.float32) == pytest.approx(3 * reached)
+    assert edges[-1] == edge
+
+
+def test_products_are_products():
+    a, b, out = (peak.matrix(512, np.float32) for _ in range(3))
+    expected = out + a @ b
+    assert peak.products(1, a, b, out) > 0
+    np.testing.assert_allclose(out, expected, rtol=1e-4)
+    assert len(np.unique(a[:64])) > 1000
+
+
+def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch):
+    seen = []
+    monkeypatch.setattr(peak, "rate", lambda dtype: seen.append(dtype) or 1.0)
+    peak.measure(World(0, 1), np.dtype(np.float16))
+    assert seen == [np.float32]
+
+
+# texts
+
+
+def test_hosts_are_counted_in_the_order_of_their_first_ranks():
+    assert hosts_of(["b", "b", "a", "b", "c", "a"]) == [("b", 3), ("a", 2), ("c", 1)]
+    assert hosts_of(["n"]) == [("n", 1)]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(2.5e6, "2.5 MFLOP"), (24.2e9, "24.2 GFLOP"), (3.21e13, "32.1 TFLOP"), (4e17, "400 PFLOP")],
+)
+def test_operations_for_people(count, text):
+    assert flops(count) == text
+
+
+def test_numbers_of_things():
+    assert [many(1, "rank"), many(2, "rank"), many(8, "micro-batch")] == [
+        "1 rank",
+        "2 ranks",
+        "8 micro-batches",
+    ]
+
+
+def test_kinds_of_memory_are_the_largest_and_the_rest():
+    memory = plan_memory(CASE)
+    shown = kinds(memory).split(", ")
+    assert len(shown) == 4
+    assert shown[-1].endswith(" other")
+
+
+def start_of(config, ranks_here, threads=1):
+    """As much of a start as cautions look at."""
+    description = SimpleNamespace(machine={"threads": threads})
+    session = SimpleNamespace(config=config, description=description)
+    return Start(session, [("n", ranks_here), ("m", 5)], 1e9)
+
+
+@pytest.mark.parametrize(
+    ("ranks_here", "settings", "said"),
+    [
+        (2, {}, "6 of 8 cores stand idle"),
+        (8, {}, None),
+        (9, {}, None),
+        (2, {"threads": "1"}, None),
+        (2, {"reduction": "fast"}, None),
+    ],
+)
+def test_idle_cores_are_a_caution_where_nobody_chose_them(ranks_here, settings, said, monkeypatch):
+    monkeypatch.setattr(environment, "node_cores", lambda: 8)
+    monkeypatch.setattr(environment, "threads_were_set", False)
+    found = list(cautions(start_of(Config(**settings), ranks_here)))
+    assert [text.split(",")[0] for text in found] == [said] * (said is not None)
+    monkeypatch.setattr(environment, "threads_were_set", True)
+    assert not list(cautions(start_of(Config(**settings), ranks_here))), "by a variable of the threads"
+
+
+@pytest.mark.parametrize(
+    ("transport", "told_apart", "owners", "planned"),
+    [
+        ("shared, 1.2 MiB of the node's shared memory", 0, 4, ("shared", 1)),
+        ("shared inside 2 nodes of 2 ranks, mpi between them, 1.2 MiB", 2, 4, ("nodes", 2)),
+        ("shared inside 2 nodes of 2 ranks, mpi between them, 1.2 MiB", 2, 2, ("nodes", 2)),
+        ("mpi, because /dev/shm is full", 0, 4, ("mpi", 1)),
+        ("mpi", 0, 2, ("mpi", 2)),
+    ],
+)
+def test_the_plan_is_asked_about_what_auto_has_become(transport, told_apart, owners, planned):
+    module = SimpleNamespace(owners=SimpleNamespace(size=owners))
+    session = SimpleNamespace(
+        config=Config(), model=MODEL, module=module, transport=transport, nodes=told_apart
+    )
+    session.comm = SimpleNamespace(size=4)
+    case = case_of(Start(session, [("n", 4)], 1e9))
+    assert (case.transport, case.nodes, case.ranks, case.device) == (*planned, 4, "cpu")
+
+
+def test_a_lone_process_is_planned_as_one():
+    module = SimpleNamespace(owners=SimpleNamespace(size=1))
+    session = SimpleNamespace(config=Config(), model=MODEL, module=module, transport="", nodes=0)
+    session.comm = SerialComm()
+    assert case_of(Start(session, [("n", 1)], 1e9)).transport == "serial"
+
+
+def test_a_run_is_worth_more_than_its_plan():
+    start = start_of(Config(), 1)
+    assert plan(start) is start
+    assert start.share(1.0) is None
+
+
+# in a job
+
+
+FLAGS = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--strategy", "shard-grad-op"]
+QUIET = ["--sample", "0", "--eval-every", "2", "--log-every", "4", "--warmup", "2"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """(what was printed, its `started` event, its records) of six steps on two ranks."""
+    folder = tmp_path_factory.mktemp("job")
+    data = write_text(folder)
+    printed = train(2, folder / "out", *SIZES, *FLAGS, *QUIET, "--steps", "6", "--data", *data)
+    first = (folder / "out" / "events.jsonl").read_text().splitlines()[0]
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return printed, json.loads(first), [json.loads(line) for line in lines]
+
+
+@needs_mpiexec
+def test_memory_is_planned_as_the_plan_does(job):
+    _, started, _ = job
+    (case,) = plan_options([*SIZES, *FLAGS, "--ranks", "2"]).cases
+    assert case.transport == "shared"
+    assert started["planned_bytes"] == plan_memory(case).total
+
+
+@needs_mpiexec
+def test_the_share_of_the_peak_is_work_over_time(job):
+    _, started, records = job
+    for record in records:
+        share = started["step_flop"] / (record["step_seconds"] * started["peak_flops"])
+        assert record["mfu"] == round(share, 4)
+    assert max(record["mfu"] for record in records) > 0
+
+
+@needs_mpiexec
+def test_memory_of_each_rank_is_recorded_at_the_steps_of_the_log(job):
+    _, _, records = job
+    wanted = {1, 2, 4, 6}  # the first, evaluations, every fourth, the last
+    assert {record["step"] for record in records if "memory_bytes" in record} == wanted
+    for record in records:
+        counts = record.get("memory_bytes", [2**25, 2**25])
+        assert len(counts) == 2
+        assert all(2**24 < count < 2**32 for count in counts), "as large as an interpreter with libraries"
+
+
+@needs_mpiexec
+def test_the_start_is_told_in_aligned_lines(job):
+    printed, started, _ = job
+    lines = printed.splitlines()
+    assert re.match(r"zero_mpi \S+: 2 ranks x 1 thread on \S+, fp32, ", lines[0])
+    titles = [line[:11] for line in lines[1:8]]
+    wanted = ["model:", "strategy:", "transport:", "memory:", "", "data:", "step:"]
+    assert titles == [f"{title:11}" for title in wanted]
+    assert f"{started['parameters']:,} parameters" in lines[1]
+    assert "shard-grad-op over 2 ranks, exact reduction" in lines[2]
+    assert re.search(r"80 tokens in 3 micro-batches of 2 x 16; \S+ MFLOP, at most \S+ .FLOP/s$", lines[7])
+    assert max(map(len, lines[:8])) <= 110

@@ -1,0 +1,394 @@
+"""What a time line tells: the table adds up, the slow rank is named, broken files are refused; the flags."""
+
+import functools
+import gzip
+import json
+import logging
+import random
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from jobs import run_command, run_job
+from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, write_text
+from timelines import check_events, event, lasting, save
+
+from zero_mpi import SerialComm, device, spans
+from zero_mpi.config import parse
+from zero_mpi.errors import UsageError
+from zero_mpi.timeline import Timeline, Tracer
+from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler
+from zero_mpi.trace.command import command
+from zero_mpi.trace.events import Event, as_json, events_of, lanes
+from zero_mpi.trace.read import read
+
+STEP = event(0, "steps", "step", 0, 100)
+
+
+def shares_of(path, *events):
+    """The shares of a time line that is made by hand."""
+    return shares(read(save(path / "trace.json", list(events))))
+
+
+def columns(share):
+    """Those in which there is something."""
+    return {name: lasted for name, lasted in share.columns.items() if lasted}
+
+
+# --------------------------------------------------------------------------------------------- the table
+
+
+def test_each_moment_is_in_one_column(tmp_path):
+    (share,) = shares_of(
+        tmp_path,
+        STEP,
+        event(0, "data", "read", 0, 5),
+        event(0, "between stages", "before", 5, 30, unit="blk.0"),
+        event(0, "waits", "allgather", 10, 20, unit="blk.0"),
+        event(0, "compute", "forward", 30, 60, unit="blk.0"),
+        event(0, "optimizer", "norm", 60, 80),
+        event(0, "waits", "allreduce", 65, 75),
+        event(0, "optimizer", "update", 80, 90),
+        event(0, "gathers", "allgather", 6, 40, bytes=1000),
+    )
+    assert columns(share) == {
+        "data": 5, "moving": 15, "exposed": 20, "compute": 30, "optimizer": 20, "other": 10,
+    }  # fmt: skip
+    assert (share.step, share.busy) == (100, 80)
+    assert share.hidden == 34 - 10, "the transfer was under way for 34, and waited for in 10 of them"
+    assert share.sent["gathers"] == 1000
+    assert share.exposed == {"allgather": 10, "allreduce": 10}
+
+
+def test_a_wait_of_the_host_while_the_device_computes_is_hidden(tmp_path):
+    (share,) = shares_of(
+        tmp_path,
+        STEP,
+        event(0, "compute", "backward", 0, 50),
+        event(0, "waits", "allgather", 20, 70),
+        event(0, "stalls", "allgather", 70, 80),
+    )
+    assert columns(share) == {"compute": 50, "exposed": 30, "other": 20}
+
+
+def test_evaluations_and_checkpoints_have_all_of_their_time(tmp_path):
+    (share,) = shares_of(
+        tmp_path,
+        STEP,
+        event(0, "steps", "evaluation", 0, 30),
+        event(0, "compute", "forward", 5, 25),
+        event(0, "checkpoint", "save", 40, 60),
+        event(0, "waits", "gather", 45, 55),
+        event(0, "checkpoint behind training", "save", 60, 100),
+    )
+    assert columns(share) == {"evaluation": 30, "checkpoint": 20, "other": 50}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_columns_add_up_to_the_steps_whatever_is_recorded(tmp_path, seed):
+    draw = random.Random(seed)
+    events = [event(0, "steps", "step", 100 * (n - 1), 100 * n, step=n) for n in (1, 2, 3)]
+    for _ in range(60):
+        _, track, kinds = draw.choice(CLAIMS)
+        begun = draw.uniform(-20, 310)
+        ended = begun + draw.choice([0, draw.uniform(0, 60)])
+        events.append(event(0, track, draw.choice(kinds or ("any",)), begun, ended, step=draw.randint(1, 3)))
+    (share,) = shares_of(tmp_path, *events)
+    assert sum(share.columns.values()) == pytest.approx(300, abs=1e-9)
+    assert share.steps == {1: 100, 2: 100, 3: 100}
+    assert all(lasted >= 0 for lasted in share.columns.values())
+    assert len(columns(share)) > 4
+
+
+def three_ranks(path, *, slow):
+    """Rank 1 computes `slow` longer; each begins a reduction when it is done, and waits for the others."""
+    events = []
+    for rank in range(3):
+        done = 40 + slow * (rank == 1)
+        events += [
+            event(rank, "steps", "step", 0, 100),
+            event(rank, "compute", "backward", 0, done, unit="blk.0"),
+            event(rank, "waits", "reduce_scatter", done, 90, what="gradients", unit="blk.0"),
+            event(rank, "reductions", "reduce_scatter", done, 90, bytes=500, unit="blk.0"),
+        ]
+    return read(save(path / "three.json", events))
+
+
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path, capfdbinary):
+    recorded = three_ranks(tmp_path, slow=30)
+    slow = straggler(recorded, shares(recorded))
+    assert (slow.rank, slow.ahead, slow.last, slow.transfers) == (1, 30, 1, 1)
+    assert exposed_by_unit(shares(recorded)) == [("reduce_scatter", pytest.approx((50 + 20 + 50) / 3))]
+    command(ONE, [str(recorded.path)])
+    printed = capfdbinary.readouterr().out.decode()
+    assert "straggler: rank 1, busy 0.030 ms a step longer than the median of the others" in printed
+    assert "last to begin 1 of 1 transfers" in printed
+    assert "sent in reductions: 0.00 MB a step by all ranks" in printed
+
+
+def test_equal_ranks_have_no_straggler(tmp_path):
+    recorded = three_ranks(tmp_path, slow=0)
+    assert straggler(recorded, shares(recorded)) is None
+
+
+def test_a_wait_without_a_unit_is_named_by_the_stage_that_needs_it(tmp_path):
+    (share,) = shares_of(
+        tmp_path,
+        STEP,
+        event(0, "between stages", "before", 0, 50, unit="blk.7"),
+        event(0, "waits", "updated parameters", 10, 30),
+    )
+    assert share.exposed == {"updated parameters (for blk.7)": 20}
+
+
+class ONE:
+    """A world of one process."""
+
+    rank, size = 0, 1
+
+
+def test_two_files_are_compared(tmp_path, capfdbinary):
+    first = save(tmp_path / "a.json", [STEP, event(0, "compute", "forward", 0, 50)])
+    second = save(tmp_path / "b.json", [STEP, event(0, "compute", "forward", 0, 25)])
+    assert command(ONE, [str(first), str(second)]) == 0
+    printed = capfdbinary.readouterr().out.decode()
+    assert re.search(r"(?m)^compute +0\.050 +0\.025 +0\.50$", printed)
+    assert re.search(r"(?m)^step +0\.100 +0\.100 +1\.00$", printed)
+
+
+def test_only_steps_that_are_whole_on_all_ranks_count(tmp_path):
+    events = [STEP, event(1, "steps", "step", 0, 100), event(0, "steps", "step", 100, 300, step=2)]
+    recorded = read(save(tmp_path / "trace.json", events))
+    assert recorded.steps == [1]
+    assert [share.step for share in shares(recorded)] == [100, 100]
+
+
+# ----------------------------------------------------------------------------------------------- the file
+
+
+def broken(path, data):
+    """What reading a file of these bytes says."""
+    file = path / "trace.json"
+    file.write_bytes(data)
+    with pytest.raises(UsageError) as raised:
+        read(file)
+    assert "\n" not in str(raised.value)
+    return str(raised.value).removeprefix(str(file))
+
+
+def as_bytes(**about):
+    return json.dumps(about).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"GGUF\x03\x00", ": not a trace: "),
+        (b"\xff\xfe", ": not a trace: "),
+        (b"", ": not a trace: "),
+        (b"[]", ": not a trace: it has no traceEvents"),
+        (b"[" * 100_000, ": not a trace"),
+        (as_bytes(loss=1), ": not a trace: it has no traceEvents"),
+        (as_bytes(traceEvents={}), ": not a trace: it has no traceEvents"),
+        (as_bytes(traceEvents=[]), ": a trace of another program; expected a file of --trace"),
+        (as_bytes(traceEvents=[], otherData={"zero_mpi": "0"}), ": has no step that is whole"),
+        (as_bytes(traceEvents=[7], otherData={"zero_mpi": "0"}), ": broken: an event lacks"),
+        (as_bytes(traceEvents=[STEP | {"ts": "x"}], otherData={"zero_mpi": "0"}), ": broken: "),
+        (as_bytes(traceEvents=[STEP | {"dur": -1}], otherData={"zero_mpi": "0"}), ": broken: "),
+        (as_bytes(traceEvents=[STEP | {"args": {}}], otherData={"zero_mpi": "0"}), ": broken: "),
+        (gzip.compress(b"{}" * 1000)[:-9], ": broken, it cannot be unpacked"),
+        (gzip.compress(b"{}")[:5] + b"\0" * 30, ": broken, it cannot be unpacked"),
+    ],
+)
+def test_what_is_no_time_line_is_refused(tmp_path, data, said):
+    assert broken(tmp_path, data).startswith(said)
+
+
+def test_a_file_that_is_not_there_and_too_many_files(tmp_path):
+    with pytest.raises(UsageError, match=r"nothing\.json: No such file or directory$"):
+        command(ONE, [str(tmp_path / "nothing.json")])
+    with pytest.raises(UsageError, match="expected one or two files, got 3"):
+        command(ONE, ["a", "b", "c"])
+
+
+def test_transfers_share_a_lane_only_one_after_the_other():
+    draw = random.Random(0)
+    starts = [draw.uniform(0, 100) for _ in range(200)]
+    events = [Event("gathers", "x", start, start + draw.uniform(0, 10), {}) for start in starts]
+    found = list(lanes(events))
+    for lane in {lane for lane, _ in found}:
+        mine = [each for number, each in found if number == lane]
+        assert all(a.ended <= b.begun for a, b in pairwise(mine))
+    most = max(sum(a.begun <= b.begun < a.ended for a in events) for b in events)
+    assert len({lane for lane, _ in found}) == most, "no more than are ever under way at once"
+
+
+def test_what_is_under_way_at_the_end_says_so():
+    recorder = spans.start(device.HOST.stopwatch())
+    try:
+        first, _ = recorder.transfer("allgather", "parameters blk.0", 8), recorder.begin(spans.BEHIND, "save")
+        spans.end(first)
+        recorder.transfer("reduce_scatter", "gradients blk.0", 16)
+    finally:
+        spans.stop()
+    whole, save_, gather, reduction = sorted(
+        [*events_of(recorder, first[spans.ENDED] + 1), Event("steps", "", 0, 0, {})],
+        key=lambda each: ("steps", spans.BEHIND, "gathers", "reductions").index(each.family),
+    )
+    assert whole.name == ""
+    assert "unfinished" not in gather.about
+    assert save_.about["unfinished"] is reduction.about["unfinished"] is True
+    assert save_.ended == reduction.ended == first[spans.ENDED] + 1
+    assert reduction.about["unit"] == "blk.0"
+    check_events([json.loads(line.rstrip(",")) for line in as_json([gather], 3, "here", 0).splitlines()])
+
+
+# ----------------------------------------------------------------------------------------------- the flags
+
+
+@pytest.mark.parametrize(
+    "text", ["10", "10:", ":13", "13:10", "5:5", "0:3", "a:b", "1:2:3", "-1:3", "2 : 4", ""]
+)
+def test_bad_steps_are_refused(text):
+    with pytest.raises(
+        UsageError, match=r"^--trace-steps .*: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and"
+    ):
+        parse([f"--trace-steps={text}"])
+
+
+def test_steps_after_the_last_one_are_refused():
+    assert parse(["--trace-steps", "5:9", "--steps", "5"]).trace_steps == "5:9"
+    with pytest.raises(
+        UsageError, match="--trace-steps 6:9: expected a step of the run, which ends with --steps 5"
+    ):
+        parse(["--trace-steps", "6:9", "--steps", "5"])
+
+
+def run_of(tracer, first, last):
+    """A run from step `first` to `last`."""
+    for step in range(first, last + 1):
+        tracer.reach(step)
+    tracer.end(last)
+
+
+NOTHING = "no time line: the run ended after step {}, and --trace-steps 3:6 has no step of this run"
+
+
+def steps_in(path):
+    """The steps in a file."""
+    return read(path).steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "last", "found", "said"),
+    [
+        ((3, 5), 0, 6, [3, 4], []),
+        ((3, 5), 0, 4, [3, 4], []),
+        ((3, 6), 0, 4, [3, 4], ["the run ended before step 5, the last one to trace"]),
+        ((3, 6), 3, 9, [4, 5], []),
+        ((3, 6), 0, 2, None, [NOTHING.format(2)]),
+        ((3, 6), 7, 9, None, [NOTHING.format(9)]),
+        (None, 0, 9, [3, 4, 5], []),
+        (None, 7, 20, [10, 11, 12], []),
+    ],
+)  # fmt: skip
+def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found, said):
+    path = tmp_path / "trace.json"
+    with caplog.at_level(logging.INFO, "zero_mpi"):
+        run_of(Tracer(SerialComm(), str(path), steps, done), done + 1, last)
+    assert spans.active is None
+    assert (steps_in(path) if found else path.exists()) == (found or False)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == said
+    whole = f"time line of steps {found[0]} to {found[-1]}: {path}" if found else ""
+    assert not found or any(record.message.startswith(whole) for record in caplog.records)
+
+
+def test_a_full_disk_costs_the_time_line_and_not_the_run(tmp_path, caplog, monkeypatch):
+    tracer = Tracer(SerialComm(), str(tmp_path / "trace.json"), (1, 2), 0)
+    monkeypatch.setattr(Timeline, "write", lambda self: "the time line X cannot be written: No space left")
+    run_of(tracer, 1, 2)
+    assert [record.message for record in caplog.records] == [
+        "the time line X cannot be written: No space left"
+    ]
+
+
+def test_a_bad_place_is_refused_before_the_run(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"--trace .*: cannot write there: it is a folder, expected the name of a"
+    ):
+        Tracer(SerialComm(), str(tmp_path), None, 0)
+    with pytest.raises(UsageError, match=r"--trace .*/no/trace.json: cannot write there: No such file"):
+        Tracer(SerialComm(), str(tmp_path / "no" / "trace.json"), None, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+FLAGS = ["--steps", "5", "--sample", "0", "--batch-size", "6", "--eval-every", "2", "--eval-windows", "4"]
+FLAGS += ["--save-every", "2", "--async-save"]
+
+
+@functools.cache
+def traced_run(folder: Path):
+    """The same run on two ranks without and with a time line."""
+    data = ["--data", *write_text(folder)]
+    train(2, folder / "plain", *SIZES, *FLAGS, *data)
+    flags = ["--trace", str(folder / "trace.json.gz"), "--trace-steps", "2:5"]
+    return train(2, folder / "traced", *SIZES, *FLAGS, *data, *flags)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """The folder of these runs, and what the second one printed."""
+    folder = tmp_path_factory.mktemp("traced")
+    return folder, traced_run(folder)
+
+
+@needs_mpiexec
+def test_the_command_writes_a_time_line_and_the_same_bits(traced):
+    folder, printed = traced
+    assert_same_run(folder / "traced", folder / "plain")
+    assert f"time line of steps 2 to 4: {folder / 'trace.json.gz'} (" in printed
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    check_events(events)
+    found = lasting(events)
+    assert {each["pid"] for each in found} == {1, 2}
+    expected = {"steps", "compute", "optimizer", "between stages", "waits", "data", "checkpoint"}
+    assert {each["cat"] for each in found} >= expected | {"checkpoint behind training", "reductions"}
+    for rank in (0, 1):
+        mine = [each for each in found if each["pid"] == rank + 1]
+        kinds = [each["args"]["kind"] for each in mine if each["cat"] == "steps"]
+        assert (kinds.count("step"), kinds.count("evaluation")) == (3, 2)
+        assert sum(each["cat"] == "checkpoint behind training" for each in mine) == 2
+    own_steps = [each for each in found if each["args"]["kind"] == "step" and each["pid"] == 1]
+    record = [json.loads(line) for line in (folder / "traced" / "metrics.jsonl").read_text().splitlines()]
+    for each in own_steps:
+        assert each["dur"] >= 1e6 * record[each["args"]["step"] - 1]["step_seconds"] > 0
+
+
+@needs_mpiexec
+def test_the_table_of_a_real_run(traced):
+    folder, _ = traced
+    recorded = read(folder / "trace.json.gz")
+    for share in shares(recorded):
+        assert sum(share.columns.values()) == pytest.approx(sum(share.steps.values()), rel=1e-9)
+        assert {name for name, lasted in share.columns.items() if lasted} == set(COLUMNS)
+        assert share.columns["other"] < 0.5 * sum(share.steps.values())
+    program = [sys.executable, "-m", "zero_mpi.trace", folder / "trace.json.gz"]
+    status, printed, errors = run_command(program, timeout=30)
+    assert (status, errors) == (0, "")
+    assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)
+    assert len(re.findall(r"(?m)^ +[01] +[0-9.]+ +[0-9.]+ +[0-9]+%", printed)) == 2
+    assert "waited for longest" in printed
+
+
+@needs_mpiexec
+def test_the_benchmark_says_what_a_time_line_costs():
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "trace_cost.py"
+    few = ["--rounds", "1", "--steps", "2", "--warmup", "1"]
+    status, printed, errors = run_job(2, [script, *few], timeout=60)
+    assert (status, errors) == (0, "")
+    assert re.search(r"(?m)^with +[0-9.]+ ms a step, with/without [0-9.]+$", printed)
+    assert re.search(r"(?m)^[1-9][0-9]+ spans a step of [0-9]+ ns each: [0-9.]+ % of a step$", printed)

@@ -1,0 +1,106 @@
+"""`OUT/events.jsonl`: what happened to a run and when, over all its jobs; one JSON object a line.
+
+Steps are in `metrics.jsonl`; here is what they do not show: starts, resumes, checkpoints, warnings, ends. The
+file is only ever added to, also by a resume that goes back. Rank 0 writes it; of a failure, whichever rank
+ends the job. What goes wrong here is said once and is not worth a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zero_mpi import log
+
+NAME = "events.jsonl"
+STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"
+STOPPED, FAILED, DONE = "stopped", "failed", "done"
+
+
+class Events:
+    """The file as one rank sees it. `at` tells it the step, `reason` why the run was stopped."""
+
+    def __init__(self, out: Path, rank: int) -> None:
+        self._path, self._rank, self._step = out / NAME, rank, 0
+        self._begun = self._ended = self._broken = False
+        self._listener = Listener(self)
+        self.reason = ""
+
+    def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
+        """The job starts: first what became of the one before, by its status.json, then what this one is.
+
+        From now on warnings are written down as they are said.
+        """
+        self._step = step
+        if before.get("state") == "running":
+            self.note(LOST, reason=last_heard(before), step=before.get("step", 0))
+        self.note(STARTED, **about)
+        self._begun = True
+        if self._rank == 0:
+            log.logger.addHandler(self._listener)
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        self._step = step
+
+    def note(self, event: str, **more: Any) -> None:
+        """Something happened; rank 0 writes it down."""
+        if self._rank == 0:
+            self._append(event, more)
+
+    def end(self, event: str, reason: str = "") -> None:
+        """The last word, of any rank: the first one stays. A job that ends well must have begun."""
+        log.logger.removeHandler(self._listener)
+        if self._ended or not (self._begun or event == FAILED):
+            return
+        self._ended = True
+        if self._path.parent.is_dir():
+            self._append(event, {"reason": reason or self.reason})
+
+    def _append(self, event: str, more: Mapping[str, Any]) -> None:
+        entry = {"time": utc(), "event": event, "step": self._step, **more}
+        try:
+            append_line(self._path, json.dumps(entry))
+        except OSError as error:
+            if not self._broken:
+                self._broken = True
+                log.warning("%s cannot be written: %s", self._path, error.strerror or error)
+
+
+class Listener(logging.Handler):
+    """Hands warnings on to the file."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A warning was said."""
+        self._events.note(WARNING, text=record.getMessage())
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add a line in one write; what a crash cut off before stays a line of its own. Raises OSError."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(handle).st_size
+        cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, ("\n" * cut_off + text + "\n").encode())
+    finally:
+        os.close(handle)
+
+
+def last_heard(before: Mapping[str, Any]) -> str:
+    """What is known of a job that ended without a word, from its status.json."""
+    ranks, host, updated = (before.get(key, "unknown") for key in ("ranks", "host", "updated"))
+    return f"{ranks} rank(s), rank 0 on {host}, last heard of at {updated}: killed, or a host was lost"
+
+
+def utc() -> str:
+    """The time in whole seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,41 @@
+"""The end of a run on rank 0: its held-out loss beside what letter frequencies alone would give; a sample."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zero_mpi import events, log
+from zero_mpi.checkpoint import manager
+from zero_mpi.data import unigram_entropy
+from zero_mpi.events import Events
+from zero_mpi.session import Session
+from zero_mpi.textmodel import TextModel
+
+
+def compare_with_letters(session: Session, val_loss: float | None) -> None:
+    """The held-out loss beside the entropy of the same text's token frequencies."""
+    held_out = session.held_out
+    if val_loss is None or not held_out.micro_batches:
+        return
+    targets = np.concatenate([held_out.micro(i)[1].ravel() for i in range(held_out.micro_batches)])
+    log.info(
+        "validation loss %.4f nats a token; the entropy of the same text's unigram distribution is %.4f",
+        val_loss,
+        unigram_entropy(targets),
+    )
+
+
+def show_sample(session: Session, step: int, noted: Events) -> None:
+    """Text from the file that was just written."""
+    config, tokenizer = session.config, session.tokenizer
+    if tokenizer is None or not config.sample:
+        return
+    path = manager.step_folder(session.out, step) / manager.MODEL
+    if not path.exists():
+        return
+    model = TextModel(path)
+    prompt = tokenizer.encode_prompt(config.prompt)
+    ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
+    text = tokenizer.decode(ids).decode("utf-8", "replace")
+    log.info("sample of %s:\n%s", path, text)
+    noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)

@@ -1,0 +1,101 @@
+"""What a run says in words: lines of the standard library's logger "zero_mpi", by level.
+
+Whoever uses the package as a library hears nothing unless they set that logger up, as with any other. A
+command installs one handler: rank 0 speaks at the level of `--log-level`, to stdout or beside the progress
+bar; the other ranks speak on stderr, of warnings only, with `[rank/size]` in front. At level debug all lines
+have it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
+LEVELS = (DEBUG, INFO, WARNING, ERROR)
+WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+logger = logging.getLogger("zero_mpi")
+logger.addHandler(logging.NullHandler())  # a library is silent: without it warnings would go to stderr
+debug, info, warning = logger.debug, logger.info, logger.warning
+
+
+class Caution(str):
+    """A note that is to be said as a warning."""
+
+
+def tell(note: str) -> None:
+    """Say a note, as a warning if it is a `Caution`."""
+    (warning if isinstance(note, Caution) else info)("%s", note)
+
+
+class Lines(logging.Handler):
+    """Writes each record as one line; `write` may be replaced for a while, by what draws a bar.
+
+    Errors of the stream are raised: a log on a full disk ends a run with the cause, and not in silence.
+    """
+
+    def __init__(self, rank: int, size: int, level: str) -> None:
+        super().__init__(max(getattr(logging, level.upper()), logging.WARNING if rank else 0))
+        self.prefix = f"[{rank}/{size}] " if rank or level == DEBUG else ""
+        self.to_stderr = rank > 0
+        self.write: Callable[[str], object] = self.print
+
+    def print(self, text: str) -> None:
+        """In one write, so that lines of several ranks do not mix."""
+        stream = sys.stderr if self.to_stderr else sys.stdout
+        stream.write(f"{text}\n")
+        stream.flush()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.write(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}")
+
+
+def install(rank: int, size: int, level: str = INFO) -> Lines:
+    """Let this process speak from now on: what a command does, and an import never."""
+    remove()
+    handler = Lines(rank, size, level)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if level == DEBUG else logging.INFO)
+    logger.propagate = False  # handlers of the root logger would say everything twice
+    return handler
+
+
+def remove() -> None:
+    """Take back what `install` did."""
+    for handler in installed():
+        logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def installed() -> list[Lines]:
+    """The handler of a command, if there is one."""
+    return [handler for handler in logger.handlers if isinstance(handler, Lines)]
+
+
+def says(level: str) -> bool:
+    """Whether lines of that level are shown by a command's handler."""
+    return any(handler.level <= getattr(logging, level.upper()) for handler in installed())
+
+
+def write_through(write: Callable[[str], object] | None) -> None:
+    """Let lines go through `write`, as beside a progress bar; None: as before."""
+    for handler in installed():
+        handler.write = write or handler.print
+
+
+class Phases:
+    """Times the phases of a start: each call names what has just been done, at level debug."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.perf_counter()
+
+    def __call__(self, done: str) -> None:
+        """`done` is done."""
+        now = time.perf_counter()
+        debug("%-24s %6.3f s, %6.3f s since the start", done, now - self._last, now - self._begun)
+        self._last = now

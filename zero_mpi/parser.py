@@ -1,0 +1,193 @@
+"""The parser of every command line: a `--help` that fits, `--version`, errors that name what was meant.
+
+Errors are UsageErrors: who prints them is decided elsewhere. A flag that does not exist is looked for before
+anything else is complained about, and the nearest one that does is named, also where the name is one that
+other trainers use. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from zero_mpi import __version__, environment
+from zero_mpi.errors import UsageError
+
+COLUMN = 24  # where the texts of --help begin
+NEAR = 0.6  # of difflib: the share of letters that two names must have in common
+KINDS: dict[Any, str] = {int: "N", float: "X"}  # what a value is called
+ELSEWHERE = {  # names that other trainers have for a flag of ours
+    "--bf16": "--precision",
+    "--checkpoint-activations": "--recompute",
+    "--clip-grad": "--grad-clip",
+    "--epochs": "--steps",
+    "--eval-interval": "--eval-every",
+    "--eval-steps": "--eval-every",
+    "--fp16": "--precision",
+    "--global-batch-size": "--batch-size",
+    "--gradient-checkpointing": "--recompute",
+    "--hidden-size": "--dim",
+    "--load": "--resume",
+    "--logging-steps": "--log-every",
+    "--max-grad-norm": "--grad-clip",
+    "--max-length": "--context",
+    "--max-steps": "--steps",
+    "--max-tokens": "--tokens",
+    "--model": "--init",
+    "--model-name-or-path": "--init",
+    "--num-attention-heads": "--heads",
+    "--num-layers": "--layers",
+    "--num-tokens": "--tokens",
+    "--output": "--out",
+    "--output-dir": "--out",
+    "--quantize": "--type",
+    "--resume-from-checkpoint": "--resume",
+    "--save-interval": "--save-every",
+    "--save-steps": "--save-every",
+    "--seq-len": "--context",
+    "--seq-length": "--context",
+    "--train-data": "--data",
+    "--train-iters": "--steps",
+    "--warmup-steps": "--warmup",
+}
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """What to add to an error: "; did you mean X?", or nothing where no known name is near."""
+    names = list(known)
+    meant = [ELSEWHERE[wrong]] if ELSEWHERE.get(wrong) in names else []
+    longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
+    near = meant or longer[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def version_lines() -> list[str]:
+    """The package, and of its libraries those that are loaded anyhow."""
+    lines, loaded = [f"zero_mpi {__version__}"], []
+    if "numpy" in sys.modules:
+        loaded.append(f"NumPy {sys.modules['numpy'].__version__}")
+    if "mpi4py.MPI" in sys.modules:
+        about = sys.modules["mpi4py.MPI"].Get_library_version()
+        loaded.append(" ".join(about.replace("Version:", "").partition("\n")[0].partition(",")[0].split()))
+    return [*lines, *([", ".join(loaded)] if loaded else [])]
+
+
+def with_choices(text: str, choices: Sequence[str]) -> str:
+    """A flag's text, and its choices unless it names them all."""
+    named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
+    return text if named else f"{text} [{'|'.join(choices)}]"
+
+
+class Help(argparse.HelpFormatter):
+    """Texts in one column; defaults shown where there are any; lines that are indented stay as they are."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"max_help_position": COLUMN, **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled: list[str] = []
+        loose: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            if line and not line[0].isspace():
+                loose.append(line)
+                continue
+            filled += textwrap.wrap(" ".join(loose), width) if loose else []
+            loose.clear()
+            filled.append(line)
+        return "\n".join(indent + line if line else line for line in filled).rstrip()
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help
+        if not text or action.nargs == 0:
+            return text
+        text = with_choices(text, [str(choice) for choice in action.choices or ()])
+        nothing = action.default is None or action.default is argparse.SUPPRESS
+        return text if nothing or "(default" in text else f"{text} (default: %(default)s)"
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        """Values by what they are; choices are in the text."""
+        if action.metavar is None and action.option_strings:
+            action = copy.copy(action)
+            action.metavar = "NAME" if action.choices else KINDS.get(action.type, "TEXT")
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == argparse.ONE_OR_MORE and isinstance(action.metavar, str):
+            return f"{action.metavar}..."
+        return super()._format_args(action, default_metavar)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """All names of a flag where there is room for them, else the first."""
+        whole = super()._format_action_invocation(action)
+        if len(action.option_strings) < 2 or len(whole) <= COLUMN - 4:
+            return whole
+        first = copy.copy(action)
+        first.option_strings = action.option_strings[:1]
+        return super()._format_action_invocation(first)
+
+
+class Version(argparse.Action):
+    """Prints the version and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        if environment.launch_rank() == 0:
+            print("\n".join(version_lines()))
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser in the manner of this package. Flags cannot be shortened."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Help, "allow_abbrev": False, **options})
+        self.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def print_help(self, file: Any = None) -> None:
+        """Rank 0 speaks for all, also where each rank takes itself for a single process."""
+        if environment.launch_rank() == 0:
+            super().print_help(file)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """The flags; raises UsageError."""
+        given = list(sys.argv[1:] if args is None else args)
+        for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
+            if name and name not in self._option_string_actions:
+                known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+                raise UsageError(f"unknown flag {name}{nearest(name, known) or '; see --help'}")
+        found, surplus = self.parse_known_args(given, namespace)
+        if surplus:
+            raise UsageError(f"unexpected {surplus[0]!r}: it belongs to no flag; see --help")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest(str(value), map(str, action.choices or ()))
+            raise
+
+
+def flag_of(text: str) -> str:
+    """The name of the flag that an argument is; empty for a value, such as a negative number."""
+    name = text.partition("=")[0]
+    if len(name) < 2 or name[0] != "-" or any(letter.isspace() for letter in name):
+        return ""
+    try:
+        float(text)
+    except ValueError:
+        return name
+    return ""

@@ -1,0 +1,93 @@
+"""How much of what the machine can do a run makes use of: its share of the peak, MFU in the literature.
+
+The peak is measured and not taken from a data sheet: what all ranks reach together in plain matrix products,
+all at once, at the start of a run. The work of a step is the products of forward and backward as the plan
+counts them; what is computed a second time to save memory does not count (Chowdhery et al., "PaLM", 2022,
+appendix B). Nothing of the run's own is touched, so no bit of it changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.arrays import Array
+from zero_mpi.launch import World
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.ghost import Room
+from zero_mpi.plan.kernels import Compiled
+from zero_mpi.plan.rehearsal import ImaginedModule, Script
+
+SECONDS = 0.04  # of products that are timed, after one that starts threads or compiles
+LONG = 2e-3  # seconds of a product that is large enough: so short only where many cores or a GPU share it
+EDGES = (512, 1024, 2048, 4096)  # of the matrices
+BLOCK = 64  # rows of random numbers, which are repeated: making all of them would take longer than a product
+
+
+def measure(world: World, dtype: Any) -> float:
+    """Floating-point operations a second of all ranks together, in products of `dtype`. Collective.
+
+    On the host products are float32 always: those of lower types are computed in it.
+    """
+    kind = np.dtype(np.float32) if device.in_use() is device.HOST else dtype
+    world.everyone(None)  # all begin together: ranks share cores, caches and power
+    return math.fsum(world.everyone(rate(kind)))
+
+
+def rate(dtype: Any) -> float:
+    """Operations a second of this rank, in matrices as large as keep it busy."""
+    for edge in EDGES:
+        a, b, out = (matrix(edge, dtype) for _ in range(3))
+        products(1, a, b, out)
+        seconds = products(1, a, b, out)
+        if seconds >= LONG:
+            break
+    count = max(1, int(SECONDS / seconds))
+    return 2.0 * edge**3 * count / (products(count, a, b, out) if count > 1 else seconds)
+
+
+def products(count: int, a: Array, b: Array, out: Array) -> float:
+    """Seconds that so many products take, by the operation that layers use."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        ops.linear_backward_x(a, b, out)
+    device.in_use().synchronize()
+    return time.perf_counter() - begun
+
+
+def matrix(edge: int, dtype: Any) -> Array:
+    """Random numbers: processors go faster where all are alike."""
+    where = device.in_use()
+    array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
+    block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)
+    array[...] = where.from_host(block)
+    return array.reshape(edge, edge)
+
+
+class Once(Compiled):
+    """Operations that keep all they need for backward: nothing is computed a second time."""
+
+    def attention_backward(
+        self, room: Room, dy: Array, q: Array, k: Array, v: Array, kept: Any
+    ) -> tuple[tuple[Array, Array, Array], bool]:
+        """As the base's, without the weights computed again."""
+        return super().attention_backward(room, dy, q, k, v, kept)[0], False
+
+
+def step_flop(case: Case) -> float:
+    """Operations of the products of a step on all ranks together."""
+    script = Script(Room(Once()))
+    lone = Case(
+        case.model,
+        batch_size=case.micro_batch,
+        micro_batch=case.micro_batch,
+        context=case.context,
+        frozen=case.frozen,
+    )
+    events = ImaginedModule(lone, script).step(1, (lone.micro_batch, lone.context))
+    sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller
+    return sequences * math.fsum(event.flop for event in events)

@@ -1,0 +1,120 @@
+"""How far a run is, for whoever looks: a bar where a person watches, a line now and then in a log.
+
+Both say the same in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
+Launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zero_mpi import log
+
+LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # in the names of processes that pass a rank's output on
+WIDTH = 79  # of a bar, where the terminal's is not to be seen
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+
+
+class Display:
+    """Shows the steps of a run that begins after `done` of `steps`."""
+
+    def __init__(self, done: int, steps: int) -> None:
+        self._done, self._steps, self._memory = done, steps, 0
+        self._begun = time.perf_counter()
+        self._bar: Any = None
+        if watched() and log.says(log.INFO):
+            seen = sys.stderr.isatty()
+            width = None if seen else WIDTH
+            self._bar = tqdm(
+                total=steps, initial=done, bar_format=BAR, dynamic_ncols=seen, ncols=width, leave=True
+            )
+            # To the bar's own stream, also when it has ended: two pipes would mix their order.
+            log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
+
+    def step(self, record: Mapping[str, Any], logged: bool) -> None:
+        """A step is done; `logged`: it gets a line where there is no bar."""
+        self._memory = max(record.get("memory_bytes", [self._memory]))
+        number = record["step"]
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self._facts(record)), refresh=False)
+            self._bar.update()
+        elif logged:
+            log.info("%s", "  ".join([f"step {self._of(number)}", *self._facts(record)]))
+        if "val_loss" in record:
+            log.info("step %s  val loss %.4f", self._of(number), record["val_loss"])
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _of(self, number: int) -> str:
+        return f"{number:>{len(str(self._steps))}}/{self._steps}"
+
+    def _facts(self, record: Mapping[str, Any]) -> list[str]:
+        facts = [f"loss {record['loss']:.4f}", f"{short(record['tokens_per_second'])} tok/s"]
+        if "mfu" in record:
+            facts.append(f"{record['mfu']:.0%} of peak")
+        if self._memory:
+            facts.append(mebibytes(self._memory))
+        return [*facts, self._time(record["step"])]
+
+    def _time(self, number: int) -> str:
+        """Left, as the steps of this job took so far; of the last one, what they took."""
+        took = time.perf_counter() - self._begun
+        if number >= self._steps:
+            return f"{interval(took)} in all"
+        return f"{interval(took * (self._steps - number) / (number - self._done))} left"
+
+
+def short(count: float) -> str:
+    """A number for people, with three digits."""
+    for unit in ("", "k", "M"):
+        if not count >= 999.5:
+            return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}G"
+
+
+def mebibytes(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def interval(seconds: float) -> str:
+    """A time for people."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds >= 100 * 3600:
+        return f"{seconds / 86400:.0f} d"
+    return str(tqdm.format_interval(round(seconds)))
+
+
+def watched() -> bool:
+    """Whether stderr, or that of a process that started this one, is a terminal."""
+    if sys.stderr.isatty():
+        return True
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            if os.readlink(f"/proc/{pid}/fd/2").startswith(("/dev/pts/", "/dev/tty")):
+                name = Path(f"/proc/{pid}/comm").read_text()
+                return any(launcher in name for launcher in LAUNCHERS)
+            pid = parent(pid)
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
+
+
+def parent(pid: int) -> int:
+    """The parent of process `pid`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,173 @@
+"""What a rank does when, as spans of time, while a time line is recorded.
+
+`active` is the recorder while one is on, else None: what may be recorded looks at it and does no more. A span
+is a tuple in a list that only grows; names are put together and times are made of stamps after the last
+step. What computes is stamped by the clock of the device (`device.stopwatch`), since the host only launches
+work on a GPU; waits and transfers by the host's. `timeline` starts a recorder on all ranks and writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+MOST = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
+
+# The tracks of a rank. A span's label names what it is about: the scope of a stage, a unit, a folder.
+STEPS = "steps"  # steps; in them micro-batches and evaluations
+COMPUTE = "compute"  # forward and backward of a stage, the loss
+OPTIMIZER = "optimizer"  # the norm, the update
+MOVES = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
+WAITS = "waits"  # for transfers and for other ranks
+STALLS = "stalls"  # a GPU waits for a transfer of its memory
+DATA = "data"  # reading micro-batches
+CHECKPOINT = "checkpoint"
+BEHIND = "checkpoint behind training"  # of another thread
+WAITS_BEHIND = "waits behind training"
+TRACKS = (STEPS, COMPUTE, OPTIMIZER, MOVES, WAITS, STALLS, DATA, CHECKPOINT, BEHIND, WAITS_BEHIND)
+OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, MOVES, STALLS)  # stamped by the device's clock
+
+Span = tuple[str, str, str, Any, Any, int, int | None]  # track, name, label, stamps, step, micro-batch
+Open = list[Any]  # track, name, label, stamp of the beginning
+Transfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
+ENDED = 4  # the place of the end in a transfer
+
+
+class Stopwatch(Protocol):
+    """A device's clock: marks now, times later (`device.Host.stopwatch`, `device.Cuda.stopwatch`)."""
+
+    def stamp(self) -> Any:
+        """A mark behind all that the device was asked for so far."""
+
+    def seconds(self, stamp: Any) -> float:
+        """When the device came to a mark, by `time.perf_counter`; the host's times are what they are."""
+
+
+class Recorder:
+    """The spans and transfers of this rank.
+
+    step, micro_batch   under way now: they are noted with each span
+    ends_in             the step in which recording ended because there were too many spans, or None
+    open                spans of `during` that have begun and not ended
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch, self.spans, self.transfers = watch, list[Span](), list[Transfer]()
+        self.step, self._in_step = 1, False
+        self.micro_batch: int | None = None
+        self.ends_in: int | None = None
+        self.open: list[Open] = []
+        self._main = threading.get_ident()
+        self._stamp = watch.stamp
+        self._lap = self._begun = self._stamp()
+
+    # ------------------------------------------------------------------------------ of the main thread
+
+    def restart(self) -> None:
+        """The next lap begins now."""
+        self._lap = self._stamp()
+
+    def lap(self, track: str, name: str, label: str = "") -> None:
+        """What ends now and began where the last lap ended."""
+        now = self._stamp()
+        self.spans.append((track, name, label, self._lap, now, self.step, self.micro_batch))
+        self._lap = now
+
+    def begin_step(self, number: int) -> None:
+        """A step begins, and the one before it ends."""
+        now = self._stamp()
+        if self._in_step:
+            self._end_step(now)
+        self.step, self._begun, self._in_step = number, now, True
+
+    def end_steps(self) -> None:
+        """The last step ends; where none was named, all of it is one."""
+        self._end_step(self._stamp())
+
+    def _end_step(self, now: Any) -> None:
+        if self.ends_in is None:  # else it is not whole
+            self.spans.append((STEPS, "step", str(self.step), self._begun, now, self.step, None))
+            self._stay_bounded()
+
+    def begin_micro_batch(self, number: int | None) -> None:
+        """What follows is about a micro-batch, or about none."""
+        self.micro_batch = number
+        self._stay_bounded()
+
+    def _stay_bounded(self) -> None:
+        """Record no more where it is too much: memory is bounded, within what one micro-batch adds."""
+        if len(self.spans) + len(self.transfers) > MOST and self.ends_in is None:
+            self.ends_in = self.step
+            stop()
+
+    # ---------------------------------------------------------------------------------- of any thread
+
+    def begin(self, track: str, name: str, label: str = "") -> Open:
+        """A span begins; `end` takes what is returned."""
+        found = [track, name, label, self._stamp_of(track)]
+        self.open.append(found)
+        return found
+
+    def end(self, begun: Open) -> None:
+        """A span ends."""
+        now = self._stamp_of(begun[0])
+        self.open.remove(begun)
+        self.spans.append((*begun, now, self.step, self.micro_batch))
+
+    def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
+        """A wait that is over."""
+        track = WAITS if threading.get_ident() == self._main else WAITS_BEHIND
+        self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
+
+    def transfer(self, kind: str, label: str, nbytes: int) -> Transfer:
+        """A transfer that begins now; `end` tells when it is complete, as often as it has parts."""
+        found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
+        self.transfers.append(found)
+        return found
+
+    def _stamp_of(self, track: str) -> Any:
+        return self._stamp() if track in OF_DEVICE else time.perf_counter()
+
+
+active: Recorder | None = None
+NOTHING = nullcontext()
+
+
+def start(watch: Stopwatch) -> Recorder:
+    """Record from now on."""
+    global active
+    active = Recorder(watch)
+    return active
+
+
+def stop() -> None:
+    """Record no more."""
+    global active
+    active = None
+
+
+def end(transfer: Transfer | None) -> None:
+    """A transfer, or the last part of it so far, is complete."""
+    if transfer is not None:
+        transfer[ENDED] = time.perf_counter()
+
+
+class _During:
+    """A span that is open while a `with` block runs."""
+
+    def __init__(self, recorder: Recorder, track: str, name: str, label: str) -> None:
+        self._recorder, self._open = recorder, recorder.begin(track, name, label)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.end(self._open)
+
+
+def during(track: str, name: str, label: str = "") -> AbstractContextManager[None]:
+    """To be entered around what is a span; for what happens a few times in a step."""
+    recorder = active
+    return NOTHING if recorder is None else _During(recorder, track, name, label)

@@ -1,0 +1,284 @@
+"""A time line of all ranks in one file: recording starts on all of them, rank 0 writes what they bring.
+
+Clocks: on one host all ranks read the same one. How far the clocks of other hosts are apart is measured when
+recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
+changes no bit and no order of collectives; what is collective here happens before the first step that is
+recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
+room for one piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from zero_mpi import __version__, device, spans
+from zero_mpi.comm import Comm, Piece
+from zero_mpi.comm.meter import meters
+from zero_mpi.errors import UsageError
+from zero_mpi.log import Caution, tell
+from zero_mpi.trace.events import as_json, events_of
+
+PIECE = 4 << 20  # bytes of text that travel at once
+AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up
+COUNT = 3  # steps that are recorded unless told
+
+
+@contextmanager
+def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
+    """Record what is done inside on all ranks of `comm`, and write it to `path` at the end. Collective.
+
+    For loops of one's own; tell it where steps begin, or all of it counts as one:
+
+        with tracing(comm, "trace.json.gz") as timeline:
+            for step in range(10):
+                timeline.step(step + 1)
+                ...
+
+    A name that ends in .gz is compressed. Raises UsageError on all ranks if the file cannot be written.
+    """
+    check_place(comm, Path(path))
+    timeline = Timeline(comm, Path(path))
+    try:
+        yield timeline
+        problem = timeline.write()
+    finally:
+        spans.stop()
+    if problem:
+        raise UsageError(problem)
+
+
+class Timeline:
+    """Records from now on, on all ranks of `comm`, until `write`. Collective."""
+
+    def __init__(self, comm: Comm, path: Path) -> None:
+        self.comm, self.path = comm, path
+        self.nbytes = self.count = 0  # of the file, of its spans
+        self.ends_in: int | None = None  # the step in which a rank had too many spans
+        self._clock = comm.clock_offset()
+        for meter in meters():
+            meter.account()  # what was counted so far is of no transfer to come
+        self.recorder = spans.start(device.in_use().stopwatch())
+
+    def step(self, number: int) -> None:
+        """Step `number`, from 1, begins, and the one before it ends."""
+        self.recorder.begin_step(number)
+
+    def write(self) -> str:
+        """Record no more and write the file. Collective. Returns why it could not be written, or nothing."""
+        self.recorder.end_steps()
+        spans.stop()
+        ended = time.perf_counter()
+        correct, wrong = self._correction()
+        events = [
+            event._replace(begun=correct(event.begun), ended=correct(event.ended))
+            for event in events_of(self.recorder, ended)
+        ]
+        told = self.comm.allgather_object(
+            (min(event.begun for event in events), len(events), wrong, self.recorder.ends_in)
+        )
+        origin, self.count = min(first for first, *_ in told), sum(count for _, count, *_ in told)
+        self.ends_in = min((step for *_, step in told if step is not None), default=None)
+        text = as_json(events, self.comm.rank, platform.node() or "localhost", origin)
+        return self._bring_together(np.frombuffer(text.encode(), np.uint8), self._header(told))
+
+    def _header(self, told: Sequence[Any]) -> str:
+        """What the file says beside its events, as a JSON object."""
+        wrong = max(wrong for _, _, wrong, _ in told)
+        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": round(1e6 * wrong, 3)}
+        return json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
+
+    def _correction(self) -> tuple[Callable[[float], float], float]:
+        """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
+        first, last = self._clock, self.comm.clock_offset()
+        drift = (last.ahead - first.ahead) / (last.at - first.at)
+
+        def correct(seconds: float) -> float:
+            return seconds - first.ahead - drift * (seconds - first.at)
+
+        return correct, max(first.wrong, last.wrong)
+
+    def _bring_together(self, mine: Any, head: str) -> str:
+        """All parts to rank 0, which writes them in order of ranks."""
+        comm = self.comm
+        sizes = comm.allgather_object(int(mine.size))
+        sink = Sink(self.path) if comm.rank == 0 else None
+        room = np.empty(PIECE, np.uint8) if comm.rank == 0 else None
+        if sink:
+            sink.write(f"{head[:-1]},\n".encode() + b'"traceEvents":[\n')
+        for rank, piece in pieces(sizes):
+            part = mine[piece.start : piece.stop] if comm.rank == rank else mine[:0]
+            into = None if room is None else room[: piece.stop - piece.start]
+            comm.gather(part, into, piece, label="time line")
+            if sink and into is not None:
+                comma = b",\n" if piece.stop == sizes[rank] and rank + 1 < comm.size else b""
+                sink.write(into.tobytes() + comma)
+        problem = ""
+        if sink:
+            sink.write(b"\n]}\n")
+            problem, self.nbytes = sink.close()
+        shared: str = comm.broadcast_object(problem)
+        return shared
+
+
+def pieces(sizes: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+    """(rank, a piece of what it alone gives): one rank after the other."""
+    nothing = (0,) * len(sizes)
+    for rank, size in enumerate(sizes):
+        for start in range(0, size, PIECE):
+            stop = min(start + PIECE, size)
+            counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
+            yield rank, Piece(start, stop, counts, nothing)
+
+
+class Sink:
+    """A file that gets its name when it is whole. What the system refuses is told at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, partial_of(path)
+        self._problem: OSError | None = None
+        self._file: BinaryIO | gzip.GzipFile | None = None
+        with self._noted():
+            self._file = open_for(path, self._partial)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._problem = self._problem or error
+
+    def write(self, data: bytes) -> None:
+        """The next bytes."""
+        if self._file is not None and self._problem is None:
+            with self._noted():
+                self._file.write(data)
+
+    def close(self) -> tuple[str, int]:
+        """(why the file could not be written, or nothing; its bytes)."""
+        with self._noted():
+            if self._file is not None:
+                self._file.close()
+        if self._problem is None:
+            with self._noted():
+                self._partial.replace(self._path)
+                return "", self._path.stat().st_size
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+        assert self._problem is not None
+        return f"the time line {self._path} cannot be written: {self._problem.strerror or self._problem}", 0
+
+
+def partial_of(path: Path) -> Path:
+    """What the file is called while it is written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def open_for(path: Path, partial: Path) -> BinaryIO | gzip.GzipFile:
+    """`partial` for writing what becomes `path`: compressed if that name ends in .gz."""
+    if path.suffix == ".gz":
+        return gzip.open(partial, "wb", compresslevel=5)
+    return partial.open("wb")
+
+
+def check_place(comm: Comm, path: Path) -> None:
+    """Raise UsageError on all ranks if rank 0 cannot write there. Collective."""
+    problem = ""
+    if comm.rank == 0:
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(21, "it is a folder, expected the name of a file")
+            partial_of(path).write_bytes(b"")
+            partial_of(path).unlink()
+        except OSError as error:
+            problem = f"--trace {path}: cannot write there: {error.strerror or error}"
+    problem = comm.broadcast_object(problem)
+    if problem:
+        raise UsageError(problem)
+
+
+def step_range(text: str | None, steps: int) -> tuple[int, int] | None:
+    """`--trace-steps` as (first, stop) for a run of `steps`; None if not given. Raises UsageError."""
+    if text is None:
+        return None
+    found = re.fullmatch("([0-9]+):([0-9]+)", text)
+    if not found or not 1 <= int(found[1]) < int(found[2]):
+        raise UsageError(f"--trace-steps {text}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+    if int(found[1]) > steps:
+        raise UsageError(f"--trace-steps {text}: expected a step of the run, which ends with --steps {steps}")
+    return int(found[1]), int(found[2])
+
+
+class Tracer:
+    """`--trace`: a time line of steps [first, stop) of a run. Every method is collective.
+
+    path    None: nothing is recorded
+    steps   (first, stop), or None: a few steps after the first ones
+    done    steps that were done before this run
+
+    Raises UsageError on all ranks if the file cannot be written.
+    """
+
+    def __init__(self, comm: Comm, path: str | None, steps: tuple[int, int] | None, done: int) -> None:
+        self._comm, self._path = comm, None if path is None else Path(path)
+        self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
+        self._timeline: Timeline | None = None
+        self._recorded = 0, 0  # the first and the last step that are in the time line
+        if self._path is not None:
+            check_place(comm, self._path)
+
+    def reach(self, step: int) -> None:
+        """Step `step`, from 1, is about to begin."""
+        if self._path is None:
+            return
+        if self._timeline is not None and step >= self.stop:
+            self._write()
+        if self._timeline is None and self.first <= step < self.stop:
+            self._timeline = Timeline(self._comm, self._path)
+        if self._timeline is not None:
+            self._timeline.step(step)
+            self._recorded = self._recorded[0] or step, step
+
+    def end(self, step: int) -> None:
+        """The run ends after `step`."""
+        if self._timeline is not None:
+            self._write()
+            if step + 1 < self.stop:
+                self._say(Caution(f"the run ended before step {self.stop - 1}, the last one to trace"))
+        elif self._path is not None and not self._recorded[0]:
+            self._say(
+                Caution(
+                    f"no time line: the run ended after step {step}, and --trace-steps "
+                    f"{self.first}:{self.stop} has no step of this run"
+                )
+            )
+
+    def _write(self) -> None:
+        timeline, self._timeline = self._timeline, None
+        assert timeline is not None
+        problem, (first, last) = timeline.write(), self._recorded
+        if problem:
+            self._say(Caution(problem))
+            return
+        self._say(
+            f"time line of steps {first} to {last}: {timeline.path} ({timeline.nbytes / 1e6:.2f} MB, "
+            f"{timeline.count:,} spans)"
+        )
+        self._say(f"ui.perfetto.dev shows it, python -m zero_mpi.trace {timeline.path} says where time went")
+        if timeline.ends_in is not None:
+            reason = f"more than {spans.MOST:,} spans of a rank"
+            self._say(Caution(f"the time line ends in step {timeline.ends_in}: {reason}"))
+
+    def _say(self, note: str) -> None:
+        if self._comm.rank == 0:
+            tell(note)

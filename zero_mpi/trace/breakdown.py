@@ -1,0 +1,187 @@
+"""Where the time of each rank went, and whom the others wait for.
+
+Each moment of a step belongs to the first of `CLAIMS` that is under way, so the columns of a rank add up to
+the step. Computing goes before waiting: on a GPU the host may wait for a transfer while the device computes,
+and such a transfer is hidden. Transfers that are under way while nobody waits for them are hidden too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from zero_mpi.spans import CHECKPOINT, COMPUTE, DATA, MOVES, OPTIMIZER, STALLS, STEPS, WAITS
+from zero_mpi.trace.events import FAMILIES
+from zero_mpi.trace.read import Lane, Recorded, Slice, is_step
+
+EXPOSED, HIDDEN, OTHER = "exposed", "hidden", "other"
+# Column, track, kinds (all if none are named); the first that is under way has the moment.
+CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("evaluation", STEPS, ("evaluation",)),
+    ("checkpoint", CHECKPOINT, ()),
+    ("compute", COMPUTE, ()),
+    ("optimizer", OPTIMIZER, ("update",)),
+    (EXPOSED, WAITS, ()),
+    (EXPOSED, STALLS, ()),
+    ("optimizer", OPTIMIZER, ()),
+    ("moving", MOVES, ()),
+    ("data", DATA, ()),
+)
+COLUMNS = ("compute", EXPOSED, "moving", "optimizer", "data", "evaluation", "checkpoint", OTHER)
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers under way
+UnderWay = dict[int, list[int]]  # by place: the numbers of a rank's slices, the latest last
+LEAST = 0.01  # of a step: a rank that is busy for so much longer than the others is a straggler
+
+
+@dataclass
+class Share:
+    """A rank's time in all steps, in microseconds.
+
+    steps     the length of each
+    columns   time by column; they add up to the steps'
+    hidden    time in which transfers were under way and cost nothing
+    exposed   time in waits by what was waited for
+    sent      bytes given to other ranks, by kind of transfer
+    """
+
+    lane: Lane
+    steps: dict[int, float] = field(default_factory=dict)
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))
+    hidden: float = 0.0
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def mean(self, column: str) -> float:
+        """Of a column, over the steps."""
+        return self.columns[column] / len(self.steps)
+
+    @property
+    def step(self) -> float:
+        """The mean step."""
+        return fmean(self.steps.values())
+
+    @property
+    def busy(self) -> float:
+        """The mean step without waits."""
+        return self.step - self.mean(EXPOSED)
+
+
+def shares(recorded: Recorded) -> list[Share]:
+    """Of every rank, over the steps that are whole on all of them."""
+    steps = set(recorded.steps)
+    return [share_of(lane, steps) for lane in recorded.ranks]
+
+
+def claim(each: Slice) -> int | None:
+    """Which place of the table an event has; None: it says nothing about the rank's time."""
+    if is_step(each):
+        return STEP
+    if each.family in FAMILIES:
+        return FLIGHT
+    return next(
+        (
+            number
+            for number, (_, track, kinds) in enumerate(CLAIMS)
+            if each.family == track and (not kinds or each.kind in kinds)
+        ),
+        None,
+    )
+
+
+def share_of(lane: Lane, steps: set[int]) -> Share:
+    """Walk over the beginnings and ends of a rank's events in order of time."""
+    share, marks = Share(lane), []
+    for number, each in enumerate(lane.slices):
+        place = claim(each)
+        if place is None or (place == STEP and each.step not in steps):
+            continue
+        if place == STEP:
+            share.steps[each.step] = each.ended - each.begun
+        elif place == FLIGHT and each.step in steps:
+            share.sent[each.family] += int(each.about.get("bytes", 0))
+        if each.ended > each.begun:
+            marks += [(each.begun, 1, number, place), (each.ended, 0, number, place)]
+    under_way: UnderWay = {place: [] for place in range(len(CLAIMS) + 2)}
+    before = 0.0
+    for now, begins, number, place in sorted(marks):  # at one time what ends goes first
+        if under_way[STEP]:
+            account(share, lane, under_way, now - before)
+        before = now
+        if begins:
+            under_way[place].append(number)
+        else:
+            under_way[place].remove(number)
+    return share
+
+
+def account(share: Share, lane: Lane, under_way: UnderWay, lasted: float) -> None:
+    """Add a stretch of time to what has it."""
+    place = next((place for place in range(len(CLAIMS)) if under_way[place]), None)
+    column = OTHER if place is None else CLAIMS[place][0]
+    share.columns[column] += lasted
+    if column == EXPOSED and place is not None:
+        share.exposed[name_of(lane, under_way[place][-1], under_way)] += lasted
+    elif under_way[FLIGHT]:
+        share.hidden += lasted
+
+
+def name_of(lane: Lane, number: int, under_way: UnderWay) -> str:
+    """What is waited for, with the stage that needs it where the wait itself has no name for it."""
+    waited = lane.slices[number]
+    around = [place for place, (_, track, _) in enumerate(CLAIMS) if track == MOVES and under_way[place]]
+    stage = lane.slices[under_way[around[0]][-1]].unit if around else ""
+    return f"{waited.name} (for {stage})" if stage and not waited.unit else waited.name
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that is busy longest, and by how much (microseconds a step) beyond the median of the others.
+
+    last, transfers   in how many of the transfers it was the last to begin
+    """
+
+    rank: int
+    ahead: float
+    last: int
+    transfers: int
+
+
+def straggler(recorded: Recorded, found: Sequence[Share]) -> Straggler | None:
+    """The rank that the others wait for; None where none stands out."""
+    if len(found) < 2:
+        return None
+    slowest = max(found, key=lambda share: share.busy)
+    ahead = slowest.busy - median(share.busy for share in found if share is not slowest)
+    if ahead < LEAST * slowest.step:
+        return None
+    last = last_to_begin(recorded)
+    return Straggler(slowest.lane.rank, ahead, last[slowest.lane.rank], sum(last.values()))
+
+
+def last_to_begin(recorded: Recorded) -> Counter[int]:
+    """How often each rank was the last to begin a transfer of all ranks."""
+    begun: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+    for lane in recorded.ranks:
+        seen: Counter[tuple[str, int]] = Counter()
+        for each in sorted(of_all_ranks(lane.slices), key=lambda each: each.begun):
+            key = each.name, each.step
+            begun[*key, seen[key]][lane.rank] = each.begun
+            seen[key] += 1
+    whole = [times for times in begun.values() if len(times) == len(recorded.ranks)]
+    return Counter(max(times, key=lambda rank: times[rank]) for times in whole)
+
+
+def of_all_ranks(slices: Iterable[Slice]) -> Iterable[Slice]:
+    """Transfers that every rank begins."""
+    return (each for each in slices if each.family in FAMILIES)
+
+
+def exposed_by_unit(found: Sequence[Share]) -> list[tuple[str, float]]:
+    """(what is waited for, microseconds a step, the mean of the ranks), the longest first."""
+    total: dict[str, float] = defaultdict(float)
+    for share in found:
+        for name, lasted in share.exposed.items():
+            total[name] += lasted / len(share.steps) / len(found)
+    return sorted(total.items(), key=lambda each: -each[1])
