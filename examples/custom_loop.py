@@ -3,15 +3,18 @@
     mpirun -n 3 python examples/custom_loop.py
 
 The data are sentences that count: each token is the one before plus a step of the sentence's own. The loss is
-printed in full precision and is the same, digit for digit, at any number of ranks.
+printed in full precision and is the same, digit for digit, at any number of ranks. In a notebook, or where
+there is no MPI, the lines of `command` work as they are.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from zero_mpi import FULL_SHARD, GradAccum, MPIComm, SerialComm, ShardedAdamW, ShardedModule, cross_entropy
+from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, connect, cross_entropy
+from zero_mpi.arrays import Array
 from zero_mpi.launch import World, run
 from zero_mpi.models import Llama
 
@@ -20,7 +23,7 @@ STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 4  # sequences in a micro-batch
 MODEL = {"vocab_size": VOCABULARY, "context": CONTEXT, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
-def micro_batch(step: int, index: int | None):
+def micro_batch(step: int, index: int | None) -> tuple[Array | None, Any]:
     """Tokens and criterion of a micro-batch; what it holds depends on step and index, not on the rank.
 
     (None, None) for a rank without one. The criterion divides by the tokens of the whole step.
@@ -36,7 +39,7 @@ def micro_batch(step: int, index: int | None):
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Train, and print the loss. Returns the exit status."""
-    comm = SerialComm() if world.mpi is None else MPIComm()
+    comm = connect()
     module = ShardedModule(Llama.from_flags(MODEL).stages(), comm, FULL_SHARD, prefetch=1)
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zero_mpi import DDP, MPIComm, SerialComm, ShardedAdamW
+from zero_mpi import DDP, ShardedAdamW, connect
+from zero_mpi.arrays import Array
 from zero_mpi.launch import World, run
 from zero_mpi.nn import GELU, Linear, Stage
 
@@ -22,7 +23,7 @@ STAGES = [
 ]
 
 
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(step: int) -> tuple[Array, Array]:
     """All rows of a step: points x (ROWS, INPUTS), and what to learn of them (ROWS, 1)."""
     x = np.random.default_rng(step).standard_normal((ROWS, INPUTS)).astype(np.float32)
     return x, np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
@@ -42,7 +43,7 @@ def start(module: DDP) -> None:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Train, and print the loss. Returns the exit status."""
-    comm = SerialComm() if world.mpi is None else MPIComm()
+    comm = connect()
     module = DDP(STAGES, comm, bucket_mb=0.01)
     start(module)
     optimizer = ShardedAdamW(module, lr=5e-3, weight_decay=0.0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zero_mpi import MPIComm, SerialComm, ShardedAdamW, ShardedLinear
+from zero_mpi import ShardedAdamW, ShardedLinear, connect
 from zero_mpi.launch import World, run
 
 INPUTS, OUTPUTS, STEPS, ROWS = 6, 10, 200, 48
@@ -21,7 +21,7 @@ SHIFT = draw.standard_normal(OUTPUTS).astype(np.float32)
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Fit, and print the loss. Returns the exit status."""
-    comm = SerialComm() if world.mpi is None else MPIComm()
+    comm = connect()
     layer = ShardedLinear(comm, INPUTS, OUTPUTS, name="map")
     layer.initialize(seed=0)
     optimizer = ShardedAdamW(layer, lr=5e-2, weight_decay=0.0)

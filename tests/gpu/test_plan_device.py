@@ -23,13 +23,11 @@ MODELS = {
 
 
 def planned(case):
-    """The rehearsal and the memory of a case; a plan is made on the host."""
+    """The rehearsal and the memory of a case, planned while the GPU is in use, as a run does it."""
     before = device.in_use()
-    device.adopt(device.HOST)
-    try:
-        return rehearse(case), plan_memory(case)
-    finally:
-        device.adopt(before)
+    found = rehearse(case), plan_memory(case)
+    assert device.in_use() is before
+    return found
 
 
 def train(case, rounds):

@@ -1,24 +1,31 @@
 """What README and examples show runs, and what README names is there."""
 
 import dataclasses
+import functools
+import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from jobs import run_job
+from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
 from zero_mpi import config, export, generate, hostfile
 from zero_mpi import inspect as inspect_command
 from zero_mpi.doctor import command as doctor
+from zero_mpi.errors import UsageError
 from zero_mpi.plan import options as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
+EXACT = ("custom_loop", "custom_model", "mlp_digits")  # their micro-batches do not depend on the ranks
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
 
@@ -29,26 +36,128 @@ def run_script(path: Path, ranks: int, folder: Path) -> str:
     return printed
 
 
+def example(name: str):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def losses(printed: str) -> list[float]:
     """The numbers behind "loss", in order."""
     return [float(number) for number in re.findall(r"\bloss (\S+)", printed)]
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """printed(name, ranks): what an example prints; each is run once."""
+
+    @functools.cache
+    def run(name: str, ranks: int) -> str:
+        folder = tmp_path_factory.mktemp(f"{name}-{ranks}")
+        return run_script(ROOT / "examples" / f"{name}.py", ranks, folder)
+
+    return run
+
+
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(
-    "name", [name for name in EXAMPLES if name != "finetune_smollm2"]
-)  # test_finetune.py
-def test_example_lowers_its_loss(name, ranks, tmp_path):
-    found = losses(run_script(ROOT / "examples" / f"{name}.py", ranks, tmp_path))
+@pytest.mark.parametrize("name", SHORT)
+def test_example_lowers_its_loss(name, ranks, printed):
+    found = losses(printed(name, ranks))
     assert len(found) >= 10
     assert found[-1] < found[0] / 2
 
 
 @needs_mpiexec
-def test_custom_loop_prints_the_same_at_any_number_of_ranks(tmp_path):
-    one, three = (run_script(ROOT / "examples" / "custom_loop.py", ranks, tmp_path) for ranks in (1, 3))
-    assert one == three
+@pytest.mark.parametrize("name", EXACT)
+def test_example_prints_the_same_at_any_number_of_ranks(name, printed):
+    assert printed(name, 1) == printed(name, 3)
+
+
+@pytest.fixture(scope="module")
+def in_a_notebook():
+    """name -> what an example prints, its functions called by hand: no launcher, and no MPI library."""
+    code = (
+        "import importlib, sys; sys.modules['mpi4py.MPI'] = None\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "from zero_mpi.launch import World\n"
+        f"for name in {SHORT}:\n"
+        "    assert importlib.import_module(name).command(World(0, 1), []) == 0\n"
+        "    print('\\f', end='')"
+    )
+    status, together, errors = run_command([sys.executable, "-c", code], timeout=60)
+    assert (status, errors) == (0, "")
+    return dict(zip(SHORT, together.split("\f"), strict=False))
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("name", SHORT)
+def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_notebook):
+    assert in_a_notebook[name] == printed(name, 1)
+
+
+@needs_mpiexec
+def test_digits_that_were_held_out_are_read(printed):
+    assert float(re.search(r"accuracy (\S+)", printed("mlp_digits", 1))[1]) > 0.95
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
+def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
+    """As the sorted imports of a script have it; threads that spin on the other ranks' cores cost tenfold."""
+    code = (
+        "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
+        "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"
+    )
+    found = run_command([sys.executable, "-c", code], timeout=30, env=variables)
+    assert found == (0, f"{threads} 1\n", "")
+
+
+def test_under_a_launcher_without_mpi_nobody_trains_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zero_mpi.comm.mpi", None)
+    monkeypatch.setenv("PMI_RANK", "0")
+    with pytest.raises(UsageError, match=r"no MPI library .* pip install 'zero-mpi\[mpich\]'"):
+        zero_mpi.connect()
+
+
+def test_without_the_digits_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UsageError, match=r"pip install 'zero-mpi\[examples\]'$"):
+        example("mlp_digits").digits()
+
+
+@needs_mpiexec
+def test_the_custom_model_counts_on(printed):
+    assert printed("custom_model", 1).splitlines()[-1] == "3 6 goes on: 9 12 15 18 21 24"
+
+
+def test_the_custom_models_check_of_slopes_finds_what_is_wrong():
+    """A right backward passes; each way to get it wrong that the layer's docstring names does not."""
+    module = example("custom_model")
+    x = np.random.default_rng(1).standard_normal((2, 4, 5))
+
+    class Overwrites(module.MixPrevious):
+        def backward(self, p, saved, dy, g):
+            g[self.weight][:] = 0
+            return super().backward(p, saved, dy, g)
+
+    class KeepsWeights(module.MixPrevious):
+        def forward(self, p, x):
+            y, saved = super().forward(p, x)
+            return y, (saved, p)
+
+        def backward(self, p, saved, dy, g):
+            return super().backward(saved[1], saved[0], dy, g)
+
+    class ForgetsThePast(module.MixPrevious):
+        def backward(self, p, saved, dy, g):
+            super().backward(p, saved, dy, g)
+            return p[self.weight] * dy
+
+    assert module.slope_error(module.MixPrevious("mix", 5), x) < 1e-7
+    for wrong in (Overwrites, KeepsWeights, ForgetsThePast):
+        assert not module.slope_error(wrong("mix", 5), x) < 1e-3, wrong
 
 
 def test_sharded_linear_has_uneven_rows():

@@ -1,0 +1,141 @@
+"""A model of your own: a layer with its backward by hand, its test, and a language model made of it, sharded.
+
+    mpirun -n 3 python examples/custom_model.py
+
+The layer mixes each position with the one before. Two of them see three tokens, enough to go on with
+sentences that count, without attention. What a layer must do is said at the class; `slope_error` finds out
+whether its backward is right. Losses are the same, digit for digit, at any number of ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, connect
+from zero_mpi.arrays import Array, namespace
+from zero_mpi.launch import World, run
+from zero_mpi.nn import Chain, CrossEntropy, Embedding, Layer, Linear, Param, Residual, RMSNorm, Stage, SwiGLU
+
+VOCABULARY, CONTEXT, WIDTH, BLOCKS = 32, 16, 48, 2
+STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # sequences in a micro-batch
+
+
+class MixPrevious(Layer):
+    """y[t] = m x[t] + (1 - m) x[t - 1] for x (B, T, C), with m = `NAME.weight` (C,), and x[-1] = 0.
+
+    A layer holds no arrays. The runtime shows it the weights in `p` just while it needs them, so:
+    - `params` names the weights, with shapes and first values. A name is unique in the model.
+    - `forward` returns y and whatever backward needs of it, which must hold nothing of `p`.
+    - `backward` returns dx and *adds* the gradients into `g`. A weight that is not in `g` is frozen.
+    - neither changes x or dy: others may still read them.
+    """
+
+    def __init__(self, name: str, width: int) -> None:
+        self.weight, self.width = f"{name}.weight", width
+
+    def params(self) -> dict[str, Param]:
+        return {self.weight: Param((self.width,), "normal", std=0.5)}
+
+    def forward(self, p: Any, x: Array) -> tuple[Array, Any]:
+        m, before = p[self.weight], moved(x, 1)
+        return m * x + (1 - m) * before, (x, before)
+
+    def backward(self, p: Any, saved: Any, dy: Array, g: Any) -> Array:
+        (x, before), m = saved, p[self.weight]
+        if self.weight in g:
+            g[self.weight] += (dy * (x - before)).sum(axis=(0, 1))
+        return m * dy + moved((1 - m) * dy, -1)
+
+
+def moved(x: Array, by: int) -> Array:
+    """x (B, T, C) one position later (1) or earlier (-1); what comes in from outside is 0."""
+    result = namespace(x).zeros_like(x)  # of NumPy, or of CuPy where x lies on a GPU
+    if by > 0:
+        result[:, 1:] = x[:, :-1]
+    else:
+        result[:, :-1] = x[:, 1:]
+    return result
+
+
+def slope_error(layer: Layer, x: Array, step: float = 1e-5) -> float:
+    """How far backward is from the slope of forward along a random direction, by a difference quotient.
+
+    In float64, where rounding leaves 1e-9 or so. `g` does not start at zero, for backward has to add; the
+    weights of forward are spoiled before backward, for nothing of them may have been kept.
+    """
+    draw = np.random.default_rng(0)
+    p = {name: draw.standard_normal(param.shape) for name, param in layer.params().items()}
+    along = {name: draw.standard_normal(value.shape) for name, value in p.items()}
+    dx_along, dy = draw.standard_normal(x.shape), draw.standard_normal(layer.forward(p, x)[0].shape)
+
+    def loss(t: float) -> float:
+        moved_p = {name: value + t * along[name] for name, value in p.items()}
+        return float((dy * layer.forward(moved_p, x + t * dx_along)[0]).sum())
+
+    measured = (loss(step) - loss(-step)) / (2 * step)
+    weights = {name: value.copy() for name, value in p.items()}
+    _, saved = layer.forward(weights, x)
+    for value in weights.values():
+        value.fill(np.nan)
+    g = {name: np.ones_like(value) for name, value in p.items()}
+    dx = layer.backward(p, saved, dy, g)
+    slope = (dx * dx_along).sum() + sum(((g[name] - 1) * along[name]).sum() for name in p)
+    return abs(float(slope) - measured) / abs(measured)
+
+
+def block(name: str) -> Layer:
+    """Both halves of a block add to what passes by."""
+    mix = Chain(RMSNorm(f"{name}.mix_norm", WIDTH, 1e-5), MixPrevious(f"{name}.mix", WIDTH))
+    wide = 2 * WIDTH
+    feed = (SwiGLU(name, WIDTH, wide), Linear(f"{name}.ffn_down", wide, WIDTH, std=0.1))
+    return Chain(Residual(mix), Residual(Chain(RMSNorm(f"{name}.ffn_norm", WIDTH, 1e-5), *feed)))
+
+
+def stages() -> list[Stage]:
+    """The model. What has one scope travels together: a stage each, so a rank gathers a block at a time."""
+    head = Chain(RMSNorm("output_norm", WIDTH, 1e-5), Linear("output", WIDTH, VOCABULARY))
+    return [
+        Stage("token_embd", Embedding("token_embd", VOCABULARY, WIDTH, std=0.5)),
+        *(Stage(f"blk.{i}", block(f"blk.{i}")) for i in range(BLOCKS)),
+        Stage("output", head),
+    ]
+
+
+def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntropy | None]:
+    """Tokens and loss of a micro-batch, by its number and not by the rank; None for a rank without one."""
+    if index is None:
+        return None, None
+    draw = np.random.default_rng((step, index))
+    first, gap = draw.integers([[0], [1]], [[VOCABULARY], [4]], size=(2, SEQUENCES))[..., None]
+    text = (first + gap * np.arange(CONTEXT + 1)) % VOCABULARY
+    return text[:, :-1], CrossEntropy(text[:, 1:], 1.0 / (MICRO_BATCHES * SEQUENCES * CONTEXT))
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Try the layer, train the model, let it count. Returns the exit status."""
+    comm = connect()
+    error = slope_error(MixPrevious("mix", 5), np.random.default_rng(1).standard_normal((2, 4, 5)))
+    if error > 1e-7:
+        raise ValueError(f"backward of MixPrevious is not the slope of forward: relative error {error:.1e}")
+    module = ShardedModule(stages(), comm, FULL_SHARD)
+    module.initialize(seed=0)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
+    for step in range(STEPS):
+        for _ in range(len(accumulator.rounds)):
+            accumulator.accumulate(*micro_batch(step, accumulator.next_micro_batch))
+        loss = accumulator.total_loss()
+        optimizer.step(max_norm=1.0)
+        if comm.rank == 0:
+            print(f"step {step + 1} loss {loss!r}")
+    text = np.array([[3, 6]])
+    for _ in range(6):  # forward is collective: all ranks count
+        logits = module.forward(text, training=False)
+        text = np.append(text, logits[:, -1:].argmax(axis=-1), axis=1)
+    if comm.rank == 0:
+        print(f"3 6 goes on: {' '.join(map(str, text[0, 2:]))}")
+    return 0
+
+
+if __name__ == "__main__":
+    run("example", command, [])

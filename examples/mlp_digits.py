@@ -1,0 +1,89 @@
+"""Not a transformer: handwritten digits read by a perceptron of two hidden layers, its parameters sharded.
+
+    mpirun -n 3 python examples/mlp_digits.py
+
+The 1797 images of 8 x 8 pixels come with scikit-learn (`pip install 'zero-mpi[examples]'`). A fifth of them
+is held out; how many of these are read rightly is said last. A batch is cut into micro-batches that do not
+depend on the ranks, so what is printed is the same, digit for digit, at any number of them.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import (
+    FULL_SHARD,
+    GradAccum,
+    ShardedAdamW,
+    ShardedModule,
+    UsageError,
+    connect,
+    cross_entropy,
+)
+from zero_mpi.arrays import Array
+from zero_mpi.launch import World, run
+from zero_mpi.nn import GELU, Chain, Linear, Stage
+
+PIXELS, HIDDEN, CLASSES, HELD_OUT = 64, 128, 10, 360
+STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # images in a micro-batch
+
+
+def digits() -> tuple[Array, Array]:
+    """Images (N, 64) from 0 to 1 and what they show (N,), in an order of chance that is always the same."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError("the digits are in scikit-learn: pip install 'zero-mpi[examples]'") from error
+    images, shown = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(shown))
+    return (images[order] / 16).astype(np.float32), shown[order].astype(np.int64)
+
+
+def linear(name: str, inputs: int, outputs: int) -> Linear:
+    """With first values of a size that keeps what passes through at its scale."""
+    return Linear(name, inputs, outputs, bias=True, std=inputs**-0.5)
+
+
+def stages() -> list[Stage]:
+    """A unit for each layer: while one computes, the next one's parameters are gathered."""
+    return [
+        Stage("first", Chain(linear("first", PIXELS, HIDDEN), GELU())),
+        Stage("second", Chain(linear("second", HIDDEN, HIDDEN), GELU())),
+        Stage("head", linear("head", HIDDEN, CLASSES)),
+    ]
+
+
+def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tuple[Array | None, Any]:
+    """Images drawn for a micro-batch of a step, and their criterion; None for a rank without one."""
+    if index is None:
+        return None, None
+    images, shown = data
+    chosen = np.random.default_rng((step, index)).integers(len(shown), size=IMAGES)
+    return images[chosen], partial(cross_entropy, targets=shown[chosen], scale=1 / (MICRO_BATCHES * IMAGES))
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Train, then read the images that were held out. Returns the exit status."""
+    comm = connect()
+    images, shown = world.share(world.on_root(digits))  # rank 0 reads for all
+    train, test = (images[HELD_OUT:], shown[HELD_OUT:]), (images[:HELD_OUT], shown[:HELD_OUT])
+    module = ShardedModule(stages(), comm, FULL_SHARD)
+    module.initialize(seed=0)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
+    for step in range(STEPS):
+        for _ in range(len(accumulator.rounds)):
+            accumulator.accumulate(*micro_batch(train, step, accumulator.next_micro_batch))
+        loss = accumulator.total_loss()
+        optimizer.step(max_norm=1.0)
+        if comm.rank == 0 and (step + 1) % 5 == 0:
+            print(f"step {step + 1} loss {loss!r}")
+    read = module.forward(test[0], training=False).argmax(axis=-1)  # collective: all ranks read all images
+    if comm.rank == 0:
+        print(f"accuracy {(read == test[1]).mean():.4f} of {HELD_OUT} images held out")
+    return 0
+
+
+if __name__ == "__main__":
+    run("example", command, [])
