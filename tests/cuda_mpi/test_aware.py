@@ -15,9 +15,10 @@ import pytest
 from collectives import LENGTHS, reduced, wild
 from driver_array import DriverSide
 
-from zero_mpi.comm import Partition, device_detect
-from zero_mpi.comm.device_aware import AwareWire
-from zero_mpi.comm.device_comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm import Partition
+from zero_mpi.comm.device import detect as device_detect
+from zero_mpi.comm.device.aware import AwareWire
+from zero_mpi.comm.device.comm import UNDER_WAY, DeviceComm
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 

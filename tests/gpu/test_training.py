@@ -56,7 +56,7 @@ def test_strategies_and_recomputation_change_no_bit(gpu, options):
 @pytest.fixture(scope="module", params=["staged", "mpi"])
 def transport(request, the_gpu):
     """All ranks, over each transport that is exact; of device memory the MPI here takes the pretend one."""
-    from zero_mpi.comm import device_choice
+    from zero_mpi.comm.device import choice as device_choice
 
     if request.param == "mpi" and "pretend" not in the_gpu.about:
         pytest.skip("the MPI library may not take the memory of this GPU: benchmarks/gpu_check.py looks")

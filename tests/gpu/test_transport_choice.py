@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, device_choice, device_detect
-from zero_mpi.comm.device_aware import AwareWire
-from zero_mpi.comm.device_detect import Answer
+from zero_mpi.comm import SerialComm
+from zero_mpi.comm.device import choice as device_choice
+from zero_mpi.comm.device import detect as device_detect
+from zero_mpi.comm.device.aware import AwareWire
+from zero_mpi.comm.device.detect import Answer
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config import Config
 from zero_mpi.errors import UsageError

@@ -21,7 +21,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm.clocks import Offset
-from zero_mpi.comm.device_sum import ordered_sum_on_gpu
+from zero_mpi.comm.device.sum import ordered_sum_on_gpu
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.meter import Meter
 

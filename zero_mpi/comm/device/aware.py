@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device_rounds import MPI, Round, arrived, as_message, overlapped, passed
-from zero_mpi.comm.device_side import Side
+from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, overlapped, passed
+from zero_mpi.comm.device.side import Side
 from zero_mpi.comm.transfer import Running
 
 MOST_BYTES = 1 << 30  # in one message: counts are C ints in older interfaces

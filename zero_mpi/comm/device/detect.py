@@ -2,7 +2,7 @@
 
 A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
 somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
-cannot, so what counts is `device_live`, on one rank of each node. All ranks have the same answer.
+cannot, so what counts is `live`, on one rank of each node. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.comm.device_live import PROBE, run_probe
+from zero_mpi.comm.device.live import PROBE, run_probe
 from zero_mpi.comm.topology import node_communicator
 
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not

@@ -18,8 +18,8 @@ from zero_mpi.device import Cuda
 from zero_mpi.errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_mpi.comm.device_comm import DeviceComm
-    from zero_mpi.comm.device_detect import Answer
+    from zero_mpi.comm.device.comm import DeviceComm
+    from zero_mpi.comm.device.detect import Answer
 
 AUTO, MPI, SHARED, STAGED, NCCL = "auto", "mpi", "shared", "staged", "nccl"
 ON_GPU = (STAGED, NCCL)  # transports that are for a GPU only
@@ -39,8 +39,8 @@ def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
         )
     if ranks == 1:
         return SerialComm()
-    from zero_mpi.comm.device_detect import find_answer
-    from zero_mpi.comm.device_rounds import MPI as library
+    from zero_mpi.comm.device.detect import find_answer
+    from zero_mpi.comm.device.rounds import MPI as library
 
     comm, because = None, ""
     if transport in (AUTO, MPI):
@@ -59,9 +59,9 @@ def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
 
 def make(transport: str, exact: bool) -> DeviceComm:
     """The transport of that name. Collective."""
-    from zero_mpi.comm.device_comm import DeviceComm
-    from zero_mpi.comm.device_side import GpuSide
-    from zero_mpi.comm.device_sum import kernels
+    from zero_mpi.comm.device.comm import DeviceComm
+    from zero_mpi.comm.device.side import GpuSide
+    from zero_mpi.comm.device.sum import kernels
     from zero_mpi.comm.mpi import MPIComm
 
     gpu = device.in_use()
@@ -69,16 +69,16 @@ def make(transport: str, exact: bool) -> DeviceComm:
     side = GpuSide(gpu)
     kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
     if transport == MPI:
-        from zero_mpi.comm.device_aware import AwareWire
+        from zero_mpi.comm.device.aware import AwareWire
 
         return DeviceComm(MPIComm(exact=exact), AwareWire(side), side, "mpi, from GPU to GPU")
     if transport == STAGED:
-        from zero_mpi.comm.device_staged import StagedWire
+        from zero_mpi.comm.device.staged import StagedWire
 
         staged = StagedWire(side)
         about = f"staged, through {staged.about}"
         return DeviceComm(MPIComm(exact=True), staged, side, about)
-    from zero_mpi.comm.device_nccl import NcclWire
+    from zero_mpi.comm.device.nccl import NcclWire
 
     nccl = NcclWire(side)
     sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"

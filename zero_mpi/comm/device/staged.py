@@ -13,8 +13,8 @@ from typing import Any
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device_rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
-from zero_mpi.comm.device_side import GpuSide
+from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
+from zero_mpi.comm.device.side import GpuSide
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device import Done
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zero_mpi.arrays import Array
-from zero_mpi.comm.device_sum import ordered_sum_on_gpu
+from zero_mpi.comm.device.sum import ordered_sum_on_gpu
 from zero_mpi.device import Cuda, Mark
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_mpi.arrays import Array, address
 from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device_rounds import MPI, Round
-from zero_mpi.comm.device_side import GpuSide
+from zero_mpi.comm.device.rounds import MPI, Round
+from zero_mpi.comm.device.side import GpuSide
 from zero_mpi.comm.transfer import Running
 from zero_mpi.errors import UsageError
 

@@ -1,6 +1,6 @@
 """Transfers of device memory as rounds: pieces that travel together, several rounds under way at once.
 
-What travels where is worked out once (`device_comm`), as a list of rounds; how it travels is the affair of a
+What travels where is worked out once (`comm`), as a list of rounds; how it travels is the affair of a
 wire: straight from device memory, by way of pinned memory, or by NCCL. A wire runs each round as a generator
 of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI library.
 """

@@ -7,7 +7,7 @@ from typing import Any
 from zero_mpi import spans
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.device_side import Side
+from zero_mpi.comm.device.side import Side
 from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.pushing import Pushed, Pushing
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle, Partition, Piece
-from zero_mpi.comm.device_handle import Ended, Joined, OfAnotherThread
-from zero_mpi.comm.device_rounds import MPI, Round, Turns, Wire, lent, passed
-from zero_mpi.comm.device_side import Side
+from zero_mpi.comm.device.handle import Ended, Joined, OfAnotherThread
+from zero_mpi.comm.device.rounds import MPI, Round, Turns, Wire, lent, passed
+from zero_mpi.comm.device.side import Side
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.pushing import Pushing
 from zero_mpi.comm.topology import find_topology, node_communicator

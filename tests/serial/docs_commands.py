@@ -1,0 +1,304 @@
+"""How each documented command is run: the table of test_docs.py.
+
+`Run`: by test_docs.py itself, in the order of its page, in a folder of the page; `add` are flags that make it
+small (they stand last, so they win), `says` is what it must print; 8 and 4 ranks are made 2. `Make`: what
+`make -n` prints is run so. `ByTest`: that test runs it, or the same with smaller sizes. `Suite`: a part of
+`.ci/run`. `Packages`: pip is not run; the extras must exist, by which make sets up every environment.
+`Nobody`: nothing runs it, and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMALL = (
+    "--layers 1 --dim 32 --heads 2 --context 32 --batch-size 4 --micro-batch 1 --eval-windows 4 --sample 10"
+)
+SHORT = "--steps 6 --warmup 2 --data my-texts"
+TINY = f"{SMALL} {SHORT}"
+TUNED = "--steps 3 --batch-size 2 --micro-batch 1 --eval-windows 2 --sample 10"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run here."""
+
+    add: str = ""
+    says: str = ""
+    statuses: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Make:
+    """A target whose only command, beside setting up, is `prints`; that one is run here."""
+
+    prints: str
+    add: str
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class ByTest:
+    """Run by `file::test`; for a target of make, whose command is `prints`."""
+
+    test: str
+    prints: str = ""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Run by the script that every change must pass."""
+
+    in_ci: str
+
+
+@dataclass(frozen=True)
+class Packages:
+    """An installation."""
+
+
+@dataclass(frozen=True)
+class Nobody:
+    """Nothing runs it."""
+
+    why: str
+
+
+How = Run | Make | ByTest | Suite | Packages | Nobody
+
+TRAIN = "mpirun -n 8 python -m zero_mpi.train"
+SAVED = r"saved runs/\w+/step-0*\d+ in .* state [0-9a-f]{16}"
+BENCHMARKS, HOSTS = "tests/serial/test_benchmarks.py::", "tests/cluster/test_hosts.py::"
+SLURM, BATCH = "tests/cluster/test_slurm.py::", "tests/serial/test_batch.py::"
+OVER_HOSTS = ByTest(f"{HOSTS}test_same_bytes_as_in_one_process")
+PBS = ByTest(f"{BATCH}test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on")
+REAL_MODEL = "tests/serial/test_finetune.py::test_it_learns_from_the_state_of_the_published_model"
+EXAMPLE = ByTest("tests/serial/test_examples.py::test_example_lowers_its_loss")
+NO_TORCH = Nobody("it needs PyTorch, which the project does not install, and measures speed")
+SPEED = Nobody("it measures speed over hosts that it makes; as root, by hand")
+
+STARTING: dict[str, How] = {
+    "make train": Make(TRAIN, TINY, SAVED),
+    'make train N=4 ARGS="--steps 50 --out runs/short"': Make(
+        "mpirun -n 4 python -m zero_mpi.train --steps 50 --out runs/short", TINY, SAVED
+    ),
+    "make finetune": ByTest(REAL_MODEL, "mpirun -n 2 python examples/finetune_smollm2.py"),
+    "make check": Suite("make -k check"),
+    "make test": Suite("make test"),
+    "make docs": ByTest(
+        "tests/serial/test_docs.py::test_the_reference_has_every_public_name", "python tools/reference.py"
+    ),
+    "pip install '.[mpich,fast]'": Packages(),
+    "pip install '.[mpich,fast,tokenizers]'": Packages(),
+    "pip install -e '.[mpich,test]'": Packages(),
+    "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test"),
+    ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test"),
+    ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test"),
+    ".venv/bin/python tests/run_sizes.py -n 2,3 tests/mpi": Suite("make test"),
+    "source .venv/bin/activate": Run(),
+}
+
+TRAINING: dict[str, How] = {
+    TRAIN: Run(TINY),  # where a page has trained already it goes on, or has nothing to do
+    f"{TRAIN} --help": Run(says="--strategy"),
+    f"{TRAIN} --steps 440": Run(TINY),
+    "mpirun -n 3 python -m zero_mpi.train --steps 500": Run(
+        f"{TINY} --steps 9", "resuming from .* at step 6"
+    ),
+    "mpirun -n 4 python -m zero_mpi.train --help": Run(says="--strategy"),
+    "mpirun -n 4 python -m zero_mpi.train --layers 6 --dim 256 --heads 8 --out runs/larger": Run(TINY, SAVED),
+    "mpirun -n 4 python -m zero_mpi.train --config runs/larger/config.toml --lr 2e-3 --out runs/slower": Run(
+        "--steps 3", SAVED
+    ),
+    "mpirun -n 4 python -m zero_mpi.train --data my-texts --context 256 --out runs/mine": Run(
+        f"{TINY} --context 64", SAVED
+    ),
+    f"{TRAIN} --config run.toml --steps 1000 --max-time 3h50m --out runs/default": Run(TINY, SAVED),
+    "mpirun -n 2 python -m zero_mpi.train --dry-run --layers 6 --dim 256 --heads 8": Run(says="MiB"),
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data my-texts --context 128 --lr 1e-4 "
+    "--out runs/tuned": Run(TUNED, SAVED),
+    "mpirun -n 2 python examples/finetune_smollm2.py --steps 100 --out runs/longer": ByTest(REAL_MODEL),
+    "mpirun -n 4 python -m zero_mpi.train --save-every 20 --keep 2 --async-save --steps 100 "
+    "--out runs/saved": Run(f"{TINY} --steps 100", "step-00000080 .*(?s:.)*step-00000100 "),
+    "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
+        f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
+    ),
+    "mpirun -n 2 python -m zero_mpi.train --steps 120 --out runs/again "
+    "--resume runs/saved/step-00000100": Run(f"{TINY} --steps 103", "at step 100"),
+    "mpirun -n 2 python -m zero_mpi.train --steps 10 --out runs/saved --resume never": Run(TINY, SAVED),
+    "mpirun -n 1 python -m zero_mpi.train --steps 20 --out runs/one": Run(TINY, SAVED),
+    "mpirun -n 3 python -m zero_mpi.train --steps 20 --out runs/three --strategy no-shard "
+    "--transport mpi": Run(TINY, SAVED),
+}
+
+LOOKING: dict[str, How] = {
+    "ls runs/default": Run(says="metrics.jsonl"),
+    "ls runs/saved": Run(says="step-00000080\nstep-00000100\n"),
+    "cat runs/default/status.json": Run(says='"state": "done"'),
+    "tail -n 1 runs/default/metrics.jsonl": Run(says='"step": 6, .*"val_loss"'),
+    "python -m zero_mpi.inspect runs/default/latest": Run(says="sound"),
+    "python -m zero_mpi.inspect MODEL.gguf": Run(says="llama"),
+    "python -m zero_mpi.inspect model.gguf": Run(says="F16"),
+    "python -m zero_mpi.inspect runs/saved/latest": Run(says="sound"),
+    "python -m zero_mpi.inspect runs/saved/latest --tensors --keys": Run(says="blk.0.attn_q.weight"),
+    "python -m zero_mpi.inspect runs/saved/latest runs/again/latest": Run(says="verdict +the same"),
+    "python -m zero_mpi.inspect runs/one/latest runs/three/latest": Run(says="verdict +the same"),
+    "diff <(grep -o '\"loss\": [^,]*' runs/one/metrics.jsonl) "
+    "<(grep -o '\"loss\": [^,]*' runs/three/metrics.jsonl)": Run(),
+    'python -m zero_mpi.generate runs/tuned/latest/model.gguf --prompt "The " --tokens 50': Run(says="The "),
+    'python -m zero_mpi.generate runs/default/latest/model.gguf --prompt "def " --tokens 100': Run(
+        says="def "
+    ),
+    'python -m zero_mpi.generate runs/default/latest --prompt "class " --tokens 100 --temperature 0.5 '
+    "--seed 1": Run(says="class "),
+    "python -m zero_mpi.export runs/tuned/latest tuned-q8.gguf --type q8_0": Run(says="tuned-q8.gguf"),
+    "python -m zero_mpi.export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
+    "python -m zero_mpi.export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
+    "python -m zero_mpi.export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "zero-mpi --help": Run(says="doctor"),
+    "zero-mpi --version": Run(says=r"zero_mpi \d+\.\d+"),
+    "zero-mpi completion bash > zero-mpi.bash": Run(),
+}
+
+PLANNING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.doctor --out runs/default --json doctor.json": Run(
+        "--quick",
+        "transport|MPI",
+        statuses=(0, 1),  # the machine of a test may be bad for a real job
+    ),
+    "mpirun -n 2 python -m zero_mpi.doctor --quick": ByTest(
+        "tests/serial/test_doctor.py::test_rows_are_true"
+    ),
+    "python -m zero_mpi.plan --init MODEL.gguf --context 128 --batch-size 64 --ranks 16 --nodes 4 "
+    "--doctor doctor.json": Run("--memory 50M --strategy full-shard", "full-shard"),
+    "python -m zero_mpi.plan --init MODEL.gguf --context 128 --batch-size 8 --ranks 2": Run(
+        says="hybrid-shard"
+    ),
+    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks 64 --nodes 8 --memory 64G": Run(
+        "--layers 1 --dim 256 --memory 200M --strategy full-shard", "largest"
+    ),
+    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks-per-node 8 --sweep": Run(
+        "--layers 1 --dim 256 --most-ranks 32", "32"
+    ),
+    "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --context 512 --batch-size 32 --ranks 16 "
+    "--nodes 4": Run(says="shard-grad-op"),
+    "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --ranks 16 --nodes 4 "
+    "--strategy hybrid-shard": Run(says="hybrid-shard"),
+    "python -m zero_mpi.plan --device cuda --precision bf16 --ranks 4 --memory 80G": Run(
+        "--memory 200M --strategy full-shard", "full-shard"
+    ),
+}
+
+PLACES: dict[str, How] = {
+    "python -m zero_mpi.hostfile hostfiles/two_nodes.mpich --for openmpi > hosts": Run(),
+    "python -m zero_mpi.hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
+    "python -m zero_mpi.hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
+    "scontrol show hostnames | python -m zero_mpi.hostfile - --for mpich > hosts": ByTest(
+        "tests/serial/test_hostfiles.py::test_standard_input_is_read"
+    ),
+    'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.train --out /shared/run': OVER_HOSTS,
+    'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.doctor --out /shared/run '
+    "--json doctor.json": ByTest("tests/cluster/test_doctor_hosts.py::test_hosts_and_the_link_between_them"),
+    "mpiexec -f hostfiles/two_nodes.mpich -n 4 python -m zero_mpi.train --out /shared/run": OVER_HOSTS,
+    "mpiexec -f hostfiles/four_nodes.mpich -n 8 python -m zero_mpi.train --out /shared/run": OVER_HOSTS,
+    'mpirun --hostfile hostfiles/two_nodes.openmpi -n 4 "$(command -v python)" -m zero_mpi.train '
+    "--out /shared/run": OVER_HOSTS,
+    'mpirun --hostfile hostfiles/four_nodes.openmpi -n 8 "$(command -v python)" -m zero_mpi.train '
+    "--out /shared/run": OVER_HOSTS,
+    "mpiexec -f hostfiles/local8 -n 8 python -m zero_mpi.train": ByTest(
+        "tests/serial/test_hostfiles.py::test_local8_runs_ranks_on_this_machine"
+    ),
+    "mpirun --hostfile hostfiles/local8 -n 8 python -m zero_mpi.train": ByTest(
+        "tests/serial/test_hostfiles.py::test_local8_runs_ranks_on_this_machine"
+    ),
+    "sbatch examples/slurm/one_node.sbatch --data TEXT --out /shared/run": ByTest(
+        f"{SLURM}test_a_job_told_to_stop_saves_is_requeued_and_goes_on"
+    ),
+    "sbatch --nodes=4 examples/slurm/many_nodes.sbatch --config run.toml --out /shared/run": ByTest(
+        f"{SLURM}test_slurm_takes_the_header_of_every_script"  # the Slurm of the tests has one node
+    ),
+    "sbatch --array=1-20%1 examples/slurm/array.sbatch --config run.toml --out /shared/run": ByTest(
+        f"{SLURM}test_the_tasks_of_an_array_go_on_one_after_the_other"
+    ),
+    'FLAGS="--data TEXT --out /shared/run" qsub examples/pbs/one_node.pbs': PBS,
+    'FLAGS="--config run.toml --out /shared/run" qsub -l select=4:ncpus=8:mpiprocs=8 '
+    "examples/pbs/many_nodes.pbs": PBS,
+    'FLAGS="--config run.toml --out /shared/run" qsub -J 1-20%1 examples/pbs/array.pbs': PBS,
+    "mpirun -n 4 python -m zero_mpi.train --device cuda --precision bf16 --out run": ByTest(
+        "tests/gpu/test_training.py::test_bits_are_those_of_one_rank"  # on a CuPy without a GPU
+    ),
+    "python3 benchmarks/gpu_check.py --out report --venv /tmp/zero_mpi --torch-python python3": ByTest(
+        "tests/serial/test_gpu_check.py::test_the_parts_that_need_no_gpu"
+    ),
+}
+
+MEASURING: dict[str, How] = {
+    "python benchmarks/peers.py --workload W3 --rounds 3 --steps 50 --torch-python PYTHON": NO_TORCH,
+    "python benchmarks/peers.py --workload W3 --ranks 8 --rounds 2 --steps 20 --peers fsdp2 ddp "
+    "--torch-python PYTHON": NO_TORCH,
+    "python benchmarks/peers.py --workload W1 --rounds 2 --steps 6 --torch-python PYTHON": NO_TORCH,
+    "python benchmarks/peers.py --workload W1 --rounds 5 --steps 8 --peers ddp fsdp2 "
+    "--torch-python PYTHON": NO_TORCH,
+    "python benchmarks/peers.py --workload W2 --rounds 1 --steps 4 --torch-python PYTHON": NO_TORCH,
+    "python benchmarks/peers.py --workload W2 --rounds 3 --steps 4 --peers ddp fsdp2 "
+    "--torch-python PYTHON": NO_TORCH,
+    "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
+    "--transport shared mpi --reduction exact fast": ByTest(
+        f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
+    ),
+    "mpirun -n 2 python benchmarks/collectives.py": ByTest(f"{BENCHMARKS}test_collectives_are_timed_by_size"),
+    "mpirun -n 8 python benchmarks/collectives.py --most-mb 64": ByTest(
+        f"{BENCHMARKS}test_collectives_are_timed_by_size"
+    ),
+    "python benchmarks/overlap.py --rate 1gbit": ByTest(
+        f"{HOSTS}test_most_of_the_transfers_hide_behind_computation"
+    ),
+    "python benchmarks/step_hosts.py --steps 12 -- --workload W3": SPEED,
+    "python benchmarks/plan_check.py --steps 3": SPEED,
+    "python benchmarks/scaling.py": ByTest(f"{BENCHMARKS}test_sizes_are_swept"),
+    "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR": ByTest(
+        f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"
+    ),
+    "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR --warm-memory": ByTest(
+        f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"
+    ),
+}
+
+OBSERVING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.train --steps 60 --log-every 10 --save-every 30 --out runs/seen "
+    "--tensorboard --trace runs/seen/trace.json.gz --trace-steps 10:13": Run(
+        f"{TINY} --steps 60", r"step 20/60 .*(?s:.)*step-0*60 in"
+    ),
+    "cat runs/seen/status.json": Run(says='"state": "done"'),
+    "tail -n 1 runs/seen/metrics.jsonl": Run(says='"step": 60, .*"memory_bytes"'),
+    "cat runs/seen/events.jsonl": Run(says='"started"(?s:.)*"saved"(?s:.)*"sample"(?s:.)*"done"'),
+    "python -m zero_mpi.report runs/seen": Run(says="wrote runs/seen/report.html"),
+    "python -m zero_mpi.report runs/seen --text": Run(says="loss"),
+    "mpirun -n 3 python -m zero_mpi.train --steps 60 --lr 2e-3 --out runs/slower": Run(TINY, SAVED),
+    "python -m zero_mpi.report runs/seen runs/slower --out both.html": Run(says="wrote both.html"),
+    "python -m zero_mpi.trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),
+}
+
+OWN: dict[str, How] = {
+    "python check.py": Run(says="measured (-?[0-9.]+), backward says \\1"),
+    "mpirun -n 1 python train_scale.py > one.txt": Run(),
+    "mpirun -n 3 python train_scale.py > three.txt": Run(),
+    "cmp one.txt three.txt": Run(),
+    "tail -n 3 three.txt": Run(says="the layer has learned"),
+    "mpirun -n 2 python scaled.py --arch scaled-llama --layers 2 --dim 64 --heads 4 --steps 40 "
+    "--out runs/scaled": Run(f"{TINY} --steps 4", "scaled-llama"),
+    "mpirun -n 3 python scaled.py --arch scaled-llama --layers 2 --dim 64 --heads 4 --steps 50 "
+    "--out runs/scaled": Run(f"{TINY} --steps 6", "at step 4"),
+    'python -c "import scaled; from zero_mpi.generate import main; main()" runs/scaled/latest '
+    "--tokens 40": Run(says="def "),
+    "mpirun -n 1 python compare.py": Run(says="the same bits in 10 losses"),
+    "mpirun -n 3 python compare.py": Run(says="the same bits in 10 losses"),
+    "mpirun -n 3 python examples/custom_loop.py": EXAMPLE,
+    "mpirun -n 3 python examples/custom_model.py": EXAMPLE,
+    "mpirun -n 3 python examples/mlp_digits.py": EXAMPLE,
+    "mpirun -n 3 python examples/mlp_ddp.py": EXAMPLE,
+    "mpirun -n 3 python examples/sharded_linear.py": EXAMPLE,
+    "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),
+}
+
+COMMANDS = STARTING | TRAINING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN

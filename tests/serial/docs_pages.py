@@ -1,0 +1,59 @@
+"""What the documentation tells its readers to do: shell lines and Python programs, in the page's order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"# (\w+\.py)\n")
+PROGRAM = re.compile(r"^ {4}((?:mpirun|mpiexec|python|zero-mpi|make) .*)$", re.MULTILINE)
+OF_HOSTFILE = re.compile(r"^#   (mpi\w+ .*?)(?: {2,}\(.*\))?$|^# The other form: (python .*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A shell line; a backslash at the end joins it to the next, and what follows ` #` is for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program that the page asks to be saved under a name, or that has none."""
+
+    name: str
+    text: str
+
+
+def shell_lines(text: str) -> list[Line]:
+    """The commands of a block."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    bare = (re.sub(r"(^|\s+)#\s.*", "", line).strip() for line in joined.splitlines())
+    return [Line(line) for line in bare if line]
+
+
+def steps_of(page: Path) -> list[Line | Program]:
+    """All that a reader of the page does, from top to bottom."""
+    steps: list[Line | Program] = []
+    for kind, text in BLOCK.findall(page.read_text()):
+        if kind == "sh":
+            steps += shell_lines(text)
+        else:
+            named = NAMED.match(text)
+            steps.append(Program(named[1] if named else "", text))
+    return steps
+
+
+def lines_elsewhere() -> dict[Path, list[str]]:
+    """Commands in the docstrings of examples and in the comments of hostfiles, by file."""
+    found = {}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        found[path] = PROGRAM.findall(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")
+    for path in sorted((ROOT / "hostfiles").iterdir()):
+        found[path] = [one or other for one, other in OF_HOSTFILE.findall(path.read_text())]
+    return found

@@ -1,0 +1,282 @@
+"""What the documentation says runs, and what it shows is what the code does.
+
+Each page is walked through as a reader would: its commands in their order, in a folder of its own, with the
+files that Python blocks ask to be saved. How a command is run is in docs_commands.py; a line without a row
+there fails. Pictures are drawn again and compared, links are followed, and the API reference is built and
+looked into.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from docs_commands import COMMANDS, SMALL, ByTest, Make, Nobody, Packages, Run, Suite
+from docs_pages import PAGES, ROOT, Line, Program, lines_elsewhere, steps_of
+from jobs import launcher, run_command, run_job
+from test_command_bits import needs_mpiexec
+
+TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
+WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
+FOLDERS = (
+    "examples",
+    "hostfiles",
+    "benchmarks",
+    "tools",
+)  # that commands name, seen from the project's folder
+BESIDE = re.compile(r"(\]\()([^)#\s]+)?(#[\w-]+)?\)")
+
+
+# ------------------------------------------------------------------------------------------ commands
+
+
+def all_lines() -> list[str]:
+    """Every documented command."""
+    of_pages = [step.text for page in PAGES for step in steps_of(page) if isinstance(step, Line)]
+    return of_pages + [line for lines in lines_elsewhere().values() for line in lines]
+
+
+def test_every_command_has_a_row_and_every_row_a_command():
+    lines = set(all_lines())
+    assert len(lines) > 80
+    assert sorted(lines - COMMANDS.keys()) == [], "add a row to docs_commands.py"
+    assert sorted(COMMANDS.keys() - lines) == [], "no page has these"
+
+
+def test_files_with_commands_of_their_own_have_some():
+    for path, lines in lines_elsewhere().items():
+        assert lines, f"{path.name} shows no command"
+
+
+def functions(path: Path) -> set[str]:
+    """Names of the functions of a test file."""
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_tests_that_run_commands_exist():
+    named = {how.test for how in COMMANDS.values() if isinstance(how, ByTest)}
+    for path, _, test in (name.partition("::") for name in sorted(named)):
+        assert test in functions(ROOT / path), f"{path}::{test}"
+
+
+def test_what_the_suite_runs_is_in_its_script():
+    script = (ROOT / ".ci" / "run").read_text()
+    for line, how in COMMANDS.items():
+        assert not isinstance(how, Suite) or f"\n{how.in_ci}" in script, line
+
+
+def test_extras_that_are_installed_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for line, how in COMMANDS.items():
+        if isinstance(how, Packages):
+            named = re.fullmatch(r"pip install (?:-e )?'\.\[([\w,]+)\]'", line)
+            assert named, line
+            assert set(named[1].split(",")) <= extras.keys(), line
+
+
+def test_what_nothing_runs_says_why(capsys):
+    untried = [(line, how.why) for line, how in COMMANDS.items() if isinstance(how, Nobody)]
+    with capsys.disabled():
+        print()
+        for line, why in untried:
+            print(f"not run: {line}\n    {why}")
+    assert all(why for _, why in untried)
+
+
+@pytest.mark.parametrize("target", [line for line in COMMANDS if line.startswith("make ")])
+def test_a_target_does_what_the_table_says(target):
+    """`make -n` prints its commands; those that only set up come first."""
+    status, printed, errors = run_command(
+        ["bash", "-c", target.replace("make", "make -n", 1)], timeout=20, cwd=ROOT
+    )
+    assert (status, errors) == (0, "")
+    prints = getattr(COMMANDS[target], "prints", "")
+    assert prints in [line.strip() for line in printed.splitlines()] or isinstance(COMMANDS[target], Suite)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A small model of bytes, for pages that start from one."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.py").write_text(TEXT)
+    flags = [*SMALL.split(), "--context", "128", "--steps", "1", "--sample", "0", "--eval-every", "0"]
+    status, printed, errors = run_job(
+        1,
+        ["-m", "zero_mpi.train", *flags, "--data", "text.py", "--val-fraction", "0", "--out", "run"],
+        cwd=folder,
+    )
+    assert (status, errors) == (0, ""), printed + errors
+    return folder / "run" / "latest" / "model.gguf"
+
+
+def furnish(folder: Path, model: Path) -> None:
+    """A folder like that of the project, with what a reader is asked to bring."""
+    for name in FOLDERS:
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "my-texts").mkdir()
+    for name in "abc":
+        (folder / "my-texts" / f"{name}.py").write_text(f"# {name}\n{TEXT}")
+    (folder / "MODEL.gguf").symlink_to(model)
+    (folder / "run.toml").write_text("steps = 5\nlog-every = 1\n")
+
+
+def do(line: str, folder: Path) -> None:
+    """One command as the table says; nothing if another test runs it."""
+    how = COMMANDS[line]
+    if not isinstance(how, Run | Make):
+        return
+    command, add = (how.prints if isinstance(how, Make) else line), how.add
+    head, redirect, target = re.sub(r"(?<=-n )[48]\b", "2", command).partition(" > ")
+    path = [str(Path(launcher()[0]).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    status, printed, errors = run_command(
+        ["bash", "-c", f"{head} {add}{redirect}{target}"],
+        timeout=100,
+        cwd=folder,
+        env={"PATH": ":".join(path)},
+    )
+    told = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
+    assert status in getattr(how, "statuses", (0,)), told
+    assert re.search(how.says, printed), f"expected {how.says!r}: {told}"
+
+
+@needs_mpiexec
+@pytest.mark.timeout_seconds(200)
+@pytest.mark.parametrize("page", WALKED, ids=lambda page: page.stem)
+def test_a_page_works_from_top_to_bottom(page, model, tmp_path):
+    furnish(tmp_path, model)
+    for step in steps_of(page):
+        if isinstance(step, Line):
+            do(step.text, tmp_path)
+        elif step.name:
+            (tmp_path / step.name).write_text(step.text)
+
+
+@needs_mpiexec
+def test_commands_of_hostfiles_work(tmp_path, model):
+    furnish(tmp_path, model)
+    lines = [line for lines in lines_elsewhere().values() for line in lines]
+    runnable = [line for line in lines if isinstance(COMMANDS[line], Run)]
+    assert len(runnable) >= 2
+    for line in runnable:
+        do(line, tmp_path)
+
+
+def test_programs_of_pages_have_names():
+    """Those of README are run by test_examples.py; elsewhere a program is saved, and a command runs it."""
+    for page in PAGES:
+        steps = steps_of(page)
+        lines = " ".join(step.text for step in steps if isinstance(step, Line))
+        texts = " ".join(step.text for step in steps if isinstance(step, Program))
+        for step in steps:
+            if isinstance(step, Program) and page.name != "README.md":
+                assert step.name, f"{page.name}: {step.text[:60]!r} has no name in its first line"
+                module = step.name.removesuffix(".py")
+                assert step.name in lines or f"from {module} import" in texts, f"nothing runs {step.name}"
+
+
+# ------------------------------------------------------------------------------------ links, pictures
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name inside a page: its headings, as forges spell them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for _, path, anchor in BESIDE.findall(text):
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page.name}: {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {path}{anchor}"
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"]({page.name})" in index, page.name
+
+
+@pytest.fixture(scope="session")
+def tools() -> Iterator[None]:
+    """The scripts of tools/, which stand alone, as modules."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    yield
+    sys.path.remove(str(ROOT / "tools"))
+
+
+def drawn() -> dict[str, str]:
+    """File name -> picture, from the code as it is now."""
+    return {name: draw() for name, draw in import_module("figures").pictures().items()}
+
+
+def test_pictures_are_those_of_the_code(tools):
+    """`python tools/figures.py` draws them anew."""
+    new = drawn()
+    folder = ROOT / "docs" / "images"
+    assert {path.name for path in folder.iterdir()} == new.keys()
+    for name, picture in new.items():
+        assert (folder / name).read_text() == picture, f"{name} is out of date: python tools/figures.py"
+
+
+def test_pictures_are_well_formed_told_in_words_and_used(tools):
+    pages = "".join(page.read_text() for page in PAGES)
+    for name, picture in drawn().items():
+        root = ElementTree.fromstring(picture)
+        told = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
+        assert all(len(text) > 20 for text in told), name
+        assert "prefers-color-scheme: dark" in picture
+        assert f"(images/{name})" in pages, f"no page shows {name}"
+
+
+def test_hybrid_sharding_has_the_schedule_of_full_sharding(tools):
+    """strategies.md shows one picture for both."""
+    time = import_module("figures_time")
+    (full, _), (hybrid, _) = time.stage_case("full-shard"), time.stage_case("hybrid-shard", nodes=2)
+    assert full.schedule == hybrid.schedule
+
+
+# ------------------------------------------------------------------------------------------ reference
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory) -> Path:
+    """The pages of `make docs`."""
+    folder = tmp_path_factory.mktemp("site")
+    made = subprocess.run(
+        [sys.executable, ROOT / "tools" / "reference.py", folder], capture_output=True, text=True, timeout=60
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+    return folder
+
+
+def plain(text: str) -> str:
+    """Words and nothing else, of HTML or of a docstring."""
+    return " ".join(re.findall(r"\w+", html.unescape(re.sub(r"<[^>]*>", " ", text))))
+
+
+@pytest.mark.parametrize("package", ["zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm"])
+def test_the_reference_has_every_public_name(package, reference):
+    page = (reference / f"{package.replace('.', '/')}.html").read_text()
+    told = plain(re.sub(r'<div class="pdoc-code.*?</div>', "", page, flags=re.DOTALL))
+    module = import_module(package)
+    for name in module.__all__:
+        assert f'id="{name}"' in page, f"{package}.{name} is not in the reference"
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            first = plain((inspect.getdoc(thing) or "").split("\n\n")[0])
+            assert first, f"{package}.{name} has no docstring"
+            assert first in told, f"{package}.{name}: its docstring is not in the reference"

@@ -1,0 +1,325 @@
+"""Pictures of what happens in time: when units are gathered and reduced, ways of sums, the order of sums.
+
+The columns of a schedule are its plans, stage after stage, as the loops of `ShardedModule` walk over them;
+the numbers of elements in a box are those of `zero_mpi.plan.ways`, and micro-batches lie where `Rounds` puts
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from svg import MARGIN, Picture
+
+from zero_mpi.accumulate import Rounds
+from zero_mpi.arrays import Array
+from zero_mpi.comm import Partition
+from zero_mpi.config import Config
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.ways import Lanes
+from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT, Layout
+from zero_mpi.sharding.schedule import StagePlan
+from zero_mpi.source import model_from_flags
+
+WIDTH, LEFT, CELL, HIGH = 960, 150, 57, 30
+TOP = 150
+
+
+# -------------------------------------------------------------------------------------------- schedules
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns [start, stop) in which something goes on with a unit."""
+
+    unit: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the loops do, by columns: forward stages, backward stages, the update."""
+
+    columns: list[str]
+    coming: list[Span]  # gathers under way
+    there: list[Span]  # units that are whole on the rank
+    work: list[Span]  # a stage computes with the unit
+    sums: list[Span]  # reductions under way
+
+
+def story(layout: Layout, names: list[str], gathers: bool) -> Story:
+    """A step of one micro-batch a rank, as `ShardedModule` walks through it."""
+    schedule, stages = layout.schedule, len(names)
+    plans = [*schedule.forward, *schedule.backward[::-1]]
+    uses = [*layout.uses, *layout.uses[::-1]]
+    open_since: dict[int, float] = {}
+    coming, there, work, sums = [], [], [], []
+    under_way: deque[tuple[int, float]] = deque()
+    for column, plan in enumerate(plans):
+        for unit in plan.start if gathers else ():
+            open_since[unit] = column
+        for unit in plan.need if gathers else ():
+            if unit in open_since:
+                coming.append(Span(unit, open_since.pop(unit), column))
+                there.append(Span(unit, column, drop_of(plans, unit, column)))
+        work += [Span(unit, column, column + 1) for unit in dict.fromkeys(uses[column])]
+        for unit in plan.reduce:
+            while len(under_way) >= REDUCTIONS_IN_FLIGHT:
+                oldest, since = under_way.popleft()
+                sums.append(Span(oldest, since, column + 1))
+            under_way.append((unit, column + 1))
+    sums += [Span(unit, since, 2 * stages + 0.5) for unit, since in under_way]
+    if not gathers:
+        there = [Span(unit, 0, 2 * stages + 1) for unit in range(len(layout.units))]
+    return Story([*names, *names[::-1], "update"], coming, there, work, sums)
+
+
+def drop_of(plans: Sequence[StagePlan], unit: int, column: int) -> int:
+    """The end of the column after which a unit that is there is dropped."""
+    return next(at + 1 for at in range(column, len(plans)) if unit in plans[at].drop)
+
+
+def draw_story(
+    title: str,
+    about: str,
+    layout: Layout,
+    names: list[str],
+    *,
+    gathers: bool = False,
+    after: str = "",
+    later: bool = False,
+) -> str:
+    """The picture of a schedule: a row a unit, a column a stage.
+
+    `after`: what is gathered once all gradients are summed, or ""; `later`: it may last into the next step.
+    """
+    told = story(layout, names, gathers)
+    picture = Picture(WIDTH, title, about)
+    picture.text(MARGIN, 62, about, "dim")
+    legend(picture, gathers, after)
+    units, stages = layout.units, len(names)
+    bottom = TOP + HIGH * len(units)
+    heads(picture, told.columns, stages, bottom)
+    for row, unit in enumerate(units):
+        picture.text(MARGIN, TOP + HIGH * row + 20, unit.name, "ink bold")
+    for kind, spans in (("there", told.there), ("work", told.work)):
+        for span in spans:
+            place(picture, span, kind)
+    for span in told.coming:
+        arrow(picture, span, "coming")
+    for span in told.sums:
+        arrow(picture, span, "sum", low=True)
+    if after:
+        for row in range(len(units)):
+            arrow(picture, Span(row, 2 * stages + 0.5, 2 * stages + (1.35 if later else 0.98)), "coming")
+    return picture.done(bottom + 24)
+
+
+def legend(picture: Picture, gathers: bool, after: str) -> None:
+    """What the marks mean."""
+    x = float(MARGIN)
+    marks = [
+        ("work", "a stage computes with it"),
+        ("there", "whole on this rank"),
+        ("sum", "its gradient is reduced"),
+    ]
+    if gathers or after:
+        marks.insert(0, ("coming", after or "it is gathered"))
+    for kind, label in marks:
+        if kind in ("coming", "sum"):
+            picture.arrow((x, 84), (x + 26, 84), kind)
+        else:
+            picture.box(x, 76, 26, 16, kind)
+        picture.text(x + 34, 89, label, "dim")
+        x += 34 + 6.9 * len(label) + 22
+
+
+def heads(picture: Picture, columns: list[str], stages: int, bottom: float) -> None:
+    """Names of stages above the columns, lines between them."""
+    for at, name in ((0, "forward"), (stages, "backward")):
+        picture.text(LEFT + CELL * (at + stages / 2), TOP - 30, name, "ink bold mid")
+    for column, name in enumerate(columns):
+        short = name.removeprefix("token_").removeprefix("output_")
+        picture.text(LEFT + CELL * (column + 0.5), TOP - 10, short, "dim small mid")
+    for column in range(len(columns) + 1):
+        x = LEFT + CELL * column
+        picture.line([(x, TOP - (40 if column in (0, stages, 2 * stages) else 2)), (x, bottom)], "edge")
+
+
+def place(picture: Picture, span: Span, kind: str) -> None:
+    """A box over a span."""
+    x, y = LEFT + CELL * span.start, TOP + HIGH * span.unit
+    pad = 3 if kind == "there" else 6
+    picture.box(x + pad, y + pad, CELL * (span.stop - span.start) - 2 * pad, HIGH - 2 * pad, kind, r=3)
+
+
+def arrow(picture: Picture, span: Span, kind: str, low: bool = False) -> None:
+    """A transfer from its start to where it must be complete."""
+    y = TOP + HIGH * (span.unit + 0.5)
+    start, stop = LEFT + CELL * span.start, LEFT + CELL * span.stop
+    if start == stop:  # started where it is needed: nothing hides it
+        start -= 0.42 * CELL
+    picture.arrow((start + 4, y), (stop - 2, y), kind)
+
+
+def stage_case(strategy: str, **others: Any) -> tuple[Layout, list[str]]:
+    """The default model's layout under a strategy, and its stages' names."""
+    model = model_from_flags(Config(), ByteTokenizer())
+    of = Case(model, ranks=4, batch_size=8, strategy_name=strategy, **others)
+    return of.layout, [stage.scope for stage in model.stages()]
+
+
+def full_shard() -> str:
+    """Gathered before each use, dropped after it, twice."""
+    layout, names = stage_case("full-shard")
+    about = (
+        "A unit is gathered one stage ahead (--prefetch 1), used, and dropped; for backward it comes again."
+    )
+    return draw_story("A step under full-shard, on one rank", about, layout, names, gathers=True)
+
+
+def full_shard_late() -> str:
+    """The same without looking ahead."""
+    layout, names = stage_case("full-shard", prefetch=0)
+    about = "Without looking ahead every gather is waited for: less memory by one unit, nothing hidden."
+    return draw_story("The same with --prefetch 0", about, layout, names, gathers=True)
+
+
+def shard_grad_op() -> str:
+    """Whole parameters, reduced gradients, one gather after the update."""
+    layout, names = stage_case("shard-grad-op")
+    about = (
+        "Parameters stay whole. Gradients go to their owners; the update brings the new values to all ranks."
+    )
+    after = "the new values are gathered"
+    return draw_story("A step under shard-grad-op", about, layout, names, after=after, later=True)
+
+
+def no_shard() -> str:
+    """Buckets instead of scopes, and a gather of the sums."""
+    layout, names = stage_case("no-shard", bucket_mb=2.0)
+    about = "Units are buckets (here --bucket-mb 2), filled from the end of the model, as gradients come."
+    after = "exact mode: the sums are gathered"
+    return draw_story("A step under no-shard", about, layout, names, after=after)
+
+
+# ----------------------------------------------------------------------------------------- between nodes
+
+
+def nodes() -> str:
+    """A sum that travels from node to node, and a gather that comes to a node once."""
+    ranks, per_node = 6, 2
+    partition = Partition(6144, ranks, 1024)
+    way = Lanes(ranks, per_node)
+    inside, between = way.reduced(partition, ranks, True)
+    _, gathered = way.gathered(partition)
+    picture = Picture(
+        WIDTH,
+        "One unit of 6,144 elements on 3 nodes of 2 ranks",
+        "Left, the way of a sum from node to node; right, the way of a gather. Numbers are elements sent.",
+    )
+    picture.text(
+        MARGIN,
+        62,
+        "Ranks of the same place on their nodes form a lane, which carries what its ranks own.",
+        "dim",
+    )
+    side(picture, MARGIN, "a reduction: the running sum travels", between, forward=True)
+    side(picture, WIDTH / 2 + 10, "a gather: every slice comes to a node once", gathered, forward=False)
+    note = f"Inside a node, rank 0 lets the other one read {int(inside[0]):,} elements of its gradient."
+    order = "Each node adds what its ranks give, in their order: ((r0 + r1) + r2) + ... as on one node."
+    home = "From the last node a sum goes straight home to its owner. " + note
+    picture.text(MARGIN, 346, order, "dim")
+    picture.text(MARGIN, 366, home, "dim")
+    return picture.done(388)
+
+
+def side(picture: Picture, x: float, title: str, sent: Array, forward: bool) -> None:
+    """Three nodes in a row, and arrows along the lanes."""
+    picture.text(x, 100, title, "ink bold")
+    for node in range(3):
+        left = x + 150 * node
+        picture.box(left, 118, 112, 196, "faint", edge="edge", r=8)
+        picture.text(left + 56, 138, f"node {node}", "dim small mid")
+        for lane in range(2):
+            rank, y = 2 * node + lane, 150 + 80 * lane
+            picture.box(left + 14, y, 84, 40, f"rank{lane}", r=5)
+            picture.text(left + 56, y + 18, f"rank {rank}", "on mid")
+            picture.text(left + 56, y + 33, f"sends {int(sent[rank]):,}", "on small mid")
+    for lane in range(2):
+        along(picture, x, 150 + 80 * lane, f"rank{lane}", forward)
+
+
+def along(picture: Picture, x: float, y: float, kind: str, forward: bool) -> None:
+    """What goes along one lane: sums from node to node and straight home, or slices from each to each."""
+    for node in range(2):
+        left = x + 150 * node + 98
+        if forward:
+            picture.arrow((left + 3, y + 20), (left + 64, y + 20), kind)
+        else:
+            picture.arrow((left + 33, y + 20), (left + 64, y + 20), kind)
+            picture.arrow((left + 33, y + 20), (left + 3, y + 20), kind)
+    for node, low in ((1, 50), (0, 58)) if forward else ((0, 54),):
+        here, last = x + 150 * node + 56 + 10 * node, x + 356 + 10 * (1 - node)
+        picture.line([(last, y + 42), (last, y + low), (here, y + low), (here, y + 48)], f"{kind} thick")
+        picture.arrow((here, y + low), (here, y + 41), kind)
+        if not forward:
+            picture.arrow((last, y + low), (last, y + 41), kind)
+
+
+# ------------------------------------------------------------------------------------------ order of sums
+
+
+def order() -> str:
+    """Where micro-batches are computed with 1, 2, 3 and 4 ranks, and the one sum that they all make."""
+    micro_batches = 6
+    picture = Picture(
+        WIDTH,
+        "One step of 6 micro-batches: other ranks compute them, the sum is the same",
+        "Rows for 1, 2, 3 and 4 ranks: in which round and on which rank each micro-batch is computed.",
+    )
+    picture.text(
+        MARGIN,
+        62,
+        "A box is a micro-batch, its colour the rank that computes it. Boxes of a round stand together.",
+        "dim",
+    )
+    y = 84
+    for ranks in (1, 2, 3, 4):
+        picture.text(MARGIN, y + 24, f"{ranks} rank{'s' if ranks > 1 else ''}", "ink bold")
+        x = 120.0
+        for number in range(len(Rounds(micro_batches, 0, ranks))):
+            for rank in range(ranks):
+                mine = Rounds(micro_batches, rank, ranks).mine(number)
+                if mine is None:
+                    picture.box(x, y, 52, 36, "paper", edge="edge", r=4)
+                    picture.text(x + 26, y + 23, "idle", "dim small mid")
+                else:
+                    picture.box(x, y, 52, 36, f"rank{rank}", r=4)
+                    picture.text(x + 26, y + 23, f"g{mine}", "on mid")
+                x += 56
+            x += 20
+        y += 50
+    picture.line([(MARGIN, y + 2), (WIDTH - MARGIN, y + 2)], "edge")
+    chain = "g0"
+    for index in range(1, micro_batches):
+        chain = f"({chain} + g{index})"
+    picture.text(MARGIN, y + 32, "every element", "ink bold")
+    picture.text(150, y + 32, chain[1:-1], "ink")
+    picture.text(WIDTH - MARGIN, y + 32, "float32, one addition after the other", "dim end")
+    return picture.done(y + 52)
+
+
+PICTURES = {
+    "full-shard.svg": full_shard,
+    "full-shard-prefetch-0.svg": full_shard_late,
+    "shard-grad-op.svg": shard_grad_op,
+    "no-shard.svg": no_shard,
+    "nodes.svg": nodes,
+    "order.svg": order,
+}
