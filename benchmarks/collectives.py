@@ -26,7 +26,6 @@ COLUMNS = {
     "all-reduce": ("library",),
 }
 QUANTUM = 256  # elements; slices of the smallest buffer are not empty
-BUDGET = 0.3  # seconds for the repeats of a figure
 FEWEST, MOST = 3, 200
 
 Operation = Callable[[], object]
@@ -41,6 +40,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--least-kb", type=int, default=1)
     parser.add_argument("--most-mb", type=int, default=256)
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds for the repeats of a figure")
     return parser
 
 
@@ -108,8 +108,8 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
     return {"all-gather shared": gather, "reduce-scatter shared": reduce}
 
 
-def measure(comm: Comm, operation: Operation) -> float:
-    """Microseconds of an operation that all ranks do together."""
+def measure(comm: Comm, operation: Operation, budget: float) -> float:
+    """Microseconds of an operation that all ranks do together, from repeats for `budget` seconds."""
     seconds: list[float] = []
     repeats = FEWEST
     while len(seconds) < repeats:
@@ -119,7 +119,7 @@ def measure(comm: Comm, operation: Operation) -> float:
         seconds.append(time.perf_counter() - begun)
         if len(seconds) == FEWEST:  # the first ones also warm up
             longest = max(comm.allgather_object(min(seconds)))
-            repeats = FEWEST + int(min(MOST, max(FEWEST, BUDGET / longest)))
+            repeats = FEWEST + int(min(MOST, max(FEWEST, budget / longest)))
     of_all = comm.allgather_object(seconds[FEWEST:])
     return 1e6 * statistics.median(max(together) for together in zip(*of_all, strict=True))
 
@@ -154,7 +154,11 @@ def command(world: World, arguments: Sequence[str]) -> int:
         partition = Partition(size // 4, world.size, min(QUANTUM, max(1, size // 4 // world.size)))
         operations = library(world.mpi.COMM_WORLD, partition, world.rank)
         operations |= messages(comms, partition) | shared(node, partition)
-        found = {name: measure(comms["exact"], operations[name]) for name in names if name in operations}
+        found = {
+            name: measure(comms["exact"], operations[name], options.budget)
+            for name in names
+            if name in operations
+        }
         if world.rank == 0:
             columns = (f"{found[name]:11.0f}" if name in found else f"{'-':>11}" for name in names)
             print(f"{size >> 10:8}" + "".join(columns), flush=True)

@@ -122,7 +122,7 @@ def test_the_public_names_are_there():
     """Each is loaded on first use; the list is what `dir` and the documentation show."""
     code = "import zero_mpi; print([getattr(zero_mpi, n).__name__ for n in zero_mpi.__all__ if n.islower()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['clip_grad_norm', 'cross_entropy']\n"
+    assert done.stdout == "['clip_grad_norm', 'connect', 'cross_entropy', 'tracing']\n"
 
 
 @needs_mpiexec

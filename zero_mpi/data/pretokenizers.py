@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import UsageError
 
 # Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
-# some 4400 code points of 2024 are letters here and not there, which shows in ids only if a vocabulary merges
-# their last byte with what stands beside them.
+# some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows
+# one, or if a vocabulary merges its last byte with what stands beside it.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
