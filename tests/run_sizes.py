@@ -21,6 +21,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ PRETEND = ROOT / "tests" / "pretend"
 LANES = 2
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
+# Processes that clean up one place at the same time trip over each other; a part's place goes as a whole.
+PYTEST += ["-o", "tmp_path_retention_count=1000"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
 WORTH_SAYING = re.compile(r"(SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
@@ -93,9 +96,11 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
         env["PYTHONPATH"] = os.pathsep.join([str(PRETEND), os.environ.get("PYTHONPATH", "")]).strip(
             os.pathsep
         )
-    status, output, _ = jobs.run_command(
-        [*command, *paths, *options], timeout=timeout, env=env, cwd=ROOT, merge=True
-    )
+    with tempfile.TemporaryDirectory(prefix="zero_mpi-tests-", ignore_cleanup_errors=True) as place:
+        env["PYTEST_DEBUG_TEMPROOT"] = place
+        status, output, _ = jobs.run_command(
+            [*command, *paths, *options], timeout=timeout, env=env, cwd=ROOT, merge=True
+        )
     if status == jobs.TIMED_OUT:
         output += f"\nended after {timeout:.0f} s"
     return status, output
