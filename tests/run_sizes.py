@@ -11,7 +11,7 @@ none failed, and something passed. A PATH under tests/serial, tests/mpi or tests
 tests/gpu runs on a CuPy without a GPU (tests/pretend), at up to three ranks; with ZERO_MPI_TEST_GPU=1 on the
 one that is installed.
 
-$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 2400
+$ZERO_MPI_JOB_TIMEOUT    seconds for one part, default 3600
 $ZERO_MPI_SUITE_TIMEOUT  seconds for all parts together, default no limit
 $ZERO_MPI_MPIEXEC        the launcher, default mpiexec
 """
@@ -202,7 +202,7 @@ def main() -> int:
     """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
     found = parts([int(size) for size in args.sizes.split(",")], args.paths)
-    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "2400"))
+    limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
     total, failed = count(run_parts(found, args.lanes, options, limit, deadline))
     if total["passed"] == 0 and not failed:
