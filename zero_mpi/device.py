@@ -13,6 +13,7 @@ import mmap
 import os
 import resource
 import sys
+import threading
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ from zero_mpi.errors import UsageError
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share the methods that are used here
 
 ALIGNMENT = 64  # bytes: a cache line, and the width of the widest CPU vector registers
+COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 LOCAL_RANK = (  # what launchers call a rank's number on its node
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -126,13 +128,13 @@ class _Owner:
 class Mark:
     """An event in the order of the GPU's work; `done` looks, `wait` blocks and leaves the core to others."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, event: Any, gpu: Cuda) -> None:
+        self.event, self._gpu = event, gpu
 
     @property
     def done(self) -> bool:
-        """Whether all work before the mark is complete."""
-        return bool(self.event.done)
+        """Whether all work before the mark is complete. Raises CuPy's CUDARuntimeError if the GPU has failed."""
+        return self._gpu.has_passed(self.event)
 
     def wait(self) -> None:
         """Return when the work before the mark is complete."""
@@ -151,7 +153,8 @@ class Cuda:
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()
         self.number = number
-        self.cupy.cuda.Device(number).use()
+        self._threads = threading.local()
+        self.choose()
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self.adopt_thread()
 
@@ -161,9 +164,15 @@ class Cuda:
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
+    def choose(self) -> None:
+        """Let the calling thread use this GPU, once: whatever asks CUDA first in it would take the first GPU."""
+        if not getattr(self._threads, "chosen", False):
+            self.cupy.cuda.Device(self.number).use()
+            self._threads.chosen = True
+
     def adopt_thread(self) -> None:
         """Let the calling thread work on this GPU and its stream: CuPy keeps both per thread."""
-        self.cupy.cuda.Device(self.number).use()
+        self.choose()
         self.stream.use()
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
@@ -207,7 +216,16 @@ class Cuda:
         """A mark behind all work that was asked for so far."""
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self.stream)
-        return Mark(event)
+        return Mark(event, self)
+
+    def has_passed(self, event: Any) -> bool:
+        """Whether the GPU has come to an event. CuPy's `Event.done` says no for ever where it has failed."""
+        self.choose()
+        runtime = self.cupy.cuda.runtime
+        status = runtime.eventQuery(event.ptr)
+        if status not in (COMPLETE, NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == COMPLETE)
 
     def wait_for(self, mark: Any) -> None:
         """Let what is computed from now on come after a mark, which may be on another stream."""

@@ -26,8 +26,11 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def state(size: int) -> list[np.ndarray]:
-    """p, g, m, v."""
+    """p, g, m, v; the squares of some gradients, and some of v, lie below the smallest normal number."""
     p, g, m, v = (numbers(size, seed=s) for s in range(4))
+    g[::5] *= np.float32(1e-21)
+    m[::7] *= np.float32(1e-9)
+    v[::7] *= np.float32(1e-38)
     return [p, g, m, np.abs(v)]
 
 

@@ -564,3 +564,28 @@ def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
     with pytest.raises(UsageError, match="--strategy hybrid-shard: with --device cuda"):
         comm.node_owners()
+
+
+@pytest.fixture
+def fault(gpu):
+    """What the pretend GPU answers instead of its events' states."""
+    if not hasattr(gpu.cupy.cuda, "fault"):
+        pytest.skip("a GPU that works cannot be made to fail")
+    yield gpu.cupy.cuda.fault
+    gpu.cupy.cuda.fault.status = 0
+
+
+@several_ranks
+def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
+    """`cudaErrorIllegalAddress` and its like: events are never complete again, which must not look like time."""
+    partition, whole = Partition(40, exact.size), wild(7, 40, np.float32)
+    own = whole[partition.part(exact.rank)]
+    fault.status = 700
+    with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
+        exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
+    fault.status = 0  # the thread goes on, and so do all others
+    full = on_device(np.full(40, 77, np.float32))
+    handle = exact.allgather(on_device(own), full, partition, "test")
+    poll(handle.test)
+    handle.wait()
+    same_bits(full, whole)

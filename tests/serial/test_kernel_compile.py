@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PTX_TYPES = {"P": ("u64", "b64"), "L": ("u64", "b64", "s64"), "F": ("f32", "b32"), "D": ("f64", "b64")}
+CUPY_ADDS = "-ftz=true"  # to whatever it compiles
 ONE_AT_A_TIME = ("add_losses", "add_partials", "attention_", "by_", "counts_", "digit_", "token_keys")
 TELL = """
 import json
@@ -125,7 +126,7 @@ def test_kernels_compile_and_keep_their_registers(architecture):
     nvrtc()
     for source in sources():
         program = Program(told()[1][source], source)
-        log = program.compile(*told()[2], f"--gpu-architecture={architecture}", "--ptxas-options=-v")
+        log = program.compile(*told()[2], CUPY_ADDS, f"--gpu-architecture={architecture}", "--ptxas-options=-v")
         assert program.read("CUBIN")[1:4] == b"ELF"
         program.close()
         assert "warning" not in log, log
@@ -156,3 +157,17 @@ def test_kernels_take_what_the_table_says():
                 name,
                 found,
             )
+
+
+def test_flat_buffers_keep_numbers_below_the_smallest_normal_one():
+    """AdamW has the bits of the host's, which flushes nothing."""
+    program = Program(told()[1]["flat.cu"], "flat.cu")
+    program.compile(*told()[2], CUPY_ADDS, "--gpu-architecture=compute_90")
+    bodies = {part.split("(")[0].strip(): part for part in program.read("PTX").decode().split(".entry ")[1:]}
+    program.close()
+    assert set(bodies) == kernels_of("flat.cu")
+    for name, body in bodies.items():
+        flushing = set(re.findall(r"\b\w+(?:\.\w+)*\.ftz(?:\.\w+)*", body))
+        assert flushing <= {"cvt.rn.ftz.f32.f64"}, name  # of 1 - lr times decay, which is near 1
+        if name.startswith("adamw_"):
+            assert all(f"{step}.rn.f32" in body for step in ("add", "sub", "mul", "div", "sqrt"))

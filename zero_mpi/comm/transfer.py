@@ -47,16 +47,24 @@ class Transfer(Handle):
         self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
         self._error: BaseException | None = None
         self._needed: Needed = []
-        self._advance()  # the first requests start now, in program order
+        self._advance(lambda: True)  # the first requests start now, in program order
 
-    def _advance(self) -> None:
+    def _advance(self, has_come: Callable[[], bool]) -> bool:
+        """Go on if what is needed has come about; whether there is more to do then.
+
+        Whatever fails, of MPI or of a device as well, is raised where the owner waits, whoever pushed.
+        """
         try:
+            if not has_come():
+                return False
             self._needed = next(self._running)
         except StopIteration:
             self._done = True
             spans.end(self._record)
-        except BaseException as error:  # raised where the owner waits, whoever pushed
+        except BaseException as error:
             self._done, self._error = True, error
+            self._running = iter(())  # and what it held is free for others
+        return not self._done
 
     def _may_advance(self) -> bool:
         if callable(self._needed):
@@ -67,8 +75,8 @@ class Transfer(Handle):
         if not self._lock.acquire(blocking=False):
             return False  # somebody else is at it
         try:
-            while not self._done and self._may_advance():
-                self._advance()
+            while not self._done and self._advance(self._may_advance):
+                pass
             return self._done
         finally:
             self._lock.release()
@@ -76,14 +84,14 @@ class Transfer(Handle):
     def wait(self) -> None:
         with self._meter.waiting(self.kind, self.label), self._lock:
             while not self._done:
-                self._wait_for_needed()
-                self._advance()
+                self._advance(self._wait_for_needed)
         if self._error is not None:
             raise self._error
 
-    def _wait_for_needed(self) -> None:
+    def _wait_for_needed(self) -> bool:
         if not callable(self._needed):
             MPI.Request.Waitall(self._needed)
-            return
+            return True
         while not self._needed():
             time.sleep(PAUSE)
+        return True

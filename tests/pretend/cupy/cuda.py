@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -152,10 +153,14 @@ def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
 class Event:
     """A mark in the work of a stream."""
 
+    _all: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
+
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._passed = threading.Event()
         self._passed.set()
         self._time, self._timed = 0.0, not disable_timing
+        self.ptr = id(self)
+        self._all[self.ptr] = self
 
     def record(self, stream: Any = None) -> None:
         passed = self._passed = threading.Event()
@@ -168,10 +173,20 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return self._passed.is_set()
+        return event_query(self.ptr) == 0  # so CuPy's: also after an error that stays
 
     def synchronize(self) -> None:
         self._passed.wait()
+        if fault.status:
+            raise runtime.CUDARuntimeError(fault.status)
+
+
+fault = SimpleNamespace(status=0)  # for tests: what the device answers from now on
+
+
+def event_query(ptr: int) -> int:
+    assert hasattr(_local, "device"), "a thread that has chosen no GPU makes a context on the first one"
+    return fault.status or (0 if Event._all[ptr]._passed.is_set() else 600)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -328,6 +343,7 @@ runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyAsync=memcpy_async,
     memsetAsync=memset_async,
+    eventQuery=event_query,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
     memcpyDeviceToDevice=3,

@@ -11,7 +11,6 @@ MPI and CUDA keep the device of a thread; any thread may push a transfer, so eac
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,16 +57,13 @@ class GpuSide:
 
     def __init__(self, gpu: Cuda) -> None:
         self._gpu, self._runtime = gpu, gpu.cupy.cuda.runtime
-        self._threads = threading.local()
         self.adopt()
         self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
         self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # to the host
 
     def adopt(self) -> None:
         """Once a thread; its current stream stays what it is."""
-        if not getattr(self._threads, "adopted", False):
-            self._gpu.cupy.cuda.Device(self._gpu.number).use()
-            self._threads.adopted = True
+        self._gpu.choose()
 
     # ------------------------------------------------------------------------- order of streams
 
@@ -91,7 +87,7 @@ class GpuSide:
         self.adopt()
         event = self._gpu.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream)
-        return Mark(event)
+        return Mark(event, self._gpu)
 
     def join(self, mark: Mark) -> None:
         """Let what is computed from now on come after a mark of this side."""

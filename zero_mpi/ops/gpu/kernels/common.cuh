@@ -60,6 +60,36 @@ DEVICE void narrow(float x, f16& y) {
 #endif
 }
 
+// float32 arithmetic as the host's: each step is rounded by itself, and what lies below the smallest normal number
+// stays. CuPy compiles everything with -ftz=true, and the intrinsics (__fmul_rn and its like) heed that.
+#ifdef EMULATED
+#define AS_ON_THE_HOST(name, operation, written) \
+    DEVICE float name(float a, float b) { return a operation b; }
+DEVICE float root(float x) { return __fsqrt_rn(x); }
+DEVICE double squared(float x) { return (double)x * (double)x; }
+#else
+#define AS_ON_THE_HOST(name, operation, written)                       \
+    DEVICE float name(float a, float b) {                              \
+        float y;                                                       \
+        asm(written " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); \
+        return y;                                                      \
+    }
+DEVICE float root(float x) {
+    float y;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE double squared(float x) {  // no rounding: 24 bits by 24
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return __dmul_rn(y, y);
+}
+#endif
+AS_ON_THE_HOST(plus, +, "add.rn.f32")
+AS_ON_THE_HOST(minus, -, "sub.rn.f32")
+AS_ON_THE_HOST(times, *, "mul.rn.f32")
+AS_ON_THE_HOST(over, /, "div.rn.f32")
+
 // exp as exact as the type that it is rounded to: the fast one is off by some 1e-6.
 template <class T>
 DEVICE float exponential(float x) {

@@ -2,7 +2,7 @@
 //
 // Their bits must not depend on how a buffer is cut, nor on alignment: an element, or a chunk, is computed
 // alone, and the roundings of AdamW are written out, so that no product and sum become one. They are those of
-// NumPy.
+// NumPy, numbers below the smallest normal one included.
 
 // The update of `reference.adamw`. `runs` tells by run of `run` elements how much they decay, times lr;
 // `shift` is the logarithm of `run` if it is a power of two, else -1. low may be null.
@@ -24,11 +24,11 @@ DEVICE void adamw(float* p, const float* g, float* m, float* v, const double* de
         if (j >= count) continue;
         i64 number = shift >= 0 ? (at + j) >> shift : (at + j) / run;
         float kept = (float)__dsub_rn(1.0, __dmul_rn(lr, decay[number]));
-        float step = __fmul_rn(d[j], scale);
-        first[j] = __fadd_rn(__fmul_rn(first[j], beta1), __fmul_rn(rest1, step));
-        second[j] = __fadd_rn(__fmul_rn(second[j], beta2), __fmul_rn(__fmul_rn(step, step), rest2));
-        float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second[j]), root_c2), eps);
-        parameter[j] = __fsub_rn(__fmul_rn(parameter[j], kept), __fmul_rn(__fdiv_rn(first[j], below), rate));
+        float step = times(d[j], scale);
+        first[j] = plus(times(first[j], beta1), times(rest1, step));
+        second[j] = plus(times(second[j], beta2), times(times(step, step), rest2));
+        float below = plus(over(root(second[j]), root_c2), eps);
+        parameter[j] = minus(times(parameter[j], kept), times(over(first[j], below), rate));
     }
     store(p + at, parameter, count);
     store(m + at, first, count);
@@ -47,7 +47,7 @@ KERNEL __launch_bounds__(256) chunk_squares(const float* g, double* sums, i64 co
     for (i64 at = lane * N; at < chunk; at += 32 * N) {
         load(v, g + number * chunk + at, chunk - at);
 #pragma unroll
-        for (int j = 0; j < N; j++) total = __dadd_rn(total, __dmul_rn(v[j], v[j]));
+        for (int j = 0; j < N; j++) total = __dadd_rn(total, squared(v[j]));
     }
     for (int way = 16; way > 0; way /= 2) total = __dadd_rn(total, __shfl_xor_sync(WHOLE_WARP, total, way));
     if (lane == 0) sums[number] = total;
