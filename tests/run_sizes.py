@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Run the whole suite: tests/serial in one process, then tests/mpi and tests/gpu at each world size.
+"""Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
 
     python tests/run_sizes.py [-n 1,2,3,4,8] [--lanes 2] [PATH...] [-- PYTEST OPTION...]
 
 As many parts as there are lanes run at a time: one process leaves a core idle, and so do ranks that wait.
+The files of tests/serial are shared out to a few processes, which stay small: many tests fork.
 A line for each part with the reasons of its skips, its slowest tests, the end of its output where it failed,
 and one last line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end,
 none failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
@@ -36,6 +37,7 @@ SIZES = "1,2,3,4,8"
 MOST_GPU_RANKS = 3  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = 2
+SERIAL_PARTS = 4
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
 # Processes that clean up one place at the same time trip over each other; a part's place goes as a whole.
@@ -123,11 +125,23 @@ def parts(sizes: list[int], paths: list[str]) -> list[Part]:
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
-    found = [("serial", 0, serial)] if serial else []
+    found = [(name, 0, files) for name, files in share_out(serial)]
     found += [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
     return found + [
         (f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks <= MOST_GPU_RANKS
     ]
+
+
+def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
+    """The files of folders, and other paths as they are, in at most `SERIAL_PARTS` parts with names."""
+    files = []
+    for path in paths:
+        inside = sorted(str(file.relative_to(ROOT)) for file in (ROOT / path).glob("**/test_*.py"))
+        files += inside or [path]
+    groups = [files[first::SERIAL_PARTS] for first in range(min(SERIAL_PARTS, len(files)))]
+    if len(groups) == 1:
+        return [("serial", groups[0])]
+    return [(f"serial, {part} of {len(groups)}", group) for part, group in enumerate(groups, 1)]
 
 
 def plural(ranks: int) -> str:

@@ -133,7 +133,7 @@ class Mark:
 
     @property
     def done(self) -> bool:
-        """Whether all work before the mark is complete. Raises CuPy's CUDARuntimeError if the GPU has failed."""
+        """Whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
         return self._gpu.has_passed(self.event)
 
     def wait(self) -> None:
@@ -165,7 +165,7 @@ class Cuda:
         return f"{name}, CuPy {self.cupy.__version__}"
 
     def choose(self) -> None:
-        """Let the calling thread use this GPU, once: whatever asks CUDA first in it would take the first GPU."""
+        """Let the calling thread use this GPU: one that has chosen none takes the first, and its memory."""
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True

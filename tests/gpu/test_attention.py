@@ -4,6 +4,7 @@ On the pretend device cuDNN's graphs are pretended too (tests/pretend/cudnn); th
 ours hand it is checked where it is installed.
 """
 
+import os
 import sys
 
 import numpy as np
@@ -294,6 +295,31 @@ def test_a_graph_that_cudnn_refuses_is_asked_for_once(gpu, take_way, monkeypatch
             near(mine, want, "bf16")
     assert len(found.refusals) == 1
     assert list(found.graphs.values()).count(None) == 1
+
+
+@pytest.mark.parametrize(("version", "limit", "refused"), [(92500, 0, 0), (92400, 0, 1), (92400, 1 << 20, 0)])
+def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
+    gpu, take_way, monkeypatch, version, limit, refused
+):
+    found = cudnn_or_skip()
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN's version stays")
+    monkeypatch.setattr(found.cudnn, "version", version)
+    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
+    monkeypatch.setattr(found, "slopes", limit)
+    monkeypatch.setattr(found, "graphs", {})
+    monkeypatch.setattr(found, "refusals", [])
+    take_way("auto")
+    arrays = case("bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB by the length, 512 by its square
+    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        near(mine, want, "bf16")
+    assert len(found.refusals) == refused
+    assert not refused or "MiB" in found.refusals[0]
+
+
+def test_the_frontend_has_the_limit(gpu):
+    found = cudnn_or_skip()
+    assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 1 << 30
 
 
 def test_the_way_is_a_choice(gpu, take_way, monkeypatch):

@@ -51,8 +51,13 @@ def train(case, rounds):
 
 @pytest.fixture
 def own_attention(monkeypatch):
-    """What cuDNN takes for itself is not planned."""
+    """What cuDNN takes for itself is not known to the byte."""
     monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "own")
+
+
+@pytest.fixture(autouse=True)
+def pools_stay():
+    """Those of other tests."""
     pools = dict(arrays._pools)
     yield
     arrays._pools.clear()
@@ -92,6 +97,19 @@ def test_sums_that_are_large_enough_to_be_recycled(gpu, own_attention, name):
     case = Case(model, batch_size=4, micro_batch=4, context=128, device="cuda", precision_name="bf16")
     seen, _ = planned(case)
     assert seen.recycled == train(case, 1)[2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_cudnn_takes(gpu, monkeypatch, name):
+    from zero_mpi.ops.gpu.sdpa import sdpa
+
+    if sdpa()[0] is None or not hasattr(sdpa()[0].cudnn, "refuses"):
+        pytest.skip("no pretended cuDNN: what a real one takes beside is not known to the byte")
+    case = Case(MODELS[name], batch_size=4, micro_batch=4, context=48, device="cuda", precision_name="bf16")
+    built = sdpa()[0].cudnn.calls.built
+    monkeypatch.setattr(sdpa()[0], "graphs", {})
+    assert planned(case)[0].recycled == train(case, 1)[2]
+    assert sdpa()[0].cudnn.calls.built > built
 
 
 @pytest.mark.parametrize("how", ["moments", "state"])
@@ -142,13 +160,14 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision):
 
 
 def test_sizes_are_those_of_the_operations(gpu):
-    names = ("attention", "embedding", "launch", "linear", "norm", "sums")
+    names = ("attention", "embedding", "launch", "linear", "norm", "sdpa", "sums")
     modules = [import_module(f"zero_mpi.ops.gpu.{name}") for name in names]
-    attention, embedding, launch, linear, norm, sums = modules
+    attention, embedding, launch, linear, norm, sdpa, sums = modules
     assert (kernels.LOGITS_BYTES, kernels.LINE) == (linear.LOGITS_BYTES, linear.LINE)
     assert (kernels.SCORES, kernels.EVEN) == (attention.SCORES, attention.EVEN)
     assert (kernels.COLUMN_ROWS, kernels.COLUMN_LINES) == (sums.ROWS_OF_A_LINE, sums.MOST_LINES)
     assert embedding.RUN == kernels.RUN
+    assert sdpa.SLOPES == kernels.SLOPES
     assert (kernels.PACK, kernels.THREADS) == (launch.PACK, launch.THREADS)
     assert (kernels.HELD, kernels.NORM_LINES) == (norm.HELD, norm.MOST_LINES)
 

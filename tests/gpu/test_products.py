@@ -152,6 +152,27 @@ def test_a_plan_adds_the_bias_of_the_call_and_not_that_of_its_making(gpu):
 
 
 @kinds
+def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
+    from zero_mpi.ops.gpu import gemm
+
+    made = gemm.products()
+    if not hasattr(made.lt, "refuses"):
+        pytest.skip("a real cuBLASLt refuses nothing on demand")
+    monkeypatch.setattr(made, "plans", {})
+    monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS])
+    x, w, plus = draw(kind, 7, 3), draw(kind, 5, 3), draw(kind, 7, 5, seed=3)
+    for seed in (1, 2):  # the second time by the plan that was kept
+        b = draw(kind, 5, seed=seed)
+        got = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
+        once_more = LOW.get(kind, 1e-6)  # rounded before the bias is added
+        close(gpu.to_host(got), defined("linear")(x, w, b, plus), kind, once_more)
+    assert len(made.plans) == 1
+    monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS, gemm.EPILOGUE_DEFAULT])
+    with pytest.raises(ValueError, match="knows no algorithm"):
+        ops.linear(gpu.from_host(x[:5]), gpu.from_host(w), gpu.from_host(b))
+
+
+@kinds
 def test_no_rows_at_all(gpu, kind):
     x, w, dw = draw(kind, 0, 4), draw(kind, 3, 4), draw(kind, 3, 4, seed=1)
     assert ops.linear(gpu.from_host(x), gpu.from_host(w)).shape == (0, 3)

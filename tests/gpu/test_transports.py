@@ -577,7 +577,7 @@ def fault(gpu):
 
 @several_ranks
 def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
-    """`cudaErrorIllegalAddress` and its like: events are never complete again, which must not look like time."""
+    """After `cudaErrorIllegalAddress` and its like no event is complete again, and none is merely late."""
     partition, whole = Partition(40, exact.size), wild(7, 40, np.float32)
     own = whole[partition.part(exact.rank)]
     fault.status = 700

@@ -126,7 +126,9 @@ def test_kernels_compile_and_keep_their_registers(architecture):
     nvrtc()
     for source in sources():
         program = Program(told()[1][source], source)
-        log = program.compile(*told()[2], CUPY_ADDS, f"--gpu-architecture={architecture}", "--ptxas-options=-v")
+        log = program.compile(
+            *told()[2], CUPY_ADDS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"
+        )
         assert program.read("CUBIN")[1:4] == b"ELF"
         program.close()
         assert "warning" not in log, log

@@ -20,6 +20,7 @@ BLOCK, KEPT_WEIGHTS = 64, 64 << 10  # of ops.cpu.attention
 LOGITS_BYTES, LINE = 256 << 20, 8  # of ops.gpu.linear
 SCORES, EVEN = 256 << 20, 16  # of ops.gpu.attention
 COLUMN_ROWS, COLUMN_LINES = 32, 128  # of ops.gpu.sums
+SLOPES = 1 << 30  # of ops.gpu.sdpa
 RUN = 32  # of ops.gpu.embedding
 PACK, THREADS, HELD, NORM_LINES = 16, 256, 4, 512  # of ops.gpu.launch and ops.gpu.norm
 WORKSPACE = 32 << 20  # of ops.gpu.gemm: bytes for cuBLASLt
@@ -113,6 +114,8 @@ class OnGPU(Compiled):
             scores = scores_of(room, q, k)
             slopes = room.take(scores[0].shape)
             del heads, sums, scores, slopes
+        else:
+            room.take((cudnn_room(q, k),), np.uint8)
         return gradients, True
 
     def moves_scores(self, q: Array) -> bool:
@@ -147,6 +150,13 @@ class OnGPU(Compiled):
 def by_cudnn(q: Array) -> bool:
     """Whether attention is not by own kernels."""
     return q.itemsize == 2 and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"
+
+
+def cudnn_room(q: Array, k: Array) -> int:
+    """Bytes that cuDNN's backward takes: in 16 bits each score of blocks of 64 by 128, or a float32 dq."""
+    (batch, length, heads, _), total = q.shape, k.shape[1]
+    slopes = 2 * batch * heads * (-(-length // 64) * 64) * (-(-total // 128) * 128)
+    return int(slopes if slopes <= SLOPES else 4 * q.size)
 
 
 def scores_of(room: Room, q: Array, k: Array) -> list[Array]:

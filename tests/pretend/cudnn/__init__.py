@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable
 from enum import Enum
 from itertools import count
@@ -40,6 +41,7 @@ TYPES = {
     data_type.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
 WORKSPACE = 4096
+version = 92500
 WIDEST = 128
 calls = SimpleNamespace(built=0, executed=0)  # for tests to look at
 refuses: list[str] = []  # names of nodes that are to have no plan, for tests
@@ -50,11 +52,11 @@ class cudnnGraphNotSupportedError(Exception):
 
 
 def backend_version() -> int:
-    return 91800
+    return version
 
 
 def backend_version_string() -> str:
-    return "9.18.0"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 _handles: dict[int, int] = {}
@@ -220,7 +222,14 @@ class pygraph:
 
     def get_workspace_size(self) -> int:
         assert self._done == len(self.STEPS), "the graph is not built"
-        return WORKSPACE
+        return WORKSPACE if self.what == "sdpa" else self._slopes()
+
+    def _slopes(self) -> int:
+        """As on Hopper: a number for each score of blocks of 64 by 128, or dq where that is too much."""
+        (b, h, t, d), s = self.inputs[0].dim, self.inputs[1].dim[2]
+        size = 2 * b * h * (-(-t // 64) * 64) * (-(-s // 128) * 128)
+        limit = int(os.environ.get("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", "-1"))
+        return 4 * b * h * t * d if backend_version() >= 92500 and 0 <= limit < size else size
 
     def execute(self, tensor_dict: dict[int, int], workspace: int, handle: Any = None) -> None:
         assert self._done == len(self.STEPS), "the graph is not built"
@@ -229,7 +238,7 @@ class pygraph:
         assert all(type(x) is int and x % 16 == 0 for x in tensor_dict.values()), (
             "addresses are aligned integers"
         )
-        if not cuda.inside(workspace, WORKSPACE):
+        if not cuda.inside(workspace, self.get_workspace_size()):
             raise RuntimeError("the workspace is too small (pretend)")
         arrays = {tensor.uid: tensor.on(tensor_dict[tensor.uid]) for tensor in self._tensors}
         calls.executed += 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.arrays import Array, pool_of
 from zero_mpi.errors import UsageError
+from zero_mpi.ops.gpu.elementwise import ADD_ROW
+from zero_mpi.ops.gpu.launch import PACK, tiled
 
 # Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
 COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
@@ -32,6 +35,7 @@ EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
 WHOLE, FLOAT32_PARTS = 0, 2  # masks of reduction schemes: only whole sums; also float32 parts in a workspace
 SINGLE, HALF, BFLOAT16 = 0, 2, 14  # cudaDataType
 KINDS = {np.dtype(np.float32): SINGLE, np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
+DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BYTES: dict[int, int] = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 
 CANDIDATES = 8
@@ -46,6 +50,10 @@ RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
         ("reserved", np.int32, 4),
     ]
 )
+
+
+class NoAlgorithm(ValueError):
+    """cuBLASLt does not compute a product."""
 
 
 class Matrix(NamedTuple):
@@ -160,7 +168,15 @@ class LtGemm:
         if asked.bias:
             products.describe(self.described, BIAS_DATA_TYPE=asked.d.kind, BIAS_POINTER=asked.bias)
         self.layouts = [products.layout(m) for m in (asked.b, asked.a, asked.c or asked.d, asked.d)]
-        self._choose(products, asked)
+        self._adds: Callable[[int, int], None] | None = None  # the bias, where no algorithm does
+        try:
+            self._choose(products, asked)
+        except NoAlgorithm:  # rows that are not aligned may have none that adds a bias
+            if not asked.bias:
+                raise
+            products.describe(self.described, EPILOGUE=EPILOGUE_DEFAULT)
+            self._choose(products, asked._replace(bias=0))
+            self._adds = bias_adder(asked.d)
 
     def _choose(self, products: Products, asked: Asked) -> None:
         """Keep the algorithm, in memory that stays."""
@@ -171,7 +187,7 @@ class LtGemm:
         self.needs = int(best["workspace"])
 
     def _named(self, products: Products, asked: Asked) -> Any:
-        """The algorithms that cuBLASLt names, best first. Raises ValueError where it knows none."""
+        """The algorithms that cuBLASLt names, best first. Raises NoAlgorithm where it knows none."""
         lt, count = self._lt, np.zeros(1, np.int32)
         results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
         preference = lt.matmul_preference_create()
@@ -190,13 +206,13 @@ class LtGemm:
                 len(results), results.ctypes.data, count.ctypes.data,
             )  # fmt: skip
         except lt.cuBLASLtError as error:
-            raise ValueError(f"cuBLASLt cannot multiply {asked}: {error}") from error
+            raise NoAlgorithm(f"cuBLASLt cannot multiply {asked}: {error}") from error
         finally:
             lt.matmul_preference_destroy(preference)
         named = results[: count[0]]
         named = named[named["state"] == 0]
         if not len(named):
-            raise ValueError(f"cuBLASLt knows no algorithm for {asked}")
+            raise NoAlgorithm(f"cuBLASLt knows no algorithm for {asked}")
         return named
 
     def _quickest(self, products: Products, asked: Asked, named: Any) -> Any:
@@ -229,12 +245,21 @@ class LtGemm:
             products.scalar(beta), c, layouts[2], d, layouts[3], self.algorithm,
             products.workspace, products.workspace_bytes, products.stream,
         )  # fmt: skip
+        if self._adds is not None:
+            self._adds(d, bias)
 
     def close(self) -> None:
         """Give the descriptors back."""
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
         self._lt.matmul_desc_destroy(self.described)
+
+
+def bias_adder(d: Matrix) -> Callable[[int, int], None]:
+    """Adds the bias at one address to each row of a result at another; so sums are rounded once more."""
+    kernel = ADD_ROW[DTYPES[d.kind]]
+    grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
+    return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
 
 
 class Asked(NamedTuple):

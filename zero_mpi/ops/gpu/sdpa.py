@@ -2,12 +2,19 @@
 
 q, k and v are read where they lie, heads as columns of a wider array included, and gradients are written
 where they are wanted: strides say it all. cuDNN takes bfloat16 and float16, as many keys as queries, heads of
-up to 128 columns (256 on Hopper); what it does not take, `attention` computes by itself. Its backward is told
-to be deterministic. The package nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
+up to 128 columns (256 on Hopper); what it does not take, `attention` computes by itself. The package
+nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
+
+Its backward is told to be deterministic, for which it holds a number for each score (the frontend's "dP
+workspace"). Where that would be more than SLOPES, cuDNN 9.25 and later add in order on Hopper and need room
+only for gradients; older ones are not asked, since memory is to grow with T and not with its square.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -23,7 +30,11 @@ ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and 
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
+SLOPES = 1 << 30  # bytes that grow with the square of T
+SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
+LINEAR = 16  # bytes for an element of q: float32 dq, dk and dv of every query head, and a third more
 
+logger = logging.getLogger("zero_mpi")
 Strides = tuple[int, ...]
 
 
@@ -41,9 +52,12 @@ def lies_well(x: Array) -> bool:
 
 
 class Graph:
-    """A built graph: called with the address of each of its tensors, it runs on the compute stream."""
+    """A built graph: called with the address of each of its tensors, it runs on the compute stream.
 
-    def __init__(self, owner: Sdpa, graph: Any) -> None:
+    Raises RuntimeError where it needs more than `most` bytes beside.
+    """
+
+    def __init__(self, owner: Sdpa, graph: Any, most: float) -> None:
         cudnn = owner.cudnn
         graph.validate()
         graph.build_operation_graph()
@@ -52,6 +66,8 @@ class Graph:
         graph.build_plans()
         self._graph, self._owner = graph, owner
         self._room = max(1, int(graph.get_workspace_size()))
+        if self._room > most:
+            raise RuntimeError(f"it needs {self._room >> 20} MiB beside, more than {int(most) >> 20}")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         room = pool_of(self._owner.where).take((self._room,), np.uint8)
@@ -65,6 +81,8 @@ class Sdpa:
     """
 
     def __init__(self, where: Any) -> None:
+        limit = os.environ.setdefault(SLOPES_LIMIT, str(SLOPES))  # read when a graph is made
+        self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
         self.version = int(cudnn.backend_version())
@@ -123,10 +141,14 @@ class Sdpa:
         if key not in self.graphs:
             make = self._backward if turned else self._forward
             try:
-                self.graphs[key] = Graph(self, make(scale, *arrays))
+                self.graphs[key] = Graph(
+                    self, make(scale, *arrays), self.slopes + LINEAR * math.prod(arrays[0].shape)
+                )
             except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 self.graphs[key] = None
                 self.refusals.append(str(error).strip().splitlines()[0])
+                what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
+                logger.info("%s by own kernels; cuDNN: %s", what, self.refusals[-1])
         return self.graphs[key]
 
     def _graph(self, kind: Any) -> Any:

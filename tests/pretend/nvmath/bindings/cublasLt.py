@@ -141,6 +141,7 @@ _numbers = itertools.count(0x1000)
 _objects: dict[int, Any] = {}
 _algorithms: dict[int, Algorithm] = {}
 calls: SimpleNamespace = SimpleNamespace(products=0, heuristics=0)  # for tests to look at
+refuses: list[int] = []  # epilogues for which there is to be no algorithm, for tests
 
 
 def _make(value: Any) -> int:
@@ -265,6 +266,8 @@ def matmul_algo_get_heuristic(
     aligned = tuple(asked.get(name, 256) for name in P if name.name.startswith("MIN_ALIGNMENT"))
     parts = bool(asked.get(P.REDUCTION_SCHEME_MASK, 7))
     found = [False, True][: 1 + parts][:requested_algo_count]
+    if product.set.get(D.EPILOGUE, 1) in refuses:
+        found = []
     room = (ctypes.c_uint64 * (12 * requested_algo_count)).from_address(heuristic_results_array)
     for place, splits in enumerate(found):
         number = next(_numbers)
