@@ -125,7 +125,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """All runs."""
     options = world.together(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
-    world.together(lambda: device.use(options.device))
+    on_node = world.rank_on_node()
+    world.together(lambda: device.use(options.device, on_node))
     world.node_by_node(ops.prepare)
     runs = Runs(world, options)
     for name in options.run:

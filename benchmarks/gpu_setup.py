@@ -89,24 +89,40 @@ def make_venv(folder: Path) -> str:
 
 
 def missing(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """Those that an interpreter does not have in any version."""
+    """Names of those that an interpreter does not have in any version."""
+    found = versions(python, wanted, env)
+    return [name for name in map(name_of, wanted) if name not in found]
+
+
+def versions(python: str, wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Name -> version, of those that an interpreter has."""
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"
-        "    try: m.version(name)\n"
-        "    except m.PackageNotFoundError: print(name)\n"
+        "    try: print(name, m.version(name))\n"
+        "    except m.PackageNotFoundError: pass\n"
     )
     command = [python, "-c", code, *map(name_of, wanted)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(env), stdin=subprocess.DEVNULL)
     if done.returncode:
         raise NotReady(f"{python}: {last_line(done.stderr)}")
-    return done.stdout.split()
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def fits(requirement: str, version: str) -> bool:
+    """Whether a version is one that was asked for; yes where pip is not there to tell."""
+    try:
+        from pip._vendor.packaging.requirements import Requirement
+    except ImportError:
+        return True
+    return bool(Requirement(requirement).specifier.contains(version, prereleases=True))
 
 
 def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[str, str]) -> list[str]:
     """Install what is missing. Returns what was said; raises NotReady if CuPy or NumPy is missing after all.
 
-    First with what the packages need in turn; where that cannot be had, each by itself.
+    What is there in another version counts as missing, and has to do where no other can be had. First with
+    what the packages need in turn; where that cannot be had, each by itself.
     """
     notes: list[str] = []
     absent = lacking(python, wanted, env)
@@ -122,16 +138,18 @@ def install(python: str, wanted: list[str], wheels: Path | None, env: Mapping[st
         pip(python, ["--no-deps", name], wheels, env)
     absent = lacking(python, wanted, env)
     if absent:
-        notes.append(f"not installed: {', '.join(map(name_of, absent))}. {what_to_bring(absent)}")
-    if any(name.startswith(("cupy", "numpy")) for name in absent):
+        had = versions(python, absent, env)
+        names = [f"{name} ({had[name]} is)" if name in had else name for name in map(name_of, absent)]
+        notes.append(f"not installed: {', '.join(names)}. {what_to_bring(absent)}")
+    if any(name.startswith(("cupy", "numpy")) for name in missing(python, absent, env)):
         raise NotReady(notes[-1])
     return notes + loadable_mpi(python, wheels, env)
 
 
 def lacking(python: str, wanted: list[str], env: Mapping[str, str]) -> list[str]:
-    """The requirements of packages that an interpreter does not have."""
-    names = missing(python, wanted, env)
-    return [requirement for requirement in wanted if name_of(requirement) in names]
+    """The requirements that an interpreter's packages do not meet."""
+    found = versions(python, wanted, env)
+    return [one for one in wanted if name_of(one) not in found or not fits(one, found[name_of(one)])]
 
 
 def loadable_mpi(python: str, wheels: Path | None, env: Mapping[str, str]) -> list[str]:

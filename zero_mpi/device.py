@@ -8,6 +8,7 @@ NumPy and CuPy share. CuPy is imported when a GPU is chosen and not before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -81,6 +82,10 @@ class Host:
     def to_host(self, x: Array) -> Array:
         """`x` itself."""
         return x
+
+    def all_to_host(self, arrays: list[Array]) -> list[Array]:
+        """`arrays` themselves."""
+        return arrays
 
     def copy(self, target: Array, source: Array) -> None:
         """target[...] = source."""
@@ -201,6 +206,13 @@ class Cuda:
         """A copy of a GPU's array on the host, complete."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
+    def all_to_host(self, arrays: list[Array]) -> list[Array]:
+        """Copies of vectors on the GPU, complete; one copy of all, since each is waited for."""
+        if not arrays:
+            return []
+        whole, ends = self.to_host(self.cupy.concatenate(arrays)), np.cumsum([x.size for x in arrays])
+        return np.split(whole, ends[:-1])
+
     def copy(self, target: Array, source: Array) -> None:
         """target[...] = source, wherever the two are; what comes to or from the host is complete."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
@@ -250,7 +262,8 @@ class CudaStopwatch:
 
     Two events of which the host's time is known, the first one and one made when times are asked for, tell
     how the GPU's clock lies to the host's; between them it is taken to run evenly. The host's own times,
-    which are floats, stay what they are.
+    which are floats, stay what they are. CUDA tells times in float32: a microsecond in ten seconds since the
+    first event, a quarter of a millisecond in an hour, and never one mark before another that it follows.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
@@ -292,16 +305,32 @@ def in_use() -> Device:
     return _in_use
 
 
-def use(name: str) -> Device:
+def use(name: str, on_node: int = 0) -> Device:
     """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
 
-    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more. Raises
-    UsageError where a GPU is asked for and there is none.
+    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more; `on_node`
+    is that number where the launcher does not tell it. Raises UsageError where a GPU is asked for and there
+    is none.
     """
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
         raise UsageError(f"--device cuda: {why_no_gpu()}")
-    return adopt(Cuda(local_rank() % count) if count else HOST)
+    told = local_rank()
+    return adopt(Cuda((on_node if told is None else told) % count) if count else HOST)
+
+
+def claim(name: str) -> None:
+    """Take this rank's GPU before MPI starts, where the launcher tells which it is.
+
+    MPI libraries look for the GPU of the thread that starts them. What goes wrong is not said here: `use`
+    meets it again, when all ranks can agree on it.
+    """
+    number, count = local_rank(), 0 if name == "cpu" else gpus()
+    if number is not None and count:
+        cuda = import_cupy().cuda
+        with contextlib.suppress(cuda.runtime.CUDARuntimeError):
+            cuda.Device(number % count).use()
+            cuda.runtime.free(0)  # nothing but that there is a context now
 
 
 def adopt(chosen: Device) -> Device:
@@ -311,12 +340,12 @@ def adopt(chosen: Device) -> Device:
     return chosen
 
 
-def local_rank() -> int:
-    """This rank's number on its node as the launcher tells it, before MPI is started; else 0."""
+def local_rank() -> int | None:
+    """This rank's number on its node as the launcher tells it, before MPI is started; None: it does not."""
     for name in LOCAL_RANK:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
-    return 0
+    return None
 
 
 def import_cupy() -> Any:

@@ -57,7 +57,8 @@ class Outlook:
 def show(world: World, config: Config) -> int:
     """Print the outlook. Returns the exit status. Collective; raises UsageError as the run would."""
     check_settings(world, config)
-    world.together(lambda: device.use(config.device))
+    on_node = world.rank_on_node()
+    world.together(lambda: device.use(config.device, on_node))
     world.on_root(lambda: check_out(Path(config.out)))
     found = look_ahead(world, config)
     if found is not None:

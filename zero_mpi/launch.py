@@ -85,6 +85,15 @@ class World:
         with self.meter.waiting("the word of rank 0"):
             return self.mpi.COMM_WORLD.bcast(value)
 
+    def rank_on_node(self) -> int:
+        """This rank's number among those of its node. Collective."""
+        if self.mpi is None:
+            return 0
+        node = self.mpi.COMM_WORLD.Split_type(self.mpi.COMM_TYPE_SHARED)
+        number = int(node.Get_rank())
+        node.Free()
+        return number
+
     def node_by_node(self, action: Callable[[], Any]) -> None:
         """action() on one rank of each node first and then on its others, which find what it prepared."""
         if self.mpi is None:

@@ -25,6 +25,7 @@ from zero_mpi.arrays import Array
 from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
+from zero_mpi.errors import UsageError
 from zero_mpi.finale import compare_with_letters, show_sample
 from zero_mpi.launch import REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
@@ -324,7 +325,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     check_settings(world, config)
-    world.together(lambda: device.use(config.device))
+    on_node = world.rank_on_node()
+    world.together(lambda: device.use(config.device, on_node))
     world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
     session = prepare(world, config)
     phase("the run is prepared")
@@ -344,8 +346,19 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     return watchdog, outcome
 
 
+def wanted_device(arguments: Sequence[str]) -> str:
+    """What `--device` will be; flags that are wrong are complained about later, by one rank."""
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            return parse(arguments).device
+        except (UsageError, SystemExit):
+            return "cpu"
+
+
 def main() -> None:
     """Entry point."""
+    device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
     run("train", command, sys.argv[1:])
 
 

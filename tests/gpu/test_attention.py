@@ -342,6 +342,16 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
     assert attention.about() == "attention by own kernels"
 
 
+@pytest.mark.parametrize("version", ["1.17.9", "1.29.0", "2.0"])
+def test_a_frontend_of_another_version_is_not_used(gpu, take_way, monkeypatch, version):
+    from zero_mpi.ops.gpu import attention, sdpa
+
+    monkeypatch.setattr(cudnn_or_skip().cudnn, "__version__", version)
+    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
+    take_way("auto")
+    assert f"nvidia-cudnn-frontend {version}, expected 1.18 to below 1.29" in attention.about()
+
+
 def test_shapes_that_do_not_go_together_are_named(gpu, take_way):
     take_way("auto")
     q, k, v, _ = (gpu.from_host(x) for x in case("f32", (1, 4, 4, 3, 3, 8, 8)))

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import tiny
 
-from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, device
+from zero_mpi import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    GradAccum,
+    SerialComm,
+    ShardedAdamW,
+    device,
+)
 from zero_mpi.sharding.precision import BF16, FP16, FP32, precision_named
 
 PRECISIONS = {
@@ -51,6 +60,23 @@ def test_losses_are_near_those_of_the_host(gpu, name, precision):
 def test_strategies_and_recomputation_change_no_bit(gpu, options):
     options = {"strategy": FULL_SHARD, "precision": BF16} | options
     assert tiny.train(SerialComm(), tiny.MODELS["llama"], **options) == alone("llama", "bf16")
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda s: s.name)
+def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
+    """Of the losses and of all sums of squares: while the host waits it gives the GPU nothing to do."""
+    module = tiny.make(SerialComm(), tiny.MODELS["gpt2"], strategy, bucket_mb=0.01)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 3)
+    assert len(module.units) > 2
+    copies = []
+    to_host = gpu.to_host
+    monkeypatch.setattr(gpu, "to_host", lambda x: copies.append(x) or to_host(x))
+    for step in range(2):
+        tiny.run_step(module, accumulator, tiny.MODELS["gpt2"], step, 3)
+        accumulator.total_loss()
+        assert optimizer.step(max_norm=1.0).grad_norm > 0
+        assert len(copies) == 2 * (step + 1)
 
 
 @pytest.fixture(scope="module", params=["staged", "mpi"])

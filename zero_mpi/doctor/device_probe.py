@@ -17,6 +17,7 @@ import numpy as np
 
 from zero_mpi.launch import find_world
 
+MEANING = {46: ": others have it, and its compute mode lets in one process"}  # CUDA_ERROR_DEVICE_UNAVAILABLE
 BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
 
 
@@ -37,7 +38,7 @@ class Driver:
     def __call__(self, name: str, *arguments: Any) -> None:
         status = getattr(self._calls, name)(*arguments)
         if status:
-            raise DriverError(f"{name} fails with status {status}")
+            raise DriverError(f"{name} fails with status {status}{MEANING.get(status, '')}")
 
     def devices(self) -> list[str]:
         """The names of all devices."""

@@ -202,12 +202,14 @@ class ShardedState:
         Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
         in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
         """
-        sums = np.zeros(self.chunk_count)
+        sums, places, squares = np.zeros(self.chunk_count), [], []
         for number, unit in enumerate(self.units):
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.size:
-                squares = chunk_squares(unit.gradient, unit.unit.quantum)
-                sums[self._chunk_places[number]] = device.in_use().to_host(squares)
+                places.append(self._chunk_places[number])
+                squares.append(chunk_squares(unit.gradient, unit.unit.quantum))
+        for place, found in zip(places, device.in_use().all_to_host(squares), strict=True):
+            sums[place] = found
         total = self.owners.sum_vector(sums)
         if self.chunk_count:  # no rank has the sum before all have come here
             self._all_met()

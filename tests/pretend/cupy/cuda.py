@@ -192,7 +192,7 @@ def event_query(ptr: int) -> int:
 def get_elapsed_time(start: Event, end: Event) -> float:
     if not (start._timed and end._timed and start.done and end.done):
         raise runtime.CUDARuntimeError(600)  # not ready, or made without timing
-    return (end._time - start._time) * 1e3
+    return float(np.float32((end._time - start._time) * 1e3))  # as exact as the real one's
 
 
 class Stream:
@@ -344,6 +344,7 @@ runtime = SimpleNamespace(
     memcpyAsync=memcpy_async,
     memsetAsync=memset_async,
     eventQuery=event_query,
+    free=lambda ptr: None,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
     memcpyDeviceToDevice=3,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,7 @@ TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
 ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
+FRONTENDS = (1, 18), (1, 29)  # from, and before: of these it is known which kernels they take
 OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
 SLOPES = 1 << 30  # bytes that grow with the square of T
 SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
@@ -77,7 +79,7 @@ class Graph:
 class Sdpa:
     """cuDNN on the compute stream of a GPU: its handle and the graphs.
 
-    Raises ImportError, OSError or RuntimeError where cuDNN is not installed or too old.
+    Raises ImportError, OSError or RuntimeError where cuDNN is not installed, too old, or a frontend too new.
     """
 
     def __init__(self, where: Any) -> None:
@@ -85,6 +87,9 @@ class Sdpa:
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
+        if not FRONTENDS[0] <= version_of(cudnn.__version__) < FRONTENDS[1]:
+            expected = " to below ".join(f"{major}.{minor}" for major, minor in FRONTENDS)
+            raise RuntimeError(f"nvidia-cudnn-frontend {cudnn.__version__}, expected {expected}")
         self.version = int(cudnn.backend_version())
         self.capability = int(where.cupy.cuda.Device(where.number).compute_capability)
         if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
@@ -197,6 +202,11 @@ class Sdpa:
         for tensor, number, x in zip(gradients, (DQ, DK, DV), (dq, dk, dv), strict=True):
             give_out(tensor, number, *described(x))
         return graph
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:

@@ -1,0 +1,88 @@
+"""Which GPU a rank takes, and that it takes it before MPI starts where the launcher tells its number."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import run_command, run_job
+
+from zero_mpi import device
+
+pytestmark = pytest.mark.world(1)  # what it starts are jobs of their own
+PRETEND = Path(__file__).resolve().parents[1] / "pretend"
+LISTENING = """
+import json, sys
+from cupy import cuda
+used, use = [], cuda.Device.use
+def listening(self):
+    used.append([self.id, "mpi4py.MPI" in sys.modules])
+    use(self)
+cuda.Device.use = listening
+"""
+CLAIM = (
+    LISTENING
+    + """
+from zero_mpi import train
+train.run = lambda *_: print(json.dumps(used))
+sys.argv = ["train", *sys.argv[1:]]
+train.main()
+"""
+)
+WHOLE = (
+    LISTENING
+    + """
+import atexit, os, pathlib
+from zero_mpi import launch, train
+finish = launch.finish
+def telling(world, *rest):
+    pathlib.Path(os.environ["TOLD"], str(world.rank)).write_text(json.dumps(used))
+    finish(world, *rest)
+launch.finish = telling
+train.main()
+"""
+)
+
+
+@pytest.fixture
+def env(gpu, monkeypatch):
+    """Two GPUs, and no launcher."""
+    if not hasattr(gpu.cupy.cuda, "fault"):
+        pytest.skip("how many GPUs there are cannot be chosen but for pretended ones")
+    for name in device.LOCAL_RANK:
+        monkeypatch.delenv(name, raising=False)
+    return {"PYTHONPATH": str(PRETEND), "PRETEND_CUPY_GPUS": "2"}
+
+
+FIRST = device.LOCAL_RANK[0]
+CASES = [(name, "1", "cuda", [[1, False]]) for name in device.LOCAL_RANK]
+CASES += [(FIRST, "2", "auto", [[0, False]]), (FIRST, "1", "cpu", []), (FIRST, "1", "nonsense", [])]
+
+
+@pytest.mark.parametrize(("name", "told", "flag", "expected"), [*CASES, (FIRST, "untold", "cuda", [])])
+def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
+    flags = ["--device", flag]
+    status, said, errors = run_command(
+        [sys.executable, "-c", CLAIM, *flags], env=env | {name: told}, timeout=30
+    )
+    assert (status, errors) == (0, "")
+    assert json.loads(said) == expected
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no mpiexec")
+@pytest.mark.parametrize("launcher", ["tells", "does not tell"])
+def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
+    code = WHOLE
+    if launcher == "does not tell":
+        code = f"from zero_mpi import device\ndevice.LOCAL_RANK = ()\n{code}"
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "ffn": 16, "context": 8, "batch-size": 4, "micro-batch": 1}
+    flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    flags += ["--device", "cuda", "--steps", "1", "--out", str(tmp_path / "run")]
+    flags += ["--eval-every", "0", "--sample", "0", "--transport", "staged"]
+    env = env | {"TOLD": str(tmp_path)}
+    status, said, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
+    assert status == 0, said + errors
+    used = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [{number for number, _ in ranks} for ranks in used] == [{0}, {1}, {0}]
+    assert [ranks[0][1] for ranks in used] == [launcher == "does not tell"] * 3
