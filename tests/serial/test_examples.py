@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import run_command, run_job
+from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
@@ -112,6 +112,21 @@ def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, thread
     )
     found = run_command([sys.executable, "-c", code], timeout=30, env=variables)
     assert found == (0, f"{threads} 1\n", "")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_on_one_rank_ends_a_script_on_all(times):
+    code = (
+        "from zero_mpi import connect\n"
+        f"for _ in range({times}): comm = connect()\n"
+        "if comm.rank == 1: raise ValueError('only here')\n"
+        "comm.sum_vector(__import__('numpy').zeros(1))\n"
+    )
+    status, _, errors = run_job(3, ["-c", code], timeout=30)
+    assert status not in (0, TIMED_OUT)
+    assert errors.count("ValueError: only here\n") == 1
+    assert errors.count("zero_mpi: rank 1 of 3 failed with the error above; ending the job\n") == 1
 
 
 def test_under_a_launcher_without_mpi_nobody_trains_alone(monkeypatch):

@@ -453,3 +453,11 @@ def test_every_layer_class_has_a_case():
     covered = {type(case.layer) for case in CASES}
     missing = {cls.__qualname__ for cls in layer_classes()} - {cls.__qualname__ for cls in covered | abstract}
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
+
+
+def test_one_name_for_two_shapes_is_refused():
+    """One name for one shape is one parameter; otherwise the last of them would be all."""
+    with pytest.raises(
+        ValueError, match=r"parameter a.weight comes twice in a chain, as \(5, 7\) and \(2, 5\)"
+    ):
+        nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()

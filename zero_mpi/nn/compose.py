@@ -28,7 +28,15 @@ class Chain(Layer):
         return Chain(*self.layers[1:])
 
     def params(self) -> dict[str, Param]:
-        return {name: param for layer in self.layers for name, param in layer.params().items()}
+        found: dict[str, Param] = {}
+        for layer in self.layers:
+            for name, param in layer.params().items():
+                if found.setdefault(name, param).shape != param.shape:
+                    raise ValueError(
+                        f"parameter {name} comes twice in a chain, as {found[name].shape} and {param.shape}: "
+                        "give one of the layers another name"
+                    )
+        return found
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         saved = []
