@@ -258,5 +258,5 @@ def test_most_of_the_transfers_hide_behind_computation():
     assert 0.9 * least < found["transfers"] < 2 * least
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found
-    together = found["computation"] + found["transfers"]
-    assert found["at once"] > together - 0.3 * min(found["computation"], found["transfers"]), found
+    # What is waited for at once hides next to nowhere: it takes about what blocks sleep and the link takes.
+    assert found["at once"] > max(found["step"], 0.85 * (12 * 3 * 140 + least)), found
