@@ -26,7 +26,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.session import make_comm, make_module, make_optimizer, set_threads
+from zero_mpi.session import choose_device, make_comm, make_module, make_optimizer, set_threads
 from zero_mpi.sharding.precision import PRECISIONS
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
@@ -125,8 +125,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """All runs."""
     options = world.together(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
-    on_node = world.rank_on_node()
-    world.together(lambda: device.use(options.device, on_node))
+    choose_device(world, options.device)
     world.node_by_node(ops.prepare)
     runs = Runs(world, options)
     for name in options.run:

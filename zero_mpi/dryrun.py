@@ -28,7 +28,7 @@ from zero_mpi.plan.options import check_layout, make_case
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
 from zero_mpi.resume import Start, check_resume, find_start
-from zero_mpi.session import describe, open_model, read_corpus, set_threads
+from zero_mpi.session import choose_device, describe, open_model, read_corpus, set_threads
 from zero_mpi.uniform import check_settings
 
 TRANSPORTS = {
@@ -57,8 +57,7 @@ class Outlook:
 def show(world: World, config: Config) -> int:
     """Print the outlook. Returns the exit status. Collective; raises UsageError as the run would."""
     check_settings(world, config)
-    on_node = world.rank_on_node()
-    world.together(lambda: device.use(config.device, on_node))
+    choose_device(world, config.device)
     world.on_root(lambda: check_out(Path(config.out)))
     found = look_ahead(world, config)
     if found is not None:

@@ -159,6 +159,12 @@ def set_threads(config: Config) -> int:
     return wanted or 1
 
 
+def choose_device(world: World, name: str) -> None:
+    """Compute on what `--device` names from now on (`device.use`). Collective."""
+    on_node = world.rank_on_node()
+    world.together(lambda: device.use(name, on_node))
+
+
 def blas_threads() -> int:
     """The threads that BLAS has now."""
     from threadpoolctl import threadpool_info

@@ -33,7 +33,7 @@ from zero_mpi.optim import make_schedule
 from zero_mpi.outcome import Outcome
 from zero_mpi.records import Records
 from zero_mpi.rollcall import RollCall
-from zero_mpi.session import Session, prepare
+from zero_mpi.session import Session, choose_device, prepare
 from zero_mpi.summary import Start, cautions, hosts_of, lines, plan
 from zero_mpi.timeline import Tracer, step_range
 from zero_mpi.uniform import blas, check_installation, check_not_alone, check_settings
@@ -325,8 +325,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     check_settings(world, config)
-    on_node = world.rank_on_node()
-    world.together(lambda: device.use(config.device, on_node))
+    choose_device(world, config.device)
     world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
     session = prepare(world, config)
     phase("the run is prepared")

@@ -121,8 +121,7 @@ def test_what_goes_over_the_links_is_what_metrics_say(four_hosts, common_path):
         crossed.append([after[host].sent - before[host].sent for host in ("h1", "h2")])
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         said.append(sum(record["sent_bytes"] for record in records))
-        assert after["h3"].sent == before["h3"].sent
-        assert after["h3"].received - before["h3"].received < 4096  # what kernels send to all, now and then
+        assert after["h3"] == before["h3"]
     more = said[1] - said[0]
     assert more > 5e6
     for few, many in zip(*crossed, strict=True):  # headers are some 66 bytes in 1500 or more
@@ -263,4 +262,4 @@ def test_most_of_the_transfers_hide_behind_computation():
     assert 12 * 3 * 140 <= found["computation"] < found["step"]
     assert found["hidden"] >= 0.7, found
     # What is waited for at once hides next to nowhere: it takes about what blocks sleep and the link takes.
-    assert found["at once"] > max(found["step"], 0.85 * (12 * 3 * 140 + least)), found
+    assert found["at once"] > max(found["step"], 0.9 * (12 * 3 * 140 + least)), found

@@ -89,7 +89,7 @@ make_bridge() {
     bridge=$(first_child $!)
     note bridge "$bridge"
     nsenter --target "$bridge" --net ip link add br0 type bridge
-    nsenter --target "$bridge" --net ip link set br0 up
+    nsenter --target "$bridge" --net ip link set br0 addrgenmode none up   # no IPv6: its solicitations go to all
 }
 
 make_host() {   # make_host NAME NUMBER
@@ -110,9 +110,9 @@ make_host() {   # make_host NAME NUMBER
     host=$(first_child $!)
     note "$1" "$host"
     nsenter --target "$bridge" --net ip link add "to-$1" type veth peer name eth0 netns "$host"
-    nsenter --target "$bridge" --net ip link set "to-$1" master br0 up
+    nsenter --target "$bridge" --net ip link set "to-$1" master br0 addrgenmode none up
     nsenter --target "$host" --net ip addr add "10.77.0.$2/24" dev eth0
-    nsenter --target "$host" --net ip link set eth0 up
+    nsenter --target "$host" --net ip link set eth0 addrgenmode none up
     [[ $rate != none ]] || return 0
     # What an idle link saves up for later is to be little, but enough for the large segments that TCP hands
     # down: what is larger than the burst the kernel cuts into packets, which takes as long as the computation.
