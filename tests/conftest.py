@@ -27,8 +27,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-if str(TESTS) not in sys.path:  # whatever import mode pytest was given
-    sys.path.insert(0, str(TESTS))
+for folder in (TESTS / "fuzz", TESTS):  # whatever import mode pytest was given
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 import jobs  # noqa: E402
 

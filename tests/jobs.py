@@ -54,6 +54,8 @@ def prepare_process() -> None:
     it a barrier takes a scheduler slice. Jobs that a test starts do not inherit these settings: what
     the package chooses for itself is a thing to test.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's background job, for all it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
     if ranks > len(os.sched_getaffinity(0)):

@@ -1,14 +1,12 @@
 """Pictures of what happens in time: when units are gathered and reduced, ways of sums, the order of sums.
 
-The columns of a schedule are its plans, stage after stage, as the loops of `ShardedModule` walk over them;
+The columns of a schedule are its stages, and what is in them the actions that `ShardedModule` runs;
 the numbers of elements in a box are those of `zero_mpi.plan.ways`, and micro-batches lie where `Rounds` puts
 them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,17 @@ from zero_mpi.config import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.ways import Lanes
-from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT, Layout
-from zero_mpi.sharding.schedule import StagePlan
+from zero_mpi.sharding.actions import (
+    Backward,
+    Forward,
+    Gather,
+    Reduce,
+    Release,
+    Wait,
+    WaitReduce,
+    by_stage,
+)
+from zero_mpi.sharding.layout import Layout
 from zero_mpi.source import model_from_flags
 
 WIDTH, LEFT, CELL, HIGH = 960, 150, 57, 30
@@ -52,36 +59,31 @@ class Story:
     sums: list[Span]  # reductions under way
 
 
-def story(layout: Layout, names: list[str], gathers: bool) -> Story:
+def story(layout: Layout, names: list[str]) -> Story:
     """A step of one micro-batch a rank, as `ShardedModule` walks through it."""
     schedule, stages = layout.schedule, len(names)
-    plans = [*schedule.forward, *schedule.backward[::-1]]
-    uses = [*layout.uses, *layout.uses[::-1]]
-    open_since: dict[int, float] = {}
-    coming, there, work, sums = [], [], [], []
-    under_way: deque[tuple[int, float]] = deque()
-    for column, plan in enumerate(plans):
-        for unit in plan.start if gathers else ():
-            open_since[unit] = column
-        for unit in plan.need if gathers else ():
-            if unit in open_since:
-                coming.append(Span(unit, open_since.pop(unit), column))
-                there.append(Span(unit, column, drop_of(plans, unit, column)))
-        work += [Span(unit, column, column + 1) for unit in dict.fromkeys(uses[column])]
-        for unit in plan.reduce:
-            while len(under_way) >= REDUCTIONS_IN_FLIGHT:
-                oldest, since = under_way.popleft()
-                sums.append(Span(oldest, since, column + 1))
-            under_way.append((unit, column + 1))
-    sums += [Span(unit, since, 2 * stages + 0.5) for unit, since in under_way]
-    if not gathers:
+    columns = [*by_stage(schedule.forward), *by_stage(schedule.backward)]
+    opened, whole, reduced = dict[int, float](), dict[int, float](), dict[int, float]()
+    coming, there, work, sums = list[Span](), list[Span](), list[Span](), list[Span]()
+    for column, action in ((column, action) for column, actions in enumerate(columns) for action in actions):
+        match action:
+            case Gather(unit):
+                opened[unit] = column
+            case Wait(unit) if unit in opened:
+                coming.append(Span(unit, opened.pop(unit), column))
+                whole[unit] = column
+            case Release(unit):
+                there.append(Span(unit, whole.pop(unit), column + 1))
+            case Forward(stage) | Backward(stage):
+                work += [Span(unit, column, column + 1) for unit in dict.fromkeys(layout.uses[stage])]
+            case WaitReduce(unit) if unit in reduced:
+                sums.append(Span(unit, reduced.pop(unit), column + 1))
+            case Reduce(unit):
+                reduced[unit] = column + 1
+    sums += [Span(unit, since, 2 * stages + 0.5) for unit, since in reduced.items()]
+    if not any(isinstance(action, Gather) for action in schedule.forward):
         there = [Span(unit, 0, 2 * stages + 1) for unit in range(len(layout.units))]
     return Story([*names, *names[::-1], "update"], coming, there, work, sums)
-
-
-def drop_of(plans: Sequence[StagePlan], unit: int, column: int) -> int:
-    """The end of the column after which a unit that is there is dropped."""
-    return next(at + 1 for at in range(column, len(plans)) if unit in plans[at].drop)
 
 
 def draw_story(
@@ -98,7 +100,7 @@ def draw_story(
 
     `after`: what is gathered once all gradients are summed, or ""; `later`: it may last into the next step.
     """
-    told = story(layout, names, gathers)
+    told = story(layout, names)
     picture = Picture(WIDTH, title, about)
     picture.text(MARGIN, 62, about, "dim")
     legend(picture, gathers, after)

@@ -17,8 +17,8 @@ PACKAGE = "zero_mpi"
 
 # A key ending in ".*" is a whole package. Modules under one key may use each other; everything else that
 # a module may use is listed beside its key, by the same patterns. The package's own __init__ is free.
-BASE = ("errors", "environment")
-STATE = (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer")
+BASE = ("errors", "foreign", "environment", "keys", "arguments", "durable")
+STATE = (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer", "nn.fusions")
 FILES = (
     "checkpoint.digest",
     "checkpoint.stored",
@@ -41,7 +41,16 @@ TRAINING = (*STATE, *FILES, "optim", "accumulate")
 ANYTHING = ("*",)
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "foreign": ("errors",),
+    "keys": ("errors", "foreign"),
+    "arguments": ("errors", "foreign"),
     "environment": ("errors",),
+    "interrupts": BASE,
+    "reprieve": BASE,
+    "stopping": (*BASE, "interrupts", "reprieve", "batch"),
+    "leftovers": BASE,
+    "shmroom": (*BASE, "leftovers"),
+    "durable": (),
     "spans": (),
     "device": BASE,
     "arrays": (*BASE, "device"),
@@ -49,32 +58,44 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "nn.*": (*BASE, "device", "arrays", "ops.*"),
     "models.*": (*BASE, "arrays", "ops.*", "nn.*"),
     "comm.*": (*BASE, "device", "arrays", "spans"),
-    "sharding.*": (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "nn.layer"),
+    "sharding.*": (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "nn.layer", "nn.fusions"),
     "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
+    "trial": (*BASE, "device", "arrays", "ops.*"),
     "optim": STATE,
     "accumulate": (*STATE, "optim", "nn.loss"),
     "trace.events": ("spans",),
     "timeline": (*STATE, "log", "trace.events"),
     "checkpoint.digest": (),
-    "checkpoint.stored": ("errors",),
-    "checkpoint.index": ("errors", "checkpoint.stored"),
-    "checkpoint.reader": ("errors", "checkpoint.stored", "checkpoint.index"),
-    "checkpoint.packing": ("errors", "checkpoint.stored", "checkpoint.index"),
+    "checkpoint.stored": (
+        "errors",
+        "foreign",
+    ),
+    "checkpoint.index": ("errors", "foreign", "checkpoint.stored"),
+    "checkpoint.reader": ("errors", "foreign", "keys", "checkpoint.stored", "checkpoint.index"),
+    "checkpoint.packing": ("errors", "foreign", "checkpoint.stored", "checkpoint.index"),
     "checkpoint.writer": (
         "errors",
+        "foreign",
         "checkpoint.digest",
         "checkpoint.stored",
         "checkpoint.index",
         "checkpoint.packing",
         "checkpoint.stream",
     ),
-    "checkpoint.stream": ("errors", "checkpoint.stored"),
-    "checkpoint.safetensors": ("errors", "checkpoint.stored", "checkpoint.stream"),
-    "checkpoint.hfnames": ("errors", "checkpoint.stored"),
-    "checkpoint.hfconfig": ("errors", "checkpoint.stored", "checkpoint.index", "checkpoint.hfnames"),
+    "checkpoint.stream": ("errors", "foreign", "checkpoint.stored"),
+    "checkpoint.safetensors": ("errors", "foreign", "checkpoint.stored", "checkpoint.stream"),
+    "checkpoint.hfnames": ("errors", "foreign", "checkpoint.stored"),
+    "checkpoint.hfconfig": (
+        "errors",
+        "foreign",
+        "checkpoint.stored",
+        "checkpoint.index",
+        "checkpoint.hfnames",
+    ),
     "checkpoint.hforder": ("checkpoint.stored",),
     "checkpoint.huggingface": (
         "errors",
+        "foreign",
         "checkpoint.stored",
         "checkpoint.index",
         "checkpoint.safetensors",
@@ -82,32 +103,44 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "checkpoint.hfconfig",
         "checkpoint.hforder",
     ),
-    "checkpoint.hfexport": ("errors", *FILES),
-    "checkpoint.encode": ("errors", *FILES),
-    "checkpoint.weights": ("errors", *FILES),
-    "checkpoint.manager": ("errors",),
-    "data.*": ("errors",),
+    "checkpoint.hfexport": ("errors", "foreign", "keys", *FILES),
+    "checkpoint.encode": ("errors", "foreign", *FILES),
+    "checkpoint.weights": ("errors", "foreign", *FILES),
+    "checkpoint.manager": (
+        "errors",
+        "foreign",
+    ),
+    "data.*": ("errors", "foreign", "keys"),
     "checkpoint.contributions": TRAINING,
     "checkpoint.pair": (*TRAINING, "checkpoint.contributions"),
     "checkpoint.state": (*TRAINING, "checkpoint.contributions"),
     "checkpoint.saver": (*TRAINING, "checkpoint.contributions", "checkpoint.pair", "checkpoint.state"),
     "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
     "batch": (),
+    "limits": (),
+    "lock": (*BASE, "log"),
     "rollcall": BASE,
     "parser": BASE,
     "status": BASE,
     "watchdog": (*BASE, "comm.*", "rollcall"),
+    "lookout": (*BASE, "comm.*", "rollcall", "watchdog"),
+    "script": (*BASE, "comm.*", "rollcall", "watchdog", "lookout", "launch"),
     "log": BASE,
     "events": (*BASE, "log"),
     "progress": (*BASE, "log"),
     "tensorboard": BASE,
     "records": (*BASE, "log", "progress", "tensorboard"),
-    "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "checkpoint.weights"),
+    "sampling": (*BASE, "arrays"),
+    "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "sampling", "checkpoint.weights"),
 }
 COMMANDS = ("train", "generate", "export", "hostfile", "inspect", "inspection", "compare", "cli", "__main__")
 COMMANDS += ("completion", "dryrun")
 COMMANDS += ("plan.*", "doctor.*", "trace.*", "report.*")
 RUN = ("config", "launch", "resume", "session", "source", "uniform", "peak", "summary", "outcome", "finale")
+RUN += ("samebits", "description")
+RUN += ("defaults", "combinations", "remarks")
+RUN += ("ample",)
+RUN += ("hold", "replay", "divergence")
 LAYERS |= dict.fromkeys(RUN, ANYTHING)
 LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
 

@@ -5,6 +5,13 @@ Importing it starts neither MPI nor CUDA; the names below are loaded when they a
 
 from __future__ import annotations
 
+from zero_mpi import interrupts, stopping
+
+if interrupts.program == "train":  # first of all: what is imported below takes a while
+    stopping.signals.listen()
+elif interrupts.program:
+    interrupts.begin()
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +24,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zero_mpi.accumulate import GradAccum
     from zero_mpi.comm import Comm, Partition, SerialComm
-    from zero_mpi.comm.connect import connect
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.errors import UsageError
     from zero_mpi.nn import cross_entropy
     from zero_mpi.optim import ShardedAdamW, clip_grad_norm
+    from zero_mpi.script import connect
     from zero_mpi.sharding import (
         DDP,
         FULL_SHARD,
@@ -41,7 +48,7 @@ PUBLIC = {
     "Partition": "comm",
     "SerialComm": "comm",
     "MPIComm": "comm.mpi",
-    "connect": "comm.connect",
+    "connect": "script",
     "UsageError": "errors",
     "cross_entropy": "nn",
     "ShardedAdamW": "optim",

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, spans
+from zero_mpi.arguments import came, instance, whole
 from zero_mpi.arrays import Array, Scalar
+from zero_mpi.comm.agree import agreed
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
 
@@ -24,9 +26,8 @@ class Rounds:
     """How M micro-batches fall to the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"expected at least one micro-batch a step, got {micro_batches}")
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.micro_batches = whole("micro-batches a step, over all ranks", micro_batches, least=1)
+        self.rank, self.ranks = rank, ranks
 
     def __len__(self) -> int:
         return -(-self.micro_batches // self.ranks)
@@ -45,15 +46,25 @@ class GradAccum:
     """Accumulates one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
 
     Call `accumulate` once a round on every rank until `complete`; then `losses` holds one entry a
-    micro-batch, and the optimizer may step. The next `accumulate` begins a new step. Raises ValueError for
-    fewer than one micro-batch a step.
+    micro-batch, and the optimizer may step. The next `accumulate` begins a new step. Making one is
+    collective; raises ValueError for fewer than one micro-batch a step, UsageError where ranks differ in it.
     """
 
     def __init__(self, module: ShardedModule, steps: int) -> None:
+        instance("GradAccum: module", module, ShardedModule, "a ShardedModule")
         self.module = module
-        self.rounds = Rounds(steps, module.comm.rank, module.comm.size)
-        self.losses = no_losses(steps)
+        self.rounds = agreed(module.comm, "this GradAccum", lambda: self._look(module, steps))
+        self.losses = no_losses(self.rounds.micro_batches)
         self.round = 0
+        self._since = module.forgotten  # as the step began
+
+    def _look(self, module: ShardedModule, steps: int) -> tuple[Rounds, dict[str, object]]:
+        """What was given, and what ranks must share."""
+        try:
+            rounds = Rounds(steps, module.comm.rank, module.comm.size)
+        except ValueError as error:
+            raise ValueError(f"GradAccum: {error}") from None
+        return rounds, {"the number of micro-batches": rounds.micro_batches}
 
     @property
     def complete(self) -> bool:
@@ -63,7 +74,12 @@ class GradAccum:
     @property
     def next_micro_batch(self) -> int | None:
         """Number of the micro-batch that this rank computes next; None: it has none in the coming round."""
-        return self.rounds.mine(0 if self.complete else self.round)
+        return self.rounds.mine(0 if self._begins else self.round)
+
+    @property
+    def _begins(self) -> bool:
+        """Whether the next round is the first of a step: the one before is complete, or was forgotten."""
+        return self.complete or self._since != self.module.forgotten
 
     def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
         """One round: forward, loss and backward of this rank's micro-batch. Returns its loss.
@@ -72,18 +88,11 @@ class GradAccum:
         maps the output to (loss, gradient), both scaled by 1 over the tokens of the whole step. Collective;
         raises ValueError if a rank without a micro-batch gives one, or the reverse.
         """
-        if self.complete:
-            self.round = 0
+        mine = self.next_micro_batch
+        self._check(x, criterion, mine)
+        if self._begins:
+            self.round, self._since = 0, self.module.forgotten
             self.losses = no_losses(self.rounds.micro_batches)
-        mine = self.rounds.mine(self.round)
-        if (x is None) != (mine is None):
-            raise ValueError(
-                f"round {self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
-                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
-                f"{'None' if mine is None else 'its input'}"
-            )
-        if x is not None and criterion is None:
-            raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):
@@ -94,6 +103,26 @@ class GradAccum:
             self.losses[mine] = loss
         self.round += 1
         return loss
+
+    def _check(self, x: Any, criterion: Any, mine: int | None) -> None:
+        """Raise ValueError unless this round can be."""
+        if self.complete and self._since == self.module.forgotten:
+            raise ValueError(
+                f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
+                "(or ShardedModule.zero_gradients, to forget them) before the next step's first"
+            )
+        if (x is None) != (mine is None):
+            raise ValueError(
+                f"round {0 if self._begins else self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
+                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
+                f"{'None' if mine is None else 'its input'}"
+            )
+        if x is not None and criterion is None:
+            raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
+        if criterion is not None and not callable(criterion):
+            raise ValueError(
+                f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
+            )
 
     def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
         """In one go where the criterion tells the targets. The collectives are the same either way, so a rank

@@ -91,6 +91,11 @@ class BufferPool:
         return len(self._lent)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each buffer, lent or free, longest first."""
+        return tuple(sorted((int(b.size) for b in [*self._free, *self._lent.values()]), reverse=True))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers, lent or free."""
         return sum(int(buffer.nbytes) for buffer in [*self._free, *self._lent.values()])
@@ -170,6 +175,13 @@ class Recycler:
         block.lease = lease = _Lease(owner, _came_back)
         lease.block = block
         return array
+
+    def trim(self) -> None:
+        """Let go of all memory that is not lent, as after work of other sizes than what will come."""
+        free = {id(block) for home in self._free.values() for block in home}
+        self._blocks = [block for block in self._blocks if id(block) not in free]
+        for home in self._free.values():
+            home.clear()
 
     def stats(self) -> RecycledStats:
         """What the pool holds now."""

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from zero_mpi import environment
+from zero_mpi.foreign import show
 from zero_mpi.parser import nearest, version_lines
 
 COMMANDS = {
@@ -42,7 +43,7 @@ def main() -> None:
         print("\nexamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES.splitlines()))
     else:
         meant = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        sys.stderr.write(f"zero-mpi: error: {name!r} is not a command{meant}\n")
+        sys.stderr.write(f"zero-mpi: error: {show(name)} is not a command{meant}\n")
         sys.exit(2)
 
 

@@ -53,7 +53,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if world.size > 1:
         raise UsageError("completion runs in one process: leave mpirun out")
     shtab = import_shtab()
-    write([shtab.complete(whole_parser(shtab), options.shell).rstrip("\n")])
+    write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
     return 0
 
 

@@ -10,15 +10,17 @@ import argparse
 import dataclasses
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi import combinations
+from zero_mpi.defaults import defaults, told
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import LONGEST, FileError, parse_toml, read_file, show, shown
 from zero_mpi.models import ARCHITECTURES
-from zero_mpi.parser import KINDS, nearest, with_choices
+from zero_mpi.parser import KINDS, nearest, refuse_empty, with_choices
 from zero_mpi.parser import Parser as Parser
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.timeline import step_range
@@ -46,10 +48,10 @@ class Config:
     sample: int = flag(400, int, "run", "tokens of text to show at the end; 0: none")
     prompt: str = flag("def ", str, "run", "what that text continues")
 
-    arch: str = flag("llama", str, "model", "architecture", choices=tuple(ARCHITECTURES))
-    layers: int = flag(4, int, "model", "blocks")
-    dim: int = flag(192, int, "model", "width")
-    heads: int = flag(6, int, "model", "query heads")
+    arch: str | None = flag(None, str, "model", "architecture", choices=tuple(ARCHITECTURES))
+    layers: int | None = flag(None, int, "model", "blocks")
+    dim: int | None = flag(None, int, "model", "width")
+    heads: int | None = flag(None, int, "model", "query heads")
     kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)")
     ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)")
     context: int = flag(128, int, "model", "tokens per training window", fixed=True)
@@ -72,7 +74,7 @@ class Config:
     batch_size: int = flag(16, int, "batch", "sequences per step over all ranks", fixed=True)
     micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
 
-    lr: float = flag(4e-3, float, "optimizer", "learning rate after the warm-up")
+    lr: float = flag(None, float, "optimizer", "learning rate after the warm-up")
     min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
     warmup: int = flag(40, int, "optimizer", "steps of linear warm-up")
     schedule: str = flag("cosine", str, "optimizer", "decay", choices=("cosine", "linear", "constant"))
@@ -133,7 +135,9 @@ class Config:
     )
     threads: str | None = flag(None, str, "machine", "of BLAS per rank, auto: its cores (default: 1)")
 
-    save_every: int = flag(0, int, "records", "steps between checkpoints; 0: at the end")
+    save_every: int | None = flag(
+        None, int, "records", "steps between checkpoints; 0: at the end only (default: every ten minutes)"
+    )
     keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
     async_save: bool = flag(False, bool, "records", "go on training while a checkpoint is written")
     checkpoint_io: str = flag(
@@ -167,6 +171,11 @@ class Config:
         "save and stop (status 75) within 3h50m, say",
     )
 
+    def __post_init__(self) -> None:
+        for name, value in defaults(self.init).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must keep, beside the model's sizes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
@@ -177,6 +186,7 @@ class Config:
         return {name: getattr(self, name) for name in ("steps", *names)}
 
 
+MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
@@ -235,6 +245,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     text, kind = with_choices(about["text"], about["choices"]), about["kind"]
     if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
         text += f" (default: {field.default})"
+    text += told(field.name)
     common = {"help": text.replace("%", "%%")}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
@@ -259,11 +270,11 @@ def parse(arguments: Sequence[str]) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """Settings of a TOML file, by flag names with - or _; raises UsageError naming file and key."""
     try:
-        raw = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: not a TOML file: {error}") from error
+        raw = parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
+    except FileError as error:
+        raise UsageError(f"--config {error}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {shown(path)}: not a TOML file: {error}") from None
     return {setting_of(name): checked_type(path, name, value) for name, value in raw.items()}
 
 
@@ -278,17 +289,22 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     field = FIELDS.get(setting_of(key))
     if field is None:
         meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
-        raise UsageError(f"--config {path}: {key!r} is not a setting{meant}")
+        raise UsageError(f"--config {shown(path)}: {show(key)} is not a setting{meant}")
     kind = field.metadata["kind"]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
-    if field.name in ("threads", "max_time") and type(value) is int:
+    if field.name in ("threads", "max_time") and type(value) is int and abs(value) < LARGEST:
         return str(value)  # a number is one of the ways to write these
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
-        raise UsageError(f"--config {path}: {key} = {value!r}, expected a list of texts")
+        raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of texts")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UsageError(f"--config {path}: {key} = {value!r}, expected {kind.__name__}")
+        raise UsageError(f"--config {shown(path)}: {key} = {quoted(value)}, expected {kind.__name__}")
     return value
+
+
+def quoted(value: Any) -> str:
+    """A value of a TOML file for people, a text in quotes."""
+    return show(value, LONGEST) if isinstance(value, str) else shown(value)
 
 
 def write_toml(config: Config) -> str:
@@ -305,6 +321,7 @@ LEAST = {
     "eval_windows": 1, "log_every": 1, "warmup": 0, "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0,
     "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0, "seed": 0, "timeout": 0, "val_fraction": 0,
 }  # fmt: skip
+LARGEST = 1 << 62  # whole number: what 64 bits hold, and what is added to it
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
 
 
@@ -312,23 +329,28 @@ def check(config: Config) -> None:
     """Raise UsageError for the first value that is out of range, naming the flag."""
     for name, least in LEAST.items():
         value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
-            raise UsageError(f"{spelled(name)} {value}: expected at least {least}")
+        most = math.inf if isinstance(value, float) else LARGEST
+        if value is not None and not least <= value < most:
+            less = "" if value < most else f" and less than {most}"
+            raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
     for name, bound in BELOW.items():
         if not getattr(config, name) < bound:
             raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
     for name, field in FIELDS.items():
         choices = field.metadata["choices"]
         value = getattr(config, name)
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             meant = nearest(str(value), choices)
-            raise UsageError(f"{spelled(name)} {value}: expected one of {', '.join(choices)}{meant}")
+            raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
     if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
     step_range(config.trace_steps, config.steps)
+    combinations.refuse(config)
+    for name in FIELDS.keys() - {"prompt"}:
+        refuse_empty(spelled(name), getattr(config, name))
 
 
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
@@ -339,8 +361,8 @@ def thread_count(text: str | None) -> int | None:
     """`--threads` as a number, 0 for auto, None for not given; raises UsageError."""
     if text is None or text == "auto":
         return None if text is None else 0
-    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
-        raise UsageError(f"--threads {text}: expected a number of at least 1, or auto")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise UsageError(f"--threads {shown(text)}: expected a number of at least 1, or auto")
     return int(text)
 
 
@@ -351,5 +373,5 @@ def seconds(text: str | None) -> float | None:
     units = {"h": 3600, "m": 60, "s": 1}
     whole = text if text[-1:] in units else f"{text}s"
     if not re.fullmatch(f"({DURATION})+", whole):
-        raise UsageError(f"--max-time {text}: expected a duration such as 3h50m, 90s or 3600")
+        raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
     return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))

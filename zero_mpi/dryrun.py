@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero_mpi import device, environment
+from zero_mpi import ample, device, environment
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.config import Config
-from zero_mpi.data import Corpus, StepLoader, Windows
+from zero_mpi.data import Corpus, StepLoader, Windows, named
+from zero_mpi.defaults import settled
+from zero_mpi.description import describe
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import exists, is_folder, shown
 from zero_mpi.inspect import write
 from zero_mpi.launch import World
 from zero_mpi.models import ModelConfig
@@ -27,8 +30,16 @@ from zero_mpi.plan.machine import assumed
 from zero_mpi.plan.options import check_layout, make_case
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
+from zero_mpi.plan.resident import ask_lines, resident, text_of
 from zero_mpi.resume import Start, check_resume, find_start
-from zero_mpi.session import choose_device, describe, open_model, read_corpus, set_threads
+from zero_mpi.session import (
+    choose_device,
+    open_model,
+    read_corpus,
+    set_threads,
+    try_operations,
+)
+from zero_mpi.source import passed_over
 from zero_mpi.uniform import check_settings
 
 TRANSPORTS = {
@@ -62,24 +73,27 @@ def show(world: World, config: Config) -> int:
     found = look_ahead(world, config)
     if found is not None:
         write(lines(found, alone=world.size == 1 and not environment.under_launcher()))
+    ample.check(world, config, world.share(found and found.case.model))
     return 0
 
 
 def look_ahead(world: World, config: Config) -> Outlook | None:
     """The outlook, on rank 0. Collective."""
-    threads, notes = set_threads(config), list[str]()
+    threads, notes = world.together(lambda: set_threads(config)), list[str]()
     start = find_start(world, config, Path(config.out), notes, tidy=False)
-    init, tokenizer, model = open_model(world, config)
+    init, tokenizer, model = open_model(world, config, notes)
+    config = world.together(lambda: settled(config, model))
     case, why = find_case(world, config, model)
+    machine = {} if start is None else try_operations(world, config, threads, notes)
 
     def on_root() -> Outlook:
         corpus = read_corpus(config, model, tokenizer)
         windows = Windows(corpus.train, config.context)
         StepLoader(windows, batch_size=config.batch_size, micro_batch=config.micro_batch, seed=config.seed)
         if start is not None:
-            check_resume(start, describe(config, model, corpus, tokenizer, init, threads), notes)
+            check_resume(start, describe(config, model, corpus, tokenizer, init, machine), notes)
         step = 0 if start is None else read_progress(start.state).step
-        told = (*notes, *corpus.notes)
+        told = (*notes, *corpus.notes, *passed_over(init))
         return Outlook(config, case, why, corpus, len(windows), start, step, told)
 
     found: Outlook | None = world.on_root(on_root)
@@ -89,13 +103,15 @@ def look_ahead(world: World, config: Config) -> Outlook | None:
 def check_out(out: Path) -> None:
     """Raise UsageError if the run directory could not be written to."""
     place = existing(out)
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {out}: cannot write there: {place} is no folder that can be written to")
+    if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--out {shown(out)}: cannot write there: {shown(place)} is no folder that can be written to"
+        )
 
 
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that is there."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    return next(place for place in (path, *path.absolute().parents) if exists(place))
 
 
 def find_case(world: World, config: Config, model: ModelConfig) -> tuple[Case, str]:
@@ -160,6 +176,9 @@ def lines(found: Outlook, alone: bool) -> Iterator[str]:
     yield ""
     yield from traffic_lines([plan])
     yield ""
+    yield "memory of a node's host"
+    yield from ask_lines([resident(case, plan.memory, text_of(found.corpus), config.sample > 0)])
+    yield ""
     yield "time of a step: python -m zero_mpi.plan, with these flags and --doctor FILE of zero_mpi.doctor"
 
 
@@ -181,7 +200,7 @@ def data_lines(found: Outlook) -> Iterator[str]:
     corpus, config, case = found.corpus, found.config, found.case
     yield (
         f"data       {corpus.train.size:,} tokens to train on in {corpus.documents - corpus.val_documents:,} "
-        f"documents, {corpus.val.size:,} held out"
+        f"documents, {corpus.val.size:,} held out, of {named(config.data)}"
     )
     epochs = config.steps * config.batch_size / found.windows
     share = f"{epochs:.1f} times through the data" if epochs >= 1 else f"{epochs:.3%} of the data"
@@ -203,6 +222,7 @@ def out_lines(found: Outlook) -> Iterator[str]:
     )
     each = MODEL_BYTES * elements(found.case.model) + STATE_BYTES * trained
     when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
+    when = "every ten minutes and at the end" if config.save_every is None else when
     kept = f"the newest {config.keep} stay" if config.keep else "all stay"
     free = shutil.disk_usage(existing(Path(config.out))).free
     yield (

@@ -20,6 +20,7 @@ LOCAL_RANKS = (  # ranks on this node, as launchers tell it
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "SLURM_NTASKS_PER_NODE",
 )
+LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 LAUNCHER = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
@@ -46,6 +47,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables, as NAME=N, that ask for more threads than this process has cores."""
+    asked = {name: environ.get(name, "") for name in THREADS}
+    return [f"{name}={n}" for name, n in asked.items() if n.isdigit() and int(n) > cores()]
+
+
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Cores that all ranks of this node may run on together.
 
@@ -70,6 +77,11 @@ def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Ranks on this node as the launcher says, or 1."""
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's number among the ranks of its node as the launcher says, or 0."""
+    return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), 0)
 
 
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:

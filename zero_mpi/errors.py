@@ -17,6 +17,20 @@ class JobError(RuntimeError):
     """A failure that all ranks know of and raise together: one line from rank 0, exit status 1."""
 
 
+def explain(error: OSError) -> str:
+    """The file that cannot be written, and the cause."""
+    return f"cannot write {error.filename}: {error.strerror or error}"
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Let an OSError of the body, which writes a file, be a JobError of one line with file and cause."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(explain(error)) from error
+
+
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Give an OSError of the body the file's name: the system's calls on open files leave it out."""

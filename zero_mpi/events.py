@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from zero_mpi import log
+from zero_mpi.foreign import shown
 
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"
@@ -69,7 +71,7 @@ class Events:
         except OSError as error:
             if not self._broken:
                 self._broken = True
-                log.warning("%s cannot be written: %s", self._path, error.strerror or error)
+                log.warning("%s cannot be written: %s", shown(self._path), error.strerror or error)
 
 
 class Listener(logging.Handler):
@@ -85,9 +87,14 @@ class Listener(logging.Handler):
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line in one write; what a crash cut off before stays a line of its own. Raises OSError."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    """Add a line in one write; what a crash cut off before stays a line of its own. Raises OSError.
+
+    Only a regular file is written to: a pipe that nobody reads would take some lines, then wait for ever.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError("it is a device or pipe")
         size = os.fstat(handle).st_size
         cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         os.write(handle, ("\n" * cut_off + text + "\n").encode())
@@ -97,7 +104,7 @@ def append_line(path: Path, text: str) -> None:
 
 def last_heard(before: Mapping[str, Any]) -> str:
     """What is known of a job that ended without a word, from its status.json."""
-    ranks, host, updated = (before.get(key, "unknown") for key in ("ranks", "host", "updated"))
+    ranks, host, updated = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
     return f"{ranks} rank(s), rank 0 on {host}, last heard of at {updated}: killed, or a host was lost"
 
 

@@ -25,12 +25,14 @@ from zero_mpi.checkpoint.hfexport import Outgoing, config_json, outgoing
 from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.manager import replace_folder, sync_folder
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
-from zero_mpi.checkpoint.stored import show
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.config import Parser
 from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.durable import write_to_disk
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.foreign import is_file, is_folder, read_file, refusing, show, shown
+from zero_mpi.keys import GGUFKeys
 from zero_mpi.launch import World, run
 from zero_mpi.models import config_from_gguf
 
@@ -49,6 +51,7 @@ COPIED = (  # from one Hugging Face folder to the next
 )
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
+SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -65,7 +68,7 @@ def make_parser() -> Parser:
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
     parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
     parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
-    parser.add_argument("--shard-size", default="5GB", help="most bytes in a safetensors file")
+    parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
     parser.add_argument("--force", action="store_true", help="replace the target if it is there")
     return parser
 
@@ -77,7 +80,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError("export runs in one process: leave mpirun out")
     target, shard = Path(options.target), size_of(options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
-    check_target(target, as_gguf, options.type, options.force)
+    if as_gguf and options.shard_size != SHARD_SIZE:
+        raise UsageError(f"--shard-size {options.shard_size}: a GGUF is one file; leave it out")
+    with refusing("", target):
+        check_target(target, as_gguf, options.type, options.force)
     source = open_source(options.source, as_gguf)
     try:
         with arriving(target) as partial:
@@ -106,14 +112,15 @@ def size_of(text: str) -> int:
 
 def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
     """Raise UsageError unless the target may be written: --force replaces a model, and nothing else."""
-    if not target.absolute().parent.is_dir():
-        raise UsageError(
-            f"{target}: expected a folder to put it in, found none: make {target.absolute().parent}"
-        )
+    above = target.absolute().parent
+    if not is_folder(above):
+        raise UsageError(f"{target}: expected a folder to put it in, found none: make {above}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
     if not as_gguf and (kind not in DTYPES or target.suffix in (".safetensors", ".gguf")):
         what = f"--type {kind}" if kind not in DTYPES else str(target)
         raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: take another name or type")
-    if target.is_dir() and not target.is_symlink():
+    if is_folder(target) and not target.is_symlink():
         names = [name for name in sorted(os.listdir(target)) if name not in (CONFIG, *COPIED)]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
@@ -123,16 +130,16 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
             return
     if os.path.lexists(target) and not force:
         raise UsageError(f"{target}: is there already: take another name, or --force to replace it")
-    if os.path.lexists(target) and not target.is_dir() and not (as_gguf and target.is_file()):
+    if os.path.lexists(target) and not is_folder(target) and not (as_gguf and is_file(target)):
         raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
 
 
 def open_source(path: str, as_gguf: bool) -> WeightSource:
     """The source; raises UsageError unless it is a model, and one that the target's format can say."""
     source = open_weights(path)
-    architecture = source.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture == "zero_mpi":
-        found = "the state of a training: give its model.gguf" if isinstance(architecture, str) else "none"
+    architecture = GGUFKeys(source.metadata, str(source.path)).architecture
+    if architecture is None or architecture == "zero_mpi":
+        found = "none" if architecture is None else "the state of a training: give its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
@@ -225,24 +232,16 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
     """The tokenizer's files, from a folder or from keys; none where there is no tokenizer to write."""
     if isinstance(source, HuggingFaceFolder):
         for name in COPIED:
-            if (source.path / name).is_file():
-                write_durable(folder / name, (source.path / name).read_bytes())
-    elif str(source.metadata.get("tokenizer.ggml.model")) == "gpt2":
-        write_json(folder / TOKENIZER, tokenizer_json(source.metadata))
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(source.metadata))
+            if os.path.isfile(source.path / name):
+                write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
+    elif (keys := GGUFKeys(source.metadata, str(source.path))).tokenizer == "gpt2":
+        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON text."""
-    write_durable(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def write_durable(path: Path, content: bytes) -> None:
-    """Write a small file and bring it to disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 # ------------------------------------------------------------------------------------------ the target

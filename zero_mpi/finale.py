@@ -1,4 +1,7 @@
-"""The end of a run on rank 0: its held-out loss beside what letter frequencies alone would give; a sample."""
+"""The end of a run on rank 0: its held-out loss beside what letter frequencies alone would give; a sample.
+
+A run that has nothing left to do when it starts says so, and leaves everything as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,26 @@ import numpy as np
 from zero_mpi import events, log
 from zero_mpi.checkpoint import manager
 from zero_mpi.data import unigram_entropy
+from zero_mpi.divergence import check_recorded
 from zero_mpi.events import Events
 from zero_mpi.session import Session
 from zero_mpi.textmodel import TextModel
+
+
+def is_over(session: Session) -> bool:
+    """Whether the run that a job goes on with has made all its steps before; the same on all ranks."""
+    return session.resumed is not None and session.progress.step >= session.config.steps
+
+
+def say_over(session: Session) -> None:
+    """Say that there is nothing left to do; raises JobError if the run did not end well."""
+    step, steps = session.progress.step, session.config.steps
+    check_recorded(session.out, step)
+    log.info(
+        "nothing to do: %s is at step %d, and --steps is %d; for more give a larger --steps, "
+        "for another run another --out",
+        session.resumed, step, steps,
+    )  # fmt: skip
 
 
 def compare_with_letters(session: Session, val_loss: float | None) -> None:
@@ -37,5 +57,5 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     prompt = tokenizer.encode_prompt(config.prompt)
     ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
     text = tokenizer.decode(ids).decode("utf-8", "replace")
-    log.info("sample of %s:\n%s", path, text)
+    log.info_text(f"sample of {path}:", text)
     noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)

@@ -1,10 +1,16 @@
-"""`python -m zero_mpi.generate MODEL.gguf --prompt "def "`: text from a model file, in one process."""
+"""`python -m zero_mpi.generate MODEL.gguf --prompt "def "`: text from a model file, in one process.
+
+What a model says goes to a file or pipe as its very bytes. On a terminal control letters are escaped: a
+model, or whoever wrote its text, could otherwise move the cursor, rename the window or worse.
+"""
 
 from __future__ import annotations
 
+import argparse
+import codecs
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from threadpoolctl import threadpool_limits
@@ -13,6 +19,7 @@ from zero_mpi import environment
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.config import Parser
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import readable
 from zero_mpi.launch import World, run
 from zero_mpi.source import tokenizer_of
 from zero_mpi.textmodel import TextModel
@@ -30,6 +37,10 @@ def make_parser() -> Parser:
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of those, from the best that make up X")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="of those, from all with X of the best one's"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     return parser
 
@@ -39,9 +50,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if world.size > 1:
         raise UsageError("generation runs in one process: leave mpirun out")
-    for name in ("tokens", "temperature", "top_k", "seed"):
-        if not getattr(options, name) >= 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 0")
+    check(options)
     if not environment.threads_were_set:
         threadpool_limits(environment.cores())
     path = options.model
@@ -49,8 +58,15 @@ def command(world: World, arguments: Sequence[str]) -> int:
     tokenizer = tokenizer_of(model.file, model.config)
     prompt = tokenizer.encode_prompt(options.prompt).tolist()
     ids = model.generate(
-        prompt, options.tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
+        prompt,
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
     )
+    write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
     try:
         write(options.prompt.encode("utf-8", "surrogateescape"))
         for token in takewhile(lambda token: token not in tokenizer.ends, ids):
@@ -61,10 +77,30 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def write(data: bytes) -> None:
-    """Show bytes at once."""
+def check(options: argparse.Namespace) -> None:
+    """Raise UsageError for the first number that is out of range."""
+    for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if not value >= 0:
+            raise UsageError(f"{flag} {value}: expected at least 0")
+        if name in ("top_p", "min_p") and value > 1:
+            raise UsageError(f"{flag} {value}: expected at most 1")
+
+
+def write_bytes(data: bytes) -> None:
+    """Hand bytes on at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
+
+
+def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
+    """A `write` for a terminal: letters as soon as they are whole, those that would control it escaped."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(data: bytes) -> None:
+        write(readable(decoder.decode(data)).encode("utf-8", "backslashreplace"))
+
+    return show
 
 
 def main() -> None:

@@ -12,16 +12,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from zero_mpi.config import Parser
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import FileError, show, shown
+from zero_mpi.foreign import read_file as read_whole
 from zero_mpi.inspect import write
 from zero_mpi.launch import World, run, say
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
 NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
 SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
+MOST_BYTES = 16 << 20  # of a hostfile
 SLOTS, MOST = "slots", "max-slots"
 FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
@@ -53,14 +55,14 @@ def read_host(text: str, place: str) -> Host:
     entry, *rest = text.split(None, 1)
     name, colon, count = entry.partition(":")
     if not NAME.fullmatch(name) or (colon and not NUMBER.fullmatch(count)):
-        raise UsageError(f"{place}: {FORMS}, got {text!r}")
+        raise UsageError(f"{place}: {FORMS}, got {show(text)}")
     given = settings(rest[0], text, place) if rest else {}
     if colon and given:
-        raise UsageError(f"{place}: expected one of HOST:2 (MPICH) and slots=2 (Open MPI), got {text!r}")
+        raise UsageError(f"{place}: expected one of HOST:2 (MPICH) and slots=2 (Open MPI), got {show(text)}")
     most = given.get(MOST)
     slots = int(count) if colon else given.get(SLOTS, 1)
     if most is not None and most < slots:
-        raise UsageError(f"{place}: expected at least as many {MOST} as {SLOTS}, got {text!r}")
+        raise UsageError(f"{place}: expected at least as many {MOST} as {SLOTS}, got {show(text)}")
     return Host(name, slots, most)
 
 
@@ -69,7 +71,7 @@ def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
     found = {key.lower().replace("_", "-"): value for key, value in SETTING.findall(rest)}
     sound = all(key in (SLOTS, MOST) and NUMBER.fullmatch(value) for key, value in found.items())
     if SETTING.sub("", rest).strip() or not sound or len(found) < len(SETTING.findall(rest)):
-        raise UsageError(f"{place}: {FORMS}, got {text!r}")
+        raise UsageError(f"{place}: {FORMS}, got {show(text)}")
     return {key: int(value) for key, value in found.items()}
 
 
@@ -95,14 +97,12 @@ LINES: Mapping[str, Callable[[Host], str]] = {"mpich": for_mpich, "openmpi": for
 
 def read_file(path: str) -> list[Host]:
     """The hosts of a file, or of standard input for "-". Raises UsageError."""
-    where = "standard input" if path == "-" else path
+    where = "standard input" if path == "-" else shown(path)
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_whole(path, MOST_BYTES)
         return read_hosts(data.decode().splitlines(), where)
-    except OSError as error:
-        raise UsageError(
-            f"{where}: cannot be read: {error.strerror or error}; {FORMS} on each line"
-        ) from None
+    except FileError as error:
+        raise UsageError(f"{error}; {FORMS} on each line") from None
     except UnicodeDecodeError:
         raise UsageError(f"{where}: is not text; {FORMS} on each line") from None
 

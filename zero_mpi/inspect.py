@@ -18,11 +18,13 @@ from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.compare import compare
 from zero_mpi.config import Parser
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.inspection import Report, examine
 from zero_mpi.launch import World, run
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 FEW = 8  # entries of a list that is not asked for
+MANY = 200  # keys that are shown though they were not asked for
 DIGEST = 16  # letters of a digest that are shown among other things
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -59,16 +61,22 @@ def command(world: World, arguments: Sequence[str]) -> int:
             lines, sound = comparison_lines(found, options.tensors), found["same"]
         else:
             found = examine(path, keys=options.keys, tensors=options.tensors)
-            lines, sound = report_lines(found), found["sound"]
+            lines, sound = report_lines(found, options.keys), found["sound"]
     except OSError as error:  # a folder that may not be looked into
         raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
-    write([json.dumps(found, indent=2, allow_nan=False)] if options.json else lines)
+    if options.json:
+        write(json.dumps(found, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
+    else:
+        write(lines)
     return 0 if sound else 1
 
 
-def write(lines: Iterable[str]) -> None:
-    """Print lines; a reader that has enough, as in `... | head`, is no error."""
-    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+def write(lines: Iterable[str], *, keep: str = "") -> None:
+    """Print lines, each as one whatever is in it; a reader that has enough, as in `... | head`, is no error.
+
+    `keep`: letters that stay though they do not print, such as ESC where colours are ours.
+    """
+    data = "".join(f"{printable(line, keep)}\n" for line in lines).encode("utf-8", "backslashreplace")
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -79,18 +87,15 @@ def write(lines: Iterable[str]) -> None:
 # ---------------------------------------------------------------------------------------------- a report
 
 
-def report_lines(found: Report) -> Iterator[str]:
+def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     """The text of one path."""
-    yield from section("path", [plain(found["path"])])
+    yield from section("path", [printable(found["path"])])
     yield from section("files", map(file_line, found["files"]))
     if "model" in found:
         yield from section("model", model_lines(found["model"]))
         yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
     yield from section("types", map(type_line, found["types"]))
-    keys = [(f"{role}: " * (len(found["keys"]) > 1), keys) for role, keys in found["keys"].items()]
-    yield from section(
-        "keys", [f"{role}{plain(key)} = {shown(keys[key])}" for role, keys in keys for key in keys]
-    )
+    yield from section("keys", key_lines(found["keys"], all_keys))
     if found["training"] is not None:
         yield from section("training", training_lines(found["training"]))
     for rows in found.get("tensors", {}).values():
@@ -105,13 +110,27 @@ def section(title: str, lines: Iterable[str]) -> Iterator[str]:
         title = ""
 
 
+def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterator[str]:
+    """A line a key; of very many only the first, unless all are wanted."""
+    pairs = [(role, key) for role, own in keys.items() for key in own]
+    for role, key in pairs if everything else pairs[:MANY]:
+        yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
+    if not everything and len(pairs) > MANY:
+        yield f"and {len(pairs) - MANY:,} more: --keys shows all"
+
+
+def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
+    """A key and its value."""
+    return f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
+
+
 def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
     """Names and values in as many lines as they need, long texts cut."""
     cut = {
         name: f"{value[:DIGEST]}..." if isinstance(value, str) and len(value) > 2 * DIGEST else value
         for name, value in values.items()
     }
-    text = ", ".join(f"{plain(name)} {shown(value)}" for name, value in cut.items())
+    text = ", ".join(f"{shown(name)} {told(value)}" for name, value in cut.items())
     return textwrap.wrap(f"{title}: {text}", WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -119,14 +138,14 @@ def file_line(file: Mapping[str, Any]) -> str:
     """Name, format and size of a file."""
     parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
     counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
-    return f"{plain(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'])}, {counts}"
+    return f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'])}, {counts}"
 
 
 def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
     """Architecture and sizes."""
-    yield from wrapped(plain(str(model["architecture"])), model["sizes"])
+    yield from wrapped(shown(str(model["architecture"])), model["sizes"])
     if model["cannot_run"] is not None:
-        yield f"zero_mpi cannot run it: {plain(model['cannot_run'])}"
+        yield f"zero_mpi cannot run it: {one_line(model['cannot_run'])}"
 
 
 def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
@@ -134,9 +153,9 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     if tokenizer is None:
         return "none in this file"
     named = {"tokens": "tokens", "merges": "merges", "bos_token_id": "bos", "eos_token_id": "eos"}
-    kind = "bytes" if tokenizer["bytes"] else shown(tokenizer["model"])
-    pre = f" (pre {shown(tokenizer['pre'])})" if "pre" in tokenizer else ""
-    rest = [f"{name} {shown(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
+    kind = "bytes" if tokenizer["bytes"] else told(tokenizer["model"])
+    pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
+    rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
     return ", ".join([kind + pre, *rest])
 
 
@@ -147,8 +166,8 @@ def type_line(kind: Mapping[str, Any]) -> str:
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
     """Where the run stood, and under which settings."""
-    yield ", ".join(f"{name} {shown(training[name])}" for name in COUNTS.values() if name in training)
-    yield f"id {shown(training['id'])}, state {shown(training['recorded_state_digest'])}"
+    yield ", ".join(f"{name} {told(training[name])}" for name in COUNTS.values() if name in training)
+    yield f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}"
     for title in ("settings", "plan", "machine"):
         values = training.get(title, {})
         yield from wrapped(title, {name: values[name] for name in values if not name.startswith("model.")})
@@ -158,7 +177,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Every tensor: name, shape, type, bytes, beginning of its digest, values that are not finite."""
     columns = [
         (
-            plain(row["name"]),
+            shown(row["name"]),
             "x".join(map(str, row["shape"])),
             row["type"],
             f"{row['bytes']:,}",
@@ -179,14 +198,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def verdict_lines(found: Report) -> Iterator[str]:
     """Checksums, values, and what is wrong."""
     count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
-    yield from map(plain, found["problems"])
+    yield from map(one_line, found["problems"])
     if not count:
         yield "checksums: none in the file, which is not one of zero_mpi's"
     elif not found["problems"]:
         yield f"checksums: all {count:,} tensors are those that were written"
     yield f"{'state' if len(found['files']) > 1 else 'tensors'} worked out: {found['state_digest']}"
     yield from some(
-        [f"tensor {plain(name)}: {number:,} values are not finite" for name, number in odd.items()]
+        [f"tensor {shown(name)}: {number:,} values are not finite" for name, number in odd.items()]
     )
     if not odd:
         yield f"values: all finite{f', but {unknown} were not looked into' if unknown else ''}"
@@ -197,14 +216,14 @@ def verdict_lines(found: Report) -> Iterator[str]:
 
 def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     """The text of two paths."""
-    yield from section("first", [plain(found["paths"][0])])
-    yield from section("second", [plain(found["paths"][1])])
+    yield from section("first", [printable(found["paths"][0])])
+    yield from section("second", [printable(found["paths"][1])])
     yield from section("tensors", difference_lines(found))
     names = {"differing": "differ", "only_in_first": "only first", "only_in_second": "only second"}
     for key, title in names.items():
-        yield from section(title, some([plain(name) for name in found[key]], everything))
+        yield from section(title, some([shown(name) for name in found[key]], everything))
     keys = [
-        f"{key['file']} {plain(key['key'])}: {' and '.join(map(shown, key['values']))}"
+        f"{key['file']} {shown(key['key'])}: {' and '.join(map(told, key['values']))}"
         for key in found["keys"]
     ]
     yield from section("keys", some(keys, everything))
@@ -219,14 +238,12 @@ def difference_lines(found: Report) -> Iterator[str]:
         return
     stored = [f"{one['type']} {one['shape']}" for one in first["stored"]]
     if "element" not in first:
-        yield f"the first, {plain(first['name'])}: {stored[0]} and {stored[1]}"
+        yield f"the first, {shown(first['name'])}: {stored[0]} and {stored[1]}"
         return
-    values = (
-        "" if first["values"] is None else f": {shown(first['values'][0])} and {shown(first['values'][1])}"
-    )
+    values = "" if first["values"] is None else f": {told(first['values'][0])} and {told(first['values'][1])}"
     kind = "elements" if "elements" in first else "blocks"
-    yield f"the first, {plain(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
-    yield f"first at element {first['element']}{values}; the largest difference: {shown(first['largest'])}"
+    yield f"the first, {shown(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
+    yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
 
 
 # ------------------------------------------------------------------------------------------------- values
@@ -238,22 +255,17 @@ def some(lines: Sequence[str], everything: bool = False) -> list[str]:
     return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
 
 
-def shown(value: Any) -> str:
-    """A value for people."""
+def told(value: Any, most: int = LONGEST) -> str:
+    """A value for people, in at most so many letters."""
     if value is None:
         return "none"
     if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
-        return f"{value['length']:,} {value['array']}: {', '.join(map(repr, value['first']))}, ..."
+        return shown(
+            f"{value['length']:,} {value['array']}: {', '.join(map(repr, value['first']))}, ...", most
+        )
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return plain(value) if isinstance(value, str) and value.isalnum() else repr(value)
-
-
-def plain(text: str) -> str:
-    """A name on one line: what would move the cursor is escaped."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+        return shown(f"{value:,}", most)
+    return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
 
 
 def size(count: int) -> str:

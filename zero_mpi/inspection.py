@@ -36,6 +36,8 @@ from zero_mpi.checkpoint.stored import NATIVE, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show
+from zero_mpi.keys import GGUFKeys
 from zero_mpi.models import config_from_gguf
 
 Report = dict[str, Any]
@@ -74,10 +76,15 @@ def open_subject(path: Path) -> Subject:
     if not os.path.exists(path / manager.MODEL) and os.path.exists(path / manager.LATEST / manager.MODEL):
         path = path / manager.LATEST
     source = open_weights(path)
-    if isinstance(source, GGUFFile) and source.metadata.get("general.architecture") == ARCHITECTURE:
+    if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
         return Subject(None, source)
     state = path / manager.OPTIMIZER
     return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
+
+
+def keys_of(source: WeightSource) -> GGUFKeys:
+    """The keys of a source, read with their types."""
+    return GGUFKeys(source.metadata, str(source.path))
 
 
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
@@ -141,7 +148,7 @@ def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
     found: Report = {"path": str(path), "files": [about_file(part) for part in subject.parts.values()]}
     if subject.model is not None:
         found["model"] = about_model(subject.model)
-        found["tokenizer"] = about_tokenizer(subject.model.metadata)
+        found["tokenizer"] = about_tokenizer(keys_of(subject.model))
     found["types"] = about_types([tensor for rows in read.values() for tensor in rows])
     found["keys"] = {role: about_keys(part.metadata, keys) for role, part in subject.parts.items()}
     found["training"] = about_training(subject)
@@ -164,7 +171,7 @@ def about_file(source: WeightSource) -> Report:
 def about_model(source: WeightSource) -> Report:
     """Architecture and sizes as the keys tell them, and why zero_mpi cannot run it, if so."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
-    arch = metadata.get("general.architecture")
+    arch = keys_of(source).architecture
     sizes = {
         name: as_json(metadata[key]) for tail, name in SIZES.items() if (key := f"{arch}.{tail}") in metadata
     }
@@ -176,17 +183,17 @@ def about_model(source: WeightSource) -> Report:
     return {"architecture": as_json(arch), "sizes": sizes, "cannot_run": problem}
 
 
-def about_tokenizer(metadata: Mapping[str, Any]) -> Report | None:
+def about_tokenizer(keys: GGUFKeys) -> Report | None:
     """Kind, size and special tokens; None if there is none."""
-    head = "tokenizer.ggml."
-    if metadata.get(f"{head}model") in (None, "none"):
+    if keys.tokenizer is None:
         return None
-    found: Report = {"bytes": ByteTokenizer.is_in(metadata)}
-    for name in ("model", "pre", "bos_token_id", "eos_token_id"):
-        if f"{head}{name}" in metadata:
-            found[name] = as_json(metadata[f"{head}{name}"])
-    counted = {name: metadata.get(f"{head}{name}") for name in ("tokens", "merges")}
-    return found | {name: len(value) for name, value in counted.items() if isinstance(value, list)}
+    head, ids = "tokenizer.ggml.", ("bos_token_id", "eos_token_id")
+    told: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
+    told |= {name: keys.whole(f"{head}{name}") for name in ids}
+    counted = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
+    found: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
+    found |= {name: as_json(value) for name, value in told.items() if value is not None}
+    return found | {name: len(value) for name, value in counted.items() if value is not None}
 
 
 def about_types(rows: Sequence[Tensor]) -> list[Report]:
@@ -236,7 +243,10 @@ def about_training(subject: Subject) -> Report | None:
 def as_json(value: Any, everything: bool = False) -> Any:
     """A key's value for JSON and for eyes; unless all of it is wanted, long texts and arrays are cut."""
     if isinstance(value, np.ndarray | list):
-        items = [as_json_scalar(item, everything) for item in (value if everything else value[:FEW])]
+        part = value if everything else value[:FEW]
+        if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
+            part = part.tolist()  # at once: there may be millions
+        items = [as_json_scalar(item, everything) for item in part]
         if everything or len(value) <= FEW:
             return items
         kind = "strings" if isinstance(value, list) else str(value.dtype)
@@ -262,20 +272,13 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     """Every digest beside those in the files, the pair, and values that are not finite."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [tensor for rows in read.values() for tensor in rows]
-    with_sums = {role: part for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata}
-    problems = [
-        problem
-        for role, part in with_sums.items()
-        for problem in wrong_digests(part.path, digests[role], from_lines(part.metadata[TENSOR_DIGESTS]))
-    ]
+    with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
     whole = digest_of_state({name: value for one in digests.values() for name, value in one.items()})
+    problems = [
+        problem for role in with_sums for problem in wrong_digests(subject.parts[role], digests[role])
+    ]
     if subject.model is not None and subject.state is not None:
-        try:
-            check_pair(subject.model, subject.state)
-        except UsageError as error:
-            problems.append(str(error))
-        if not problems and str(subject.state.metadata.get(STATE_DIGEST)) != whole:
-            problems.append(f"{subject.state.path}: key {STATE_DIGEST} is not that of the tensors")
+        problems += wrong_pair(subject.model, subject.state, problems, whole)
     not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
     return {
         "checksums": sum(len(digests[role]) for role in with_sums),
@@ -287,12 +290,28 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     }
 
 
-def wrong_digests(path: Path, found: Mapping[str, str], recorded: Mapping[str, str]) -> Iterator[str]:
-    """What differs between the tensors of a file and a list of digests."""
+def wrong_pair(model: WeightSource, state: GGUFFile, known: Sequence[str], whole: str) -> Iterator[str]:
+    """What keeps two files from being a checkpoint whose state has the digest `whole`."""
+    try:
+        check_pair(model, state)
+        if not known and keys_of(state).text(STATE_DIGEST) != whole:
+            yield f"{state.path}: key {STATE_DIGEST} is not that of the tensors"
+    except UsageError as error:
+        yield str(error)
+
+
+def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
+    """What differs between the tensors of a file and the digests that it holds."""
+    path = source.path
+    try:
+        recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
+    except UsageError as error:
+        yield str(error)
+        return
     for name in [*found, *(name for name in recorded if name not in found)]:
         if name not in recorded:
-            yield f"{path}: tensor {name!r} has no checksum, others have"
+            yield f"{path}: tensor {show(name)} has no checksum, others have"
         elif name not in found:
-            yield f"{path}: tensor {name!r} has a checksum and is not there"
+            yield f"{path}: tensor {show(name)} has a checksum and is not there"
         elif found[name] != recorded[name]:
-            yield f"{path}: tensor {name!r} is not the one that was written: its checksum differs"
+            yield f"{path}: tensor {show(name)} is not the one that was written: its checksum differs"

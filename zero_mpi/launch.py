@@ -14,11 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
-from zero_mpi import environment
+from zero_mpi import environment, interrupts, leftovers, reprieve, shmroom
 from zero_mpi.comm.meter import Meter
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.foreign import one_line
+from zero_mpi.stopping import Stopped, signals, stopped_early
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
@@ -44,36 +47,47 @@ class World:
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     def tell(self, status: int, reason: str = "") -> None:
-        """Tell those who want to know the end."""
-        for listener in self.at_end:
+        """Tell those who want to know the end: who came last first, for it may lean on those before."""
+        for listener in reversed(self.at_end):
             listener(status, reason)
 
     def kill(self, status: int) -> NoReturn:
         """End all ranks at once, from any thread."""
+        reprieve.release()
         if self.mpi is not None:
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)
 
     def everyone(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks. Collective."""
-        if self.mpi is None:
-            return [value]
-        with self.meter.waiting("the agreement of all ranks"):
-            return list(self.mpi.COMM_WORLD.allgather(value))
+        """Every rank's value, in order of ranks. Collective.
 
-    def agree(self, problem: UsageError | None) -> None:
+        Raises Stopped on all ranks if a signal has told one of them to stop before the first step.
+        """
+        found = [(signals.word(), value)]
+        if self.mpi is not None:
+            with self.meter.waiting("the agreement of all ranks"):
+                found = self.mpi.COMM_WORLD.allgather(found[0])
+        signals.agreed([word for word, _ in found])
+        return [theirs for _, theirs in found]
+
+    def agree(self, problem: UsageError | JobError | None) -> None:
         """Raise the first rank's problem on all ranks, if any has one. Collective."""
         for rank, found in enumerate(self.everyone(problem)):
             if found is not None:
                 where = f"rank {rank}: " if rank else ""
-                raise UsageError(f"{where}{found}")
+                kind = JobError if isinstance(found, JobError) else UsageError
+                raise kind(f"{where}{found}")
 
     def together(self, action: Callable[[], Any]) -> Any:
-        """action() on every rank; if it raises UsageError on any, all raise. It must not communicate."""
-        result, problem = None, None
+        """action() on every rank; if it raises UsageError or JobError on any, all raise the first.
+
+        It must not communicate.
+        """
+        result: Any = None
+        problem: UsageError | JobError | None = None
         try:
-            result = action()
-        except UsageError as error:
+            result = signals.cut_short(action)
+        except (UsageError, JobError) as error:
             problem = error
         self.agree(problem)
         return result
@@ -97,23 +111,27 @@ class World:
     def node_by_node(self, action: Callable[[], Any]) -> None:
         """action() on one rank of each node first and then on its others, which find what it prepared."""
         if self.mpi is None:
-            action()
+            signals.cut_short(action)
             return
         node = self.mpi.COMM_WORLD.Split_type(self.mpi.COMM_TYPE_SHARED)
         for turn in (True, False):
             if (node.Get_rank() == 0) == turn:
-                action()
+                signals.cut_short(action)
             with self.meter.waiting("the turns of the ranks of a node"):
                 node.Barrier()
         node.Free()
 
     def on_root(self, action: Callable[[], Any]) -> Any:
-        """action() on rank 0 only, its result there and None elsewhere; if it raises UsageError, all do."""
+        """action() on rank 0 only, its result there and None elsewhere; raises as `together`."""
         return self.together(lambda: action() if self.rank == 0 else None)
 
 
 def find_world() -> World:
-    """The MPI world; a single process where there is no MPI and no launcher asks for one."""
+    """The MPI world; a single process where there is no MPI and no launcher asks for one.
+
+    Raises UsageError where MPI cannot start.
+    """
+    shmroom.check()
     try:
         import mpi4py
 
@@ -127,7 +145,9 @@ def find_world() -> World:
             ) from error
         return World(0, 1)
     world = MPI.COMM_WORLD
-    return World(world.Get_rank(), world.Get_size(), MPI, world.Dup())
+    found = World(world.Get_rank(), world.Get_size(), MPI, world.Dup())
+    leftovers.unname()  # all ranks have come to Dup, hence hold the library's segments
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -146,15 +166,27 @@ def run(
 
     `alone`: the command is for one process, so MPI is started only where a launcher started us.
     """
-    world, problem = World(0, 1), ""
+    world, problem = World(environment.launch_rank(), 1), ""  # until it is known
     try:
         if not alone or environment.under_launcher():
             world = find_world()
-        status = command(world, arguments)
+            interrupts.handle_again()
+        signals.ending = partial(end_now, world)
+        with interrupts.at_work():
+            status = command(world, arguments)
+    except Stopped as stopped:
+        status, problem = stopped.status, str(stopped)
+        if world.rank == 0:
+            interrupts.report(stopped_early(stopped), is_error=status == FAILED)
+    except KeyboardInterrupt:
+        interrupts.say_interrupted()
+        status, problem = interrupts.INTERRUPTED, "interrupted"
+        if world.size > 1:
+            end_now(world, status, problem)
     except (UsageError, JobError) as error:
         if world.rank == 0:
-            say(f"zero_mpi {name}: error: {error}")
-        problem, status = str(error), FAILED if isinstance(error, JobError) else BAD_USAGE
+            say(f"zero_mpi {name}: error: {one_line(str(error))}")
+        problem, status = one_line(str(error)), FAILED if isinstance(error, JobError) else BAD_USAGE
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else FAILED
         problem = f"exit with status {status}" if status else ""
@@ -169,10 +201,16 @@ def say(text: str) -> None:
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
+def end_now(world: World, status: int, reason: str) -> NoReturn:
+    """End all ranks without asking them, from any thread."""
+    world.tell(status, reason)
+    world.kill(status)
+
+
 def abort(world: World, error: BaseException) -> NoReturn:
     """Print an exception with this rank's number and end the whole job."""
     time.sleep(STAGGER * min(world.rank, 20))
-    text = "".join(traceback.format_exception(error)).rstrip()
+    text = "\n".join(map(one_line, "".join(traceback.format_exception(error)).rstrip().split("\n")))
     say(f"{text}\nzero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job")
     world.tell(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}")
     if world.mpi is not None:
@@ -198,6 +236,13 @@ def leave_together(world: World, status: int, problem: str) -> None:
             time.sleep(0.01)
 
 
+def let_it_be_told(world: World) -> None:
+    """Wait until rank 0 has told the end: a launcher that was held back may then end all ranks."""
+    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
+    while not request.Test() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """End this process with `status`, which all ranks have agreed on."""
     sys.stdout.flush()
@@ -208,7 +253,10 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.farewell is not None:
         leave_together(world, status, problem)
     if world.rank == 0 and fine:  # now that all ranks have come here
-        world.tell(status)
+        world.tell(status, problem)
+    if world.farewell is not None and status == REQUEUE:
+        let_it_be_told(world)
+    reprieve.release()
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
-    sys.exit(status)
+    interrupts.leave(status)

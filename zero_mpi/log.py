@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from zero_mpi.foreign import one_line, readable
+
 DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
 LEVELS = (DEBUG, INFO, WARNING, ERROR)
 WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
@@ -29,6 +31,11 @@ class Caution(str):
 def tell(note: str) -> None:
     """Say a note, as a warning if it is a `Caution`."""
     (warning if isinstance(note, Caution) else info)("%s", note)
+
+
+def info_text(title: str, text: str) -> None:
+    """Say a text of many lines, such as a sample, below its title."""
+    info("%s\n%s", one_line(title), text, extra={"is_text": True})
 
 
 class Lines(logging.Handler):
@@ -50,8 +57,9 @@ class Lines(logging.Handler):
         stream.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
-        self.write(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}")
+        """Write a record: one line, whatever texts of files are in it, unless it is a text (`info_text`)."""
+        form = readable if getattr(record, "is_text", False) else one_line
+        self.write(form(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}"))
 
 
 def install(rank: int, size: int, level: str = INFO) -> Lines:

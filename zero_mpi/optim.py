@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from zero_mpi import device, ops, spans
+from zero_mpi.arguments import FLOATING, array, came, instance, number
 from zero_mpi.arrays import Array
+from zero_mpi.comm.agree import agreed
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.offload import HostMoments, make_offload
+from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
 from zero_mpi.sharding.shard import ShardedUnit
 
 
@@ -47,7 +50,25 @@ class FlatMoments:
         return int(self.first.nbytes + self.second.nbytes)
 
 
+Settings = tuple[float, tuple[float, float], float, float, Offload | None]
 Moments = FlatMoments | HostMoments  # to read and to fill
+
+
+def look_at(
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, offload: Any
+) -> tuple[Settings, dict[str, object]]:
+    """An optimizer's settings, and what ranks must share; raises ValueError for what cannot be."""
+    if not isinstance(betas, Sequence | np.ndarray) or isinstance(betas, str) or len(betas) != 2:
+        raise ValueError(f"ShardedAdamW: betas: expected two numbers, got {came(betas)}")
+    first, second = (number("ShardedAdamW: betas", beta, least=0, below=1) for beta in betas)
+    facts: dict[str, object] = {
+        "lr": (lr := number("ShardedAdamW: lr", lr, least=0)),
+        "betas": (first, second),
+        "eps": (eps := number("ShardedAdamW: eps", eps, above=0)),
+        "weight_decay": (weight_decay := number("ShardedAdamW: weight_decay", weight_decay, least=0)),
+        "offload": offload,
+    }
+    return (lr, (first, second), eps, weight_decay, make_offload(offload)), facts
 
 
 class ShardedAdamW:
@@ -58,6 +79,7 @@ class ShardedAdamW:
     weight_decay  a step takes lr * weight_decay of a matrix away, apart from the gradient
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
+    Making one is collective; raises ValueError for settings that cannot be, UsageError where ranks differ.
     `offload`: "moments" keeps them in pinned memory of the host, "state" also the parameters of a module with
     `offload_masters`; raises UsageError where there is no GPU.
     """
@@ -72,10 +94,12 @@ class ShardedAdamW:
         weight_decay: float = 0.1,
         offload: str = "none",
     ) -> None:
-        self.module, self.lr, self.betas, self.eps, self.weight_decay = module, lr, betas, eps, weight_decay
+        instance("ShardedAdamW: module", module, ShardedModule, "a ShardedModule")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        chosen = agreed(module.comm, "this ShardedAdamW", lambda: look_at(**settings, offload=offload))
+        self.module, (self.lr, self.betas, self.eps, self.weight_decay, self._offload) = module, chosen
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
-        self._offload = make_offload(offload)
         self.moments = self._make_moments()
         self._plain: list[FlatMoments] = []
         self._plain_steps = 0
@@ -87,6 +111,9 @@ class ShardedAdamW:
         Returns the norm before clipping, and whether the update was left out because that was not finite.
         `lr`: for this step, otherwise the one given at the start; `max_norm`: clip the global norm to it.
         """
+        lr = self.lr if lr is None else number("step: lr", lr, least=0)
+        check_max_norm("step", max_norm)
+        self.module.check_gradients("step")
         pending = self.module.overlapped_sync_gradients()
         with spans.during(spans.OPTIMIZER, "norm"):
             norm = self.module.gradient_norm()
@@ -99,7 +126,7 @@ class ShardedAdamW:
             scale /= self.module.loss_scale.factor
             with spans.during(spans.OPTIMIZER, "update"):
                 for unit in self.units:
-                    self._update_unit(unit, self.lr if lr is None else lr, scale)
+                    self._update_unit(unit, lr, scale)
                 if self._offload is not None and self._offload.masters:
                     self._offload.finish()
             self.module.broadcast_updated_params()
@@ -119,7 +146,7 @@ class ShardedAdamW:
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
         parameters, gradients, _ = unit.updated
-        low, decay = unit.rounds_to, self.weight_decay * self._decaying[unit.name]
+        low, decay = unit.parameters.rounds_to, self.weight_decay * self._decaying[unit.name]
         for part, p, moments in self._pieces(unit, parameters):
             runs = slice(part.start // unit.unit.quantum, -(-part.stop // unit.unit.quantum))
             rounded = None if low is None else low[part]
@@ -170,6 +197,7 @@ class ShardedAdamW:
         Moments for them are kept beside the module's; matrices decay. Raises ValueError if lists or shapes
         do not fit each other or the first call.
         """
+        self._check_plain(params, grads)
         shapes = [p.shape for p in params]
         if shapes != [g.shape for g in grads]:
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
@@ -179,10 +207,19 @@ class ShardedAdamW:
             self._plain = [FlatMoments.like(p) for p in params]
         if [m.first.size for m in self._plain] != [p.size for p in params]:
             raise ValueError("step_on_params: the arrays are not those of the first call")
+        lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
         self._plain_steps += 1
         for p, g, moments in zip(params, grads, self._plain, strict=True):
-            rate, decay = self.lr if lr is None else lr, np.array([self.weight_decay * (p.ndim >= 2)])
-            self._update(p.reshape(-1), g.reshape(-1), moments, rate, 1.0, decay, self._plain_steps)
+            decay = np.array([self.weight_decay * (p.ndim >= 2)])
+            self._update(p.reshape(-1), g.reshape(-1), moments, lr, 1.0, decay, self._plain_steps)
+
+    def _check_plain(self, params: Any, grads: Any) -> None:
+        """Raise ValueError for anything but sequences of as many arrays of float numbers."""
+        for name, arrays in (("params", params), ("grads", grads)):
+            if isinstance(arrays, str) or not isinstance(arrays, Sequence):
+                raise ValueError(f"step_on_params: {name}: expected a list of arrays, got {came(arrays)}")
+            for i, value in enumerate(arrays):
+                array(f"step_on_params: {name}[{i}]", value, kinds=FLOATING)
 
     def memory_bytes(self) -> int:
         """Bytes of moments on this rank, wherever they are."""
@@ -203,6 +240,12 @@ def decaying_chunks(unit: ShardedUnit) -> Array:
     return device.in_use().from_host(found)
 
 
+def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
+    """Raise ValueError for what no norm can be held to; infinity is a way to ask for the norm alone."""
+    if (max_norm is not None or required) and max_norm != math.inf:
+        number(f"{what}: max_norm", max_norm, above=0)
+
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients are multiplied with so that their norm is at most `max_norm`."""
     return min(1.0, max_norm / (norm + 1e-6))
@@ -213,13 +256,16 @@ def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
 
     Returns the norm before. `ShardedAdamW.step(max_norm=...)` does the same without a pass of its own.
     """
+    instance("clip_grad_norm: module", module, ShardedModule, "a ShardedModule")
+    check_max_norm("clip_grad_norm", max_norm, required=True)
+    module.check_gradients("clip_grad_norm")
     module.sync_gradients()
     norm = module.gradient_norm()
     factor = clip_factor(norm, max_norm)
     if math.isfinite(norm) and factor < 1.0:
         for unit in module.units:
             if unit.unit.trainable:
-                unit.scale_gradient(factor)
+                unit.gradient.scale(factor)
     return norm
 
 

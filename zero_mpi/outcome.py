@@ -7,26 +7,39 @@ from typing import Any
 
 from zero_mpi import events
 from zero_mpi.events import Events
+from zero_mpi.hold import Hold
 from zero_mpi.launch import BAD_USAGE, REQUEUE, World
-from zero_mpi.records import METRICS, last_step
+from zero_mpi.records import METRICS, MOST_STEPS, last_step
 from zero_mpi.status import DONE, FAILED, STOPPED, Status
+from zero_mpi.stopping import was_stopped_early
 from zero_mpi.summary import Start
 
 
 class Outcome:
-    """Both files as one rank sees them; it listens for the end of the job."""
+    """Both files as one rank sees them; it listens for the end of the job.
 
-    def __init__(self, out: Path, world: World, steps: int) -> None:
+    `folder`: what lets this job write there; where it is lost, nothing is written any more.
+    """
+
+    def __init__(self, out: Path, world: World, steps: int, folder: Hold | None = None) -> None:
+        self.folder = folder or Hold(world, None)
         self.status, self.events = Status(out, world.rank, world.size, steps), Events(out, world.rank)
         self._out, self._before = out, dict[str, Any]()
         world.at_end.append(self.end)
+        self.folder.at_loss(self.status.leave)
 
     def open(self) -> None:
         """The job runs; what one before it has left is looked at before it is written over."""
         self.status.begin()
         self._before = self.status.before()
         told = self._before.get("step")  # it is renewed now and then; a record is made at every step
-        self._before["step"] = max(told if isinstance(told, int) else 0, last_step(self._out / METRICS))
+        known = told if type(told) is int and told <= MOST_STEPS else 0
+        self._before["step"] = max(known, last_step(self._out / METRICS))
+
+    @property
+    def follows_a_stop(self) -> bool:
+        """Whether a batch system stopped the job before this one before its first step; rank 0 knows."""
+        return was_stopped_early(str(self._before.get("reason", "")))
 
     def begin(self, start: Start) -> None:
         """Rank 0 writes down what starts, and from where."""
@@ -43,9 +56,12 @@ class Outcome:
 
     def end(self, code: int, reason: str) -> None:
         """What an exit status means."""
+        if self.folder.lost:
+            return  # who has the folder now has the word there
         if code == BAD_USAGE:
             self.status.refused(reason)
             return
         state = {0: DONE, REQUEUE: STOPPED}.get(code, FAILED)
+        reason = reason or self.events.reason  # why the run was stopped after a step
         self.status.end(state, reason)
         self.events.end(state, reason)

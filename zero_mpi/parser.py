@@ -18,9 +18,11 @@ from typing import Any, NoReturn
 
 from zero_mpi import __version__, environment
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show, shown
 
 COLUMN = 24  # where the texts of --help begin
 NEAR = 0.6  # of difflib: the share of letters that two names must have in common
+PLACES = ("DIR", "PATH", "FILE")  # what a value is called that is a path
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # what a value is called
 ELSEWHERE = {  # names that other trainers have for a flag of ours
     "--bf16": "--precision",
@@ -82,6 +84,12 @@ def with_choices(text: str, choices: Sequence[str]) -> str:
     """A flag's text, and its choices unless it names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
     return text if named else f"{text} [{'|'.join(choices)}]"
+
+
+def refuse_empty(name: str, value: Any) -> None:
+    """Raise UsageError for an empty text, which is what an unset variable of the shell leaves of a path."""
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise UsageError(f"{name} '': expected something, found an empty text; is a variable not set?")
 
 
 class Help(argparse.HelpFormatter):
@@ -167,16 +175,28 @@ class Parser(argparse.ArgumentParser):
         for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
             if name and name not in self._option_string_actions:
                 known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-                raise UsageError(f"unknown flag {name}{nearest(name, known) or '; see --help'}")
+                raise UsageError(f"unknown flag {shown(name)}{nearest(name, known) or '; see --help'}")
         found, surplus = self.parse_known_args(given, namespace)
+        for action in self._actions:
+            if not action.option_strings or action.metavar in PLACES:
+                name = (action.option_strings or [str(action.metavar or action.dest)])[0]
+                refuse_empty(name, getattr(found, action.dest, None))
         if surplus:
-            raise UsageError(f"unexpected {surplus[0]!r}: it belongs to no flag; see --help")
+            raise UsageError(f"unexpected {show(surplus[0])}: it belongs to no flag; see --help")
         return found
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            error.message = error.message.replace(repr(arg_string), show(arg_string))
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            error.message = error.message.replace(repr(value), show(str(value)))
             error.message += nearest(str(value), map(str, action.choices or ()))
             raise
 

@@ -20,7 +20,7 @@ from zero_mpi.launch import World
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.ghost import Room
 from zero_mpi.plan.kernels import Compiled
-from zero_mpi.plan.rehearsal import ImaginedModule, Script
+from zero_mpi.plan.rehearsal import Rehearser
 
 SECONDS = 0.04  # of products that are timed, after one that starts threads or compiles
 LONG = 2e-3  # seconds of a product that is large enough: so short only where many cores or a GPU share it
@@ -80,7 +80,6 @@ class Once(Compiled):
 
 def step_flop(case: Case) -> float:
     """Operations of the products of a step on all ranks together."""
-    script = Script(Room(Once()))
     lone = Case(
         case.model,
         batch_size=case.micro_batch,
@@ -88,6 +87,6 @@ def step_flop(case: Case) -> float:
         context=case.context,
         frozen=case.frozen,
     )
-    events = ImaginedModule(lone, script).step(1, (lone.micro_batch, lone.context))
+    events = Rehearser(lone, Once()).step()
     sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller
     return sequences * math.fsum(event.flop for event in events)

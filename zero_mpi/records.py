@@ -1,6 +1,7 @@
 """What a run records: a line of `metrics.jsonl` a step, the progress of it, TensorBoard's files; from rank 0.
 
-Floats are written in full precision, so two exact runs have the same text.
+Floats are written in full precision, so two exact runs have the same text. A record that cannot be written
+leaves no part of it, and none comes after it: `problem` says why, for all ranks to end by.
 """
 
 from __future__ import annotations
@@ -9,30 +10,54 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zero_mpi.errors import naming
+from zero_mpi.durable import write_all, write_whole
+from zero_mpi.errors import explain, naming, writing
+from zero_mpi.foreign import FileError, open_file, parse_json, read_lines
 from zero_mpi.progress import Display
 from zero_mpi.tensorboard import TensorBoard
 
+if TYPE_CHECKING:
+    from zero_mpi.config import Config
+
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
+MOST_STEPS = 1 << 52  # a larger number is no step
 
 
 class Records:
-    """Writes the records of a run; on other ranks than 0 `step` and `close` do nothing."""
+    """Writes the records of a run; on other ranks than 0 `step` and `close` do nothing.
+
+    Raises JobError where it cannot begin, on rank 0 only.
+    """
 
     def __init__(
         self, out: Path, rank: int, *, done: int, steps: int, log_every: int, tensorboard: bool = False
     ) -> None:
         self._active, self._done, self._steps, self._log_every = rank == 0, done, steps, log_every
+        self.problem = ""
         if not self._active:
             return
-        keep_until(out / METRICS, done)
-        self._file = (out / METRICS).open("a", buffering=1)
-        self._board = TensorBoard(out, done) if tensorboard else None
+        with writing(), naming(out / METRICS):
+            keep_until(out / METRICS, done)
+            self._file = (out / METRICS).open("ab", buffering=0)
+            self._board = TensorBoard(out, done) if tensorboard else None
         self._display = Display(done, steps)
+
+    @classmethod
+    def of(cls, config: Config, out: Path, rank: int, done: int) -> Records:
+        """Those of a run with these settings, after `done` steps."""
+        return cls(
+            out,
+            rank,
+            done=done,
+            steps=config.steps,
+            log_every=config.log_every,
+            tensorboard=config.tensorboard,
+        )
 
     def logs(self, step: int) -> bool:
         """Whether a step gets a line in the log for its number; the same on all ranks."""
@@ -43,10 +68,13 @@ class Records:
         if not self._active:
             return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with naming(self._file.name):
-            self._file.write(json.dumps(plain) + "\n")
-        if self._board is not None:
-            self._board.step(record)
+        try:
+            if not self.problem:
+                append_whole(self._file, (json.dumps(plain) + "\n").encode())
+                if self._board is not None:
+                    self._board.step(record)
+        except OSError as error:
+            self.problem = explain(error)
         self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
     def close(self) -> None:
@@ -58,32 +86,51 @@ class Records:
             self._display.close()
 
 
+def append_whole(file: FileIO, line: bytes) -> None:
+    """Add a line, or nothing of it where it cannot be. OSError with the file's name."""
+    before = file.seek(0, os.SEEK_END)
+    with naming(file.name):
+        try:
+            write_all(file.fileno(), line)
+        except OSError:
+            file.truncate(before)
+            raise
+
+
 def last_step(path: Path) -> int:
     """The step of the last whole record; 0 if there is none."""
+    return int(last_record(path).get("step", 0))
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    """The last whole record; empty if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            tail = file.read()
-    except OSError:
-        return 0
-    for text in reversed(tail.splitlines()):
-        try:
-            return int(json.loads(text)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+            tail = file.read(TAIL)
+    except (OSError, FileError):
+        return {}
+    return next(filter(None, map(record_of, reversed(tail.splitlines()))), {})
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """A record of a step; empty for a line that is none, such as one cut off by a crash."""
+    try:
+        record = parse_json(line, null_for_infinite=True)
+    except ValueError:
+        return {}
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 1 <= step <= MOST_STEPS else {}
+
+
+def check(out: Path) -> None:
+    """Raise UsageError where something else than a file of records is in its place."""
+    if os.path.lexists(out / METRICS):
+        open_file(out / METRICS, "a file of records").close()
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step`: a resumed run writes them again."""
-    kept = []
-    if path.exists():
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                if json.loads(text)["step"] <= step:
-                    kept.append(text + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue  # a line cut off by a crash
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
+    """Drop the records after `step`: a resumed run writes them again. What is no record goes as well."""
+    lines = read_lines(path, "a file of records") if os.path.lexists(path) else ()
+    kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
+    write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))

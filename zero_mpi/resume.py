@@ -7,6 +7,7 @@ refused: going on from an older one, or from the start, is not what its owner wa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
 from zero_mpi.config import Config, spelled
+from zero_mpi.defaults import SIZES
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import is_folder, shown
 from zero_mpi.launch import World
 from zero_mpi.log import Caution
+from zero_mpi.samebits import changes
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,18 @@ def look(config: Config, out: Path, tidy: bool) -> list[Path]:
     if config.resume == "never":
         return []
     if config.resume == "auto":
-        return [folder.resolve() for folder in manager.candidates(out)]
+        return [real(folder) for folder in manager.candidates(out)]
     folder = Path(config.resume)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UsageError(
-            f"--resume {config.resume}: there is no checkpoint folder {folder}; "
-            "expected auto, never or a folder"
+            f"--resume {shown(folder)}: there is no checkpoint folder there; expected auto, never or a folder"
         )
-    return [folder.resolve()]
+    return [real(folder)]
+
+
+def real(folder: Path) -> Path:
+    """The folder that links name; one whose links go in a circle as it is."""
+    return Path(os.path.realpath(folder))
 
 
 def open_start(world: World, folder: Path) -> Start:
@@ -97,20 +105,26 @@ def check_resume(start: Start, description: Description, notes: list[str]) -> No
     difference = next(differences(read_json(state, "training.settings"), description.settings), None)
     if difference:
         key, was, now = difference
-        label = {"corpus": "the text of --data (its sha256)"}.get(key, key if "." in key else spelled(key))
-        raise UsageError(
-            f"{start.folder} is a checkpoint of another run: {label} was {was}, now {now}; "
-            "use the same value, another --out, or --resume never"
+        label = {"corpus": "the text of --data (its sha256)"}.get(key) or shown(
+            key if "." in key else spelled(key)
         )
-    for key, was, now in differences(read_json(state, "training.machine"), description.machine):
-        text = f"the checkpoint was made with {key} {was}, now {now}: the last bits may change"
-        notes.append(Caution(text))
+        raise UsageError(
+            f"{shown(start.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
+            f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
+        )
+    notes += map(Caution, changes(read_json(state, "training.machine"), description.machine))
     changed = [
-        f"{spelled(key)} was {was}, now {now}"
+        f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
         for key, was, now in differences(read_json(state, "training.plan"), description.plan)
     ]
     if changed:
         notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
+
+
+def flag_of(key: str) -> str:
+    """The flag of a size of the model, as " (--dim)"; empty for another setting."""
+    flag = next((name for name, size in SIZES.items() if key == f"model.{size}"), None)
+    return "" if flag is None else f" ({spelled(flag)})"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

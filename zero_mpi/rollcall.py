@@ -19,7 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from zero_mpi.foreign import parse_json, read_file
+
 FOLDER = ".ranks"
+MOST = 1 << 20  # bytes of what a rank has signed
 STACKS = 4  # ranks at most whose stacks are shown
 
 
@@ -51,8 +54,8 @@ class Standing:
 class RollCall:
     """The folder of a job, as one rank uses it. `job` is a text that no other job has. Raises OSError."""
 
-    def __init__(self, out: Path, rank: int, job: str) -> None:
-        self._folder, self._rank = out / FOLDER, rank
+    def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
+        self._folder, self._rank = out / folder, rank
         self._job = sha256(job.encode()).hexdigest()[:12]
         self._file = self._folder / f"{self._job}-{rank:05d}"
 
@@ -86,7 +89,7 @@ class RollCall:
         found, now = {}, self._file.stat().st_mtime
         for path in self._folder.glob(f"{self._job}-*[0-9]"):
             with contextlib.suppress(OSError, ValueError):  # one that left just now
-                standing = Standing(**json.loads(path.read_text()))
+                standing = standing_of(parse_json(read_file(path, MOST)))
                 behind = max(0.0, now - path.stat().st_mtime)
                 found[int(path.name.rpartition("-")[2])] = replace(
                     standing, seconds=standing.seconds + behind
@@ -95,11 +98,21 @@ class RollCall:
 
     def clear(self) -> None:
         """Remove the folder, of whatever job: at once, so that nobody finds half of it."""
-        aside = self._folder.with_name(f"{FOLDER}-{self._job}")
+        aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
         with contextlib.suppress(OSError):
             self._folder.rename(aside)
-        for folder in self._folder.parent.glob(f"{FOLDER}-*"):
+        for folder in self._folder.parent.glob(f"{self._folder.name}-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def standing_of(said: object) -> Standing:
+    """What a rank has signed; ValueError for what none would sign."""
+    if isinstance(said, dict):
+        texts = {name: said.get(name) for name in ("doing", "waits", "last", "stacks")}
+        seconds = said.get("seconds")
+        if all(isinstance(text, str) for text in texts.values()) and isinstance(seconds, int | float):
+            return Standing(**texts, seconds=min(max(float(seconds), 0.0), 1e9))  # type: ignore[arg-type]
+    raise ValueError("nothing that a rank signs")
 
 
 def verdict(found: Mapping[int, Standing], ranks: int) -> str:

@@ -6,37 +6,43 @@ What only one rank need look at (folders, files) rank 0 looks at; a fault is rai
 from __future__ import annotations
 
 import dataclasses
-import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import __version__, device, environment, log, ops
-from zero_mpi.checkpoint.state import ID, Description, Progress, finite, load_state
+from zero_mpi import ample, device, environment, log, ops, samebits
+from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
+from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.comm.device import choice as device_choice
-from zero_mpi.config import Config, thread_count, write_toml
+from zero_mpi.config import Config, thread_count
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
+from zero_mpi.defaults import settled
+from zero_mpi.description import describe, what_was_read
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
+from zero_mpi.remarks import remarks, threads_within
 from zero_mpi.resume import Start, check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.source import (
+    BYTE,
+    carried_keys,
+    carrying,
     choose_tokenizer,
-    fingerprint,
-    has_tokenizer,
     model_from_flags,
     open_init,
+    passed_over,
     read_model,
 )
 from zero_mpi.uniform import check_inputs
@@ -77,14 +83,13 @@ class Session:
 
 def prepare(world: World, config: Config) -> Session:
     """The session of a configuration. Collective; raises UsageError on all ranks alike."""
-    phase, threads = log.Phases(), set_threads(config)
-    out = Path(config.out)
-    world.on_root(lambda: make_folder(out))
-    notes: list[str] = []
+    phase, threads = log.Phases(), world.together(lambda: set_threads(config))
+    out, notes = Path(config.out), list[str]()
     start = find_start(world, config, out, notes)
     phase("checkpoints looked at")
-    init, tokenizer, model = open_model(world, config)
+    init, tokenizer, model = open_model(world, config, notes)
     check_inputs(world, what_was_read(config, start, init, model, tokenizer))
+    config = settled(config, model)  # on all ranks alike, for they have read the same model
     phase("model and tokenizer")
     comm = make_comm(world, config, model, notes)
     transport, nodes = take_transport(notes), getattr(comm, "topology", None)
@@ -94,24 +99,18 @@ def prepare(world: World, config: Config) -> Session:
     corpus = share_corpus(world, comm, world.on_root(lambda: read_corpus(config, model, tokenizer)))
     phase("data")
     module = make_module(config, model, comm)
-    optimizer = world.together(lambda: make_optimizer(config, module))
-    description = world.together(lambda: describe(config, model, corpus, tokenizer, init, threads))
-    notes += map(log.Caution, corpus.notes)
+    optimizer = make_optimizer(config, module)
     phase("module and optimizer")
-    progress = Progress()
+    machine = try_operations(world, config, threads, notes)
+    phase("operations")
+    description = world.together(lambda: describe(config, model, corpus, tokenizer, init, machine))
+    notes += map(log.Caution, [*corpus.notes, *passed_over(init)])
     if start is not None:
         world.on_root(lambda: check_resume(start, description, notes))
-        progress = world.together(lambda: load_state(start.model, start.state, optimizer))
+    progress = fill_parameters(world, optimizer, start, init, config.seed)
+    if start is not None:
         notes.append(f"resuming from {start.folder} at step {progress.step}")
-    elif init is not None:
-        world.together(lambda: module.load_slices(finite(init.read, init.path)))
-    else:
-        module.initialize(config.seed)
     phase("parameters")
-    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
-    phase("operations")
-    if world.rank == 0:
-        (out / "config.toml").write_text(write_toml(config))
     return Session(
         config=config,
         comm=comm,
@@ -137,20 +136,42 @@ def prepare(world: World, config: Config) -> Session:
     )
 
 
-def open_model(world: World, config: Config) -> tuple[WeightSource | None, Tokenizer | None, ModelConfig]:
-    """What `--init` names, the tokenizer of the text, the model's sizes. Collective; raises UsageError."""
+def fill_parameters(
+    world: World, optimizer: ShardedAdamW, start: Start | None, init: WeightSource | None, seed: int
+) -> Progress:
+    """Parameters, and with a checkpoint the moments and how far it is. Collective; raises UsageError."""
+    progress = Progress()
+    if start is not None:
+        progress = world.together(lambda: load_state(start.model, start.state, optimizer))
+    elif init is not None:
+        world.together(lambda: optimizer.module.load_slices(finite(init.read, init.path)))
+    else:
+        optimizer.module.initialize(seed)
+    return progress
+
+
+def open_model(
+    world: World, config: Config, notes: list[str]
+) -> tuple[WeightSource | None, Tokenizer | None, ModelConfig]:
+    """What `--init` names, the tokenizer of the text, the model's sizes. Collective; raises UsageError.
+
+    `notes` is told what flags do here that may not be what was meant.
+    """
     init: WeightSource | None = world.together(lambda: open_init(config))
     given: ModelConfig | None = world.together(lambda: init and read_model(init))
     tokenizer: Tokenizer | None = world.together(lambda: choose_tokenizer(config, init, given))
     model: ModelConfig = given or world.together(lambda: model_from_flags(config, tokenizer))
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    notes += remarks(config, is_text=tokenizer is not None)
+    if tokenizer is None and isinstance(init, HuggingFaceFolder):  # data of ids
+        init = carrying(init, world.share(world.on_root(partial(carried_keys, init, model))))
     return init, tokenizer, model
 
 
 def set_threads(config: Config) -> int:
     """Set the BLAS threads of this rank and return their number; exact mode has one unless told otherwise."""
-    wanted = thread_count(config.threads)
+    wanted = threads_within(thread_count(config.threads))
     if wanted is None and environment.threads_were_set:
         return blas_threads()
     if wanted == 0:
@@ -172,25 +193,18 @@ def blas_threads() -> int:
     return max((pool["num_threads"] for pool in threadpool_info()), default=1)
 
 
-def make_folder(out: Path) -> None:
-    """Make the run directory and see that it can be written to; raises UsageError."""
-    probe = out / ".probe"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot write there: {error.strerror or error}") from error
-
-
 def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm:
-    """The transport between the ranks. Collective; raises UsageError on all ranks alike."""
+    """The transport between the ranks, before which nothing large is made.
+
+    Collective; raises UsageError on all ranks alike, also where there is no memory for the run.
+    """
     if device.in_use().name == "cuda":
         return device_choice.choose(config.transport, world.size, config.reduction == "exact", notes)
     if config.transport in device_choice.ON_GPU:
         raise UsageError(
             f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
         )
+    ample.check(world, config, model)
     if world.mpi is None or (world.size == 1 and config.transport == "auto"):
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
@@ -258,6 +272,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         seed=config.seed,
         tokenizer=tokenizer,
         vocab_size=model.vocab_size,
+        any_bytes=config.tokenizer == BYTE,
     )
 
 
@@ -317,63 +332,17 @@ def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:
     )
 
 
-def describe(
-    config: Config,
-    model: ModelConfig,
-    corpus: Corpus,
-    tokenizer: Tokenizer | None,
-    init: WeightSource | None,
-    threads: int,
-) -> Description:
-    """What the checkpoints of this run say beside their tensors."""
-    name = {"general.name": f"zero_mpi {model.arch}"}
-    if init is not None:
-        metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
-        if tokenizer is not None and not has_tokenizer(init):
-            metadata |= tokenizer.metadata()
-    elif tokenizer is not None:
-        metadata = model.metadata() | name | tokenizer.metadata()
-    else:
-        metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
-    sizes = {f"model.{key}": as_json(value) for key, value in dataclasses.asdict(model).items()}
-    settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
-    settings["data.tokenizer"] = fingerprint(tokenizer)
-    settings |= config.fixed()
-    machine = {
-        "threads": threads,
-        "operations": ops.backend(),
-        "numpy": np.__version__,
-        "zero_mpi": __version__,
-        "cpu": platform.machine(),
-    }
-    if config.precision != "fp32":
-        machine["precision"] = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
-    if device.in_use().name != "cpu":
-        machine["device"] = device.in_use().about
-    return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
+def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
+    """Compile or load the operations and see that they have the same bits on all ranks. Collective.
 
-
-def what_was_read(
-    config: Config,
-    start: Start | None,
-    init: WeightSource | None,
-    model: ModelConfig,
-    tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
-    """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
-    return {
-        f"the checkpoint of --resume {config.resume}": start and start.state.metadata.get(ID),
-        f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
-        "the model's sizes": [(key, as_json(value)) for key, value in dataclasses.asdict(model).items()],
-        f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
-    }
-
-
-def as_json(value: Any) -> Any:
-    """A size as JSON gives it back."""
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return list(value) if isinstance(value, tuple) else value
+    Returns what rank 0 computes with, for one description of all: where bits agree, names may differ. Raises
+    UsageError on all ranks where bits differ in exact mode.
+    """
+    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
+    mine = world.together(lambda: samebits.machine(threads))
+    samebits.check_bits(world, mine, config.reduction == "exact", notes)
+    machine: dict[str, Any] = world.share(mine)
+    return machine
 
 
 def announce(text: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from zero_mpi import log
+from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config import Config
@@ -20,7 +23,11 @@ from zero_mpi.data import (
     tokenizer_from_metadata,
 )
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import exists, is_file, shown
+from zero_mpi.keys import TOKENIZER, GGUFKeys
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
+from zero_mpi.models.base import OPTIONAL, REQUIRED
+from zero_mpi.models.size import check_blocks
 
 BYTE, FROM_INIT = "byte", "from-init"
 TOKENIZER_JSON = "tokenizer.json"
@@ -29,6 +36,13 @@ TOKENIZER_JSON = "tokenizer.json"
 def open_init(config: Config) -> WeightSource | None:
     """The source that `--init` names, its index read and checked; raises UsageError."""
     return None if config.init is None else open_weights(config.init)
+
+
+def passed_over(init: WeightSource | None) -> list[str]:
+    """What the configuration of a model asks for and its training here has not."""
+    if not isinstance(init, HuggingFaceFolder) or not init.dropout:
+        return []
+    return [f"{init.path / CONFIG} asks for dropout ({init.dropout}): training here has none"]
 
 
 def read_model(init: WeightSource) -> ModelConfig:
@@ -40,9 +54,11 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The model's sizes from the flags."""
+    """The model's sizes from the flags, for a model that starts from nothing."""
+    assert config.arch is not None, "known but for --init"
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    return ARCHITECTURES[config.arch].from_flags(dataclasses.asdict(config) | {"vocab_size": vocab_size})
+    sizes = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)} | {"vocab_size": vocab_size}
+    return check_blocks(ARCHITECTURES[config.arch].from_flags(sizes))
 
 
 def choose_tokenizer(
@@ -79,25 +95,48 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
     """The tokenizer that came with a model: in its keys, or in a tokenizer.json beside it."""
     beside = source.path / TOKENIZER_JSON
-    if beside.is_file() and not has_tokenizer(source):
+    if is_file(beside) and not has_tokenizer(source):
         return tokenizer_from_json(beside, model.vocab_size)
-    return tokenizer_from_metadata(source.metadata)
+    return tokenizer_from_metadata(source.metadata, str(source.path))
+
+
+def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, object]:
+    """Keys of the tokenizer in a folder for a run that does without one, its data being ids.
+
+    Its checkpoints are to be read by llama.cpp, `generate` and `export` all the same. Where the folder has
+    none, or one that keys cannot describe, the key by which llama.cpp does without, and a warning.
+    """
+    beside = init.path / TOKENIZER_JSON
+    problem = f"{init.path} has no {TOKENIZER_JSON}"
+    try:
+        if beside.exists():
+            return tokenizer_from_json(beside, model.vocab_size).metadata()
+    except UsageError as error:
+        problem = str(error)
+    log.warning("%s: checkpoints will have no tokenizer, so no text can be made with them", problem)
+    return {TOKENIZER: "none"}
+
+
+def carrying(init: HuggingFaceFolder, keys: Mapping[str, object]) -> HuggingFaceFolder:
+    """A folder whose keys are said to be in it."""
+    return dataclasses.replace(init, metadata={**init.metadata, **keys})
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file (its keys) or of a tokenizer.json; raises UsageError."""
-    if not path.exists():
+    if not exists(path):
         raise UsageError(
-            f"--tokenizer {path}: there is no such file; expected byte, from-init, a GGUF or a tokenizer.json"
+            f"--tokenizer {shown(path)}: there is no such file; expected byte, from-init, a GGUF or a "
+            "tokenizer.json"
         )
     if path.suffix == ".json":
         return tokenizer_from_json(path)
-    return tokenizer_from_metadata(GGUFFile.open(path).metadata)
+    return tokenizer_from_metadata(GGUFFile.open(path).metadata, str(path))
 
 
 def has_tokenizer(init: WeightSource) -> bool:
     """Whether the source's own keys describe a tokenizer."""
-    return init.metadata.get("tokenizer.ggml.model") is not None
+    return GGUFKeys(init.metadata, str(init.path)).text(TOKENIZER) is not None
 
 
 def fingerprint(tokenizer: Tokenizer | None) -> str:

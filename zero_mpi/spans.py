@@ -171,3 +171,34 @@ def during(track: str, name: str, label: str = "") -> AbstractContextManager[Non
     """To be entered around what is a span; for what happens a few times in a step."""
     recorder = active
     return NOTHING if recorder is None else _During(recorder, track, name, label)
+
+
+class _Computing:
+    """What is computed, and before it what was done for transfers since the last lap."""
+
+    def __init__(self, recorder: Recorder, name: str, label: str) -> None:
+        self._recorder, self._name, self._label = recorder, name, label
+
+    def __enter__(self) -> None:
+        self._recorder.lap(MOVES, "before", self._label)
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.lap(COMPUTE, self._name, self._label)
+
+
+def computing(name: str, label: str) -> AbstractContextManager[None]:
+    """To be entered around what a stage computes."""
+    recorder = active
+    return NOTHING if recorder is None else _Computing(recorder, name, label)
+
+
+def restart() -> None:
+    """The next lap begins now, where something records."""
+    if active is not None:
+        active.restart()
+
+
+def lap(track: str, name: str) -> None:
+    """A lap ends now, where something records."""
+    if active is not None:
+        active.lap(track, name)

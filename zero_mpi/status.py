@@ -3,7 +3,7 @@
 A launcher's exit status is no proof: 0 was seen where a host was lost. So "done" is written by rank 0 after
 all ranks have come to the end. While a run goes on a thread renews the file every few seconds, so a job that
 was killed shows by its age. Whichever rank ends a job for a failure says why. The file is replaced by a
-rename, so nobody reads half of it; it is not brought to disk each time, and no step waits for it.
+rename, so nobody reads half of it, and no step waits for it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
+from zero_mpi.durable import write_whole
+from zero_mpi.foreign import FileError, parse_json, read_file
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
+MOST = 1 << 20  # bytes of the file
 EVERY = 5.0  # seconds between renewals
+BLOCK = 4096  # bytes that a file has at least of a disk, however few are in it
 PATIENCE = 2.0  # seconds that the last word waits for a renewal under way: the disk may hang
 
 
@@ -43,15 +47,21 @@ class Status:
         }
         self._lock, self._over = threading.Lock(), threading.Event()
         self._before = ""  # what the run before this one has left
+        self._left = False
 
     def begin(self) -> None:
         """Rank 0 says that the job runs, and goes on saying so."""
         if self._rank == 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, FileError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._before = self._path.read_text(errors="replace")
+                self._before = read_file(self._path, MOST).decode(errors="replace")
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
+
+    def leave(self) -> None:
+        """The folder is not this job's any more: nothing is written from now on."""
+        self._over.set()
+        self._left = True
 
     def before(self) -> dict[str, Any]:
         """What the run before this one has left in the file; empty if nothing."""
@@ -93,33 +103,53 @@ class Status:
         return self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
 
     def _read(self) -> dict[str, Any]:
-        try:
-            return as_object(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
+        return read_status(self._path)
 
     def _write(self, state: str, reason: str = "") -> None:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self._steps, **self._about}
         self._put(json.dumps({**entry, "updated": utc_now(), "version": __version__}, indent=1) + "\n")
 
     def _put(self, text: str) -> None:
-        partial = self._path.with_name(f".{NAME}.{self._rank}")
+        if self._left:
+            return
         try:
-            partial.write_text(text)
-            partial.replace(self._path)
+            write_whole(self._path, text, beside=str(self._rank))
         except OSError:
             with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-                self._path.write_text(text)  # a full disk has room for what is there already
+                overwrite(self._path, text.encode())
+
+
+def overwrite(path: Path, text: bytes) -> None:
+    """Write over a file where no new one has room: in one call, into the block that it has. OSError.
+
+    It is not cut first, so if this fails or never comes, what was there is there; it may end in blanks.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(handle).st_size
+        if max(size, len(text)) <= BLOCK:
+            os.pwrite(handle, text.rstrip(b"\n").ljust(size - 1) + b"\n", 0)
+    finally:
+        os.close(handle)
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What a status.json says; empty for whatever is none."""
+    try:
+        return as_object(read_file(path, MOST).decode())
+    except ValueError:  # FileError is one
+        return {}
 
 
 def as_object(text: str) -> dict[str, Any]:
-    """The JSON object in a text; empty for anything else."""
+    """The JSON object in a text, without what is no plain value; empty for anything else."""
     try:
-        said = json.loads(text)
+        said = parse_json(text, null_for_infinite=True)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    if not isinstance(said, dict):
+        return {}
+    return {name: value for name, value in said.items() if not isinstance(value, dict | list)}
 
 
 def utc_now() -> str:

@@ -14,11 +14,13 @@ from typing import Any
 
 from zero_mpi import __version__, device, environment, log
 from zero_mpi.comm import SerialComm
+from zero_mpi.data import named
 from zero_mpi.peak import step_flop
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import Memory, plan_memory
 from zero_mpi.plan.options import make_case
 from zero_mpi.plan.report import MEMORY, size
+from zero_mpi.plan.resident import gibibytes, resident, text_of
 from zero_mpi.session import Session
 
 TITLE = 11  # width
@@ -30,7 +32,8 @@ class Start:
     """What is known when a job starts, beside its session.
 
     hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
-    memory  planned for the largest rank;  flop   of a step's products. 0 or None: not known.
+    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host.
+    0 or None: not known.
     """
 
     session: Session
@@ -38,6 +41,7 @@ class Start:
     peak: float
     memory: Memory | None = None
     flop: float = 0.0
+    ask: int = 0
 
     @property
     def ranks(self) -> int:
@@ -82,7 +86,9 @@ def plan(start: Start) -> Start:
     """With what only a plan tells."""
     try:
         case = case_of(start)
-        return replace(start, memory=plan_memory(case), flop=step_flop(case))
+        memory, session = plan_memory(case), start.session
+        node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
+        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask)
     except Exception as error:  # too few addresses under a limit, say: whatever it is, a run is worth more
         log.debug("no plan of this run: %s: %s", type(error).__name__, error)
         return start
@@ -121,12 +127,13 @@ def lines(start: Start) -> Iterator[str]:
     if session.transport:
         yield row("transport", session.transport)
     if start.memory is not None:
-        yield row("memory", f"{size(start.memory.total)} planned for the largest rank, of which")
+        asked = f"ask for {gibibytes(start.ask)} a node"
+        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), of which")
         yield " " * TITLE + kinds(start.memory)
     yield row(
         "data",
         f"{corpus.train.size:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
-        f"{corpus.val.size:,} held out",
+        f"{corpus.val.size:,} held out, of {named(config.data)}",
     )
     yield row(
         "step",

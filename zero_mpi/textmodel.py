@@ -15,7 +15,8 @@ from zero_mpi.arrays import Array
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
-from zero_mpi.nn import Cache
+from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.sampling import choose as choose
 
 
 class TextModel:
@@ -52,7 +53,7 @@ class TextModel:
             raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
         with np.errstate(all="ignore"):  # what overflows is told below
             for stage in self.stages:
-                x = stage.layer.infer(self.weights, x, self.cache)
+                x = infer(stage.layer, self.weights, x, self.cache)
         if not np.isfinite(x).all():
             raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         self.cache.position = end
@@ -65,9 +66,11 @@ class TextModel:
         *,
         temperature: float = 0.8,
         top_k: int = 40,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
-        """`tokens` ids that continue `prompt` (at least one id). Temperature 0 takes the likeliest."""
+        """`tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` says."""
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")
         generator = np.random.default_rng(seed)
@@ -79,18 +82,8 @@ class TextModel:
             if self.cache.position + len(waiting) > room:
                 self.reset()
                 waiting = history[-max(1, room // 2) :]
-            chosen = choose(self.logits(waiting)[-1], temperature, top_k, generator)
+            logits = self.logits(waiting)[-1]
+            chosen = choose(logits, temperature, top_k, generator, top_p=top_p, min_p=min_p)
             history.append(chosen)
             waiting = [chosen]
             yield chosen
-
-
-def choose(logits: Array, temperature: float, top_k: int, generator: np.random.Generator) -> int:
-    """An id drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all)."""
-    if temperature <= 0:
-        return int(np.argmax(logits))
-    scaled = (logits - logits.max()).astype(np.float64) / temperature
-    if 0 < top_k < scaled.size:
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled)
-    return int(generator.choice(scaled.size, p=weights / weights.sum()))

@@ -17,15 +17,18 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from zero_mpi import __version__, device, spans
+from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import check_target, refusing, shown
 from zero_mpi.log import Caution, tell
 from zero_mpi.trace.events import as_json, events_of
 
@@ -47,6 +50,8 @@ def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
 
     A name that ends in .gz is compressed. Raises UsageError on all ranks if the file cannot be written.
     """
+    instance("tracing: comm", comm, Comm, "a communicator, from connect()")
+    instance("tracing: path", path, str | PathLike, "the name of a file")
     check_place(comm, Path(path))
     timeline = Timeline(comm, Path(path))
     try:
@@ -196,12 +201,12 @@ def check_place(comm: Comm, path: Path) -> None:
     problem = ""
     if comm.rank == 0:
         try:
-            if path.is_dir():
-                raise IsADirectoryError(21, "it is a folder, expected the name of a file")
-            partial_of(path).write_bytes(b"")
-            partial_of(path).unlink()
-        except OSError as error:
-            problem = f"--trace {path}: cannot write there: {error.strerror or error}"
+            check_target("--trace", path, "cannot write there")
+            with refusing("--trace", path, "cannot write there"):
+                partial_of(path).write_bytes(b"")
+                partial_of(path).unlink()
+        except UsageError as error:
+            problem = str(error)
     problem = comm.broadcast_object(problem)
     if problem:
         raise UsageError(problem)
@@ -211,11 +216,11 @@ def step_range(text: str | None, steps: int) -> tuple[int, int] | None:
     """`--trace-steps` as (first, stop) for a run of `steps`; None if not given. Raises UsageError."""
     if text is None:
         return None
-    found = re.fullmatch("([0-9]+):([0-9]+)", text)
+    found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
     if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"--trace-steps {text}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
     if int(found[1]) > steps:
-        raise UsageError(f"--trace-steps {text}: expected a step of the run, which ends with --steps {steps}")
+        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
     return int(found[1]), int(found[2])
 
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,21 +18,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import device, dryrun, events, log, peak, spans, tensorboard
+from zero_mpi import device, dryrun, environment, events, leftovers, log, peak, spans, tensorboard
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.arrays import Array
 from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
+from zero_mpi.divergence import Divergence
 from zero_mpi.errors import UsageError
-from zero_mpi.finale import compare_with_letters, show_sample
+from zero_mpi.finale import compare_with_letters, is_over, say_over, show_sample
+from zero_mpi.hold import take_folder
 from zero_mpi.launch import REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
 from zero_mpi.outcome import Outcome
 from zero_mpi.records import Records
+from zero_mpi.replay import write_config
 from zero_mpi.rollcall import RollCall
 from zero_mpi.session import Session, choose_device, prepare
+from zero_mpi.stopping import OVER, PREPARING, STEPS, signals
 from zero_mpi.summary import Start, cautions, hosts_of, lines, plan
 from zero_mpi.timeline import Tracer, step_range
 from zero_mpi.uniform import blas, check_installation, check_not_alone, check_settings
@@ -43,29 +46,17 @@ from zero_mpi.watchdog import Watchdog
 SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before the time is up
 SHORTEST_SAVE = 1.0  # seconds
 SLOW_DISK = 200e6  # bytes a second; what the first save is taken to write
-
-
-class StopSignals:
-    """Notes SIGTERM and SIGUSR1, from the beginning on: also while a run is being prepared."""
-
-    def __init__(self) -> None:
-        self.caught = ""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.caught = signal.Signals(number).name  # the ranks agree on it after the step
+SAVE_SECONDS = 600.0  # between saves, where no number of steps is given
+SAVE_PAUSE = 10  # times the longest save so far, at least: large checkpoints take no more than a tenth
 
 
 class Trainer:
     """Runs a session to its last step."""
 
-    def __init__(
-        self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome, signals: StopSignals
-    ) -> None:
+    def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
         config = session.config
         self.world, self.session, self.config = world, session, config
-        self.watchdog, self.outcome, self.signals = watchdog, outcome, signals
+        self.watchdog, self.outcome = watchdog, outcome
         self.progress = session.progress
         outcome.at(self.progress.step)
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
@@ -76,14 +67,9 @@ class Trainer:
             warmup=config.warmup,
             steps=config.steps,
         )
-        self.records = Records(
-            session.out,
-            world.rank,
-            done=self.progress.step,
-            steps=config.steps,
-            log_every=config.log_every,
-            tensorboard=config.tensorboard,
-        )
+        begin = partial(Records.of, config, session.out, world.rank, self.progress.step)
+        self.records: Records = world.together(begin)
+        self.divergence = Divergence()
         self.saver = Saver(
             session.out,
             session.optimizer,
@@ -101,32 +87,35 @@ class Trainer:
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
         self.saved_step = self.progress.step if self.progress.step else -1
+        self.saved_at, self.time_to_save = time.monotonic(), False
         self.val_loss: float | None = None
 
     def run(self) -> int:
         """Train to the last step or until told to stop. Returns the exit status."""
         self.start = self.begin()
+        signals.enter(STEPS)
         stopped = False
         while self.progress.step < self.config.steps and not stopped:
             self.tracer.reach(self.progress.step + 1)
             stopped = self.step()
-            if stopped or self.due(self.config.save_every):
+            if stopped or self.due_to_save():
                 self.save()
         if self.saved_step != self.progress.step:
             self.save()
         with self.waiting():
             self.saver.wait()
         self.tracer.end(self.progress.step)
+        signals.enter(OVER)
         self.announce()
+        self.outcome.folder.check(self.records.problem)
         self.records.close()
         if stopped and self.progress.step < self.config.steps:
-            self.outcome.events.reason = (
-                self.ended_by.strip() or self.signals.caught or "a signal to another rank"
-            )
+            self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
             log.info(
                 "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
             )
             return REQUEUE
+        self.divergence.check_end(self.progress.step)
         self.close()
         return 0
 
@@ -136,8 +125,11 @@ class Trainer:
         waited, sent, skipped = meter.wait_seconds, meter.sent_bytes, self.progress.skipped
         self.watchdog.beat(f"step {number + 1}")
         self.rounds(number)
-        loss, stop, failed = self.accumulator.totals(self.wants_to_stop(), self.saver.failed)
+        fails = self.saver.failed or bool(self.outcome.folder.lost or self.records.problem)
+        loss, stop, failed, save = self.accumulator.totals(self.wants_to_stop(), fails, self.wants_to_save())
+        self.time_to_save = save > 0
         if failed:
+            self.outcome.folder.check(self.records.problem)
             self.saver.wait()  # raises on all ranks what failed in the background
         lr = self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.config.grad_clip or None)
@@ -177,6 +169,8 @@ class Trainer:
         self.records.step(record)
         self.announce()
         self.warn_of_skips(before=skipped)
+        scale = self.session.module.loss_scale
+        self.divergence.saw(number + 1, loss, result.skipped, scale.dynamic and scale.exponent > 0)
         return stop > 0
 
     def rounds(self, number: int) -> None:
@@ -209,11 +203,21 @@ class Trainer:
         """Whether the step just done is one of every `every`; 0 is never."""
         return every > 0 and self.progress.step % every == 0
 
+    def due_to_save(self) -> bool:
+        """Whether the step just done is one after which to save; all ranks agree."""
+        every = self.config.save_every
+        return self.time_to_save if every is None else self.due(every)
+
+    def wants_to_save(self) -> bool:
+        """Whether rank 0's clock says so, where no number of steps is given."""
+        pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
+        return self.world.rank == 0 and time.monotonic() - self.saved_at >= pause
+
     def wants_to_stop(self) -> bool:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
         if self.world.rank == 0 and self.limit.left() < self.needed():
             self.ended_by = f" in time for {self.limit.name}"
-        return bool(self.signals.caught or self.ended_by)
+        return bool(signals.caught or self.ended_by)
 
     def needed(self) -> float:
         """Seconds that one more step and the last checkpoint may take."""
@@ -223,9 +227,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the step just done, or begin to."""
+        self.outcome.folder.check(self.records.problem)
+        if not self.divergence.worth_saving(self.progress.step):
+            return
         with self.waiting():
             self.saver.save(self.progress)
-        self.saved_step = self.progress.step
+        self.saved_step, self.saved_at = self.progress.step, time.monotonic()
         self.announce()
 
     @contextlib.contextmanager
@@ -289,7 +296,7 @@ class Trainer:
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             compare_with_letters(self.session, self.val_loss)
-            show_sample(self.session, self.progress.step, self.outcome.events)
+            signals.cut_short(partial(show_sample, self.session, self.progress.step, self.outcome.events))
         self.session.comm.barrier()
 
 
@@ -315,11 +322,11 @@ def read_flags(world: World, arguments: Sequence[str]) -> Config:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """The whole run. Returns the exit status."""
-    signals = StopSignals()
     check_not_alone(world)
     check_installation(world)
     config = world.together(lambda: read_flags(world, arguments))
     if config.dry_run:
+        signals.enter(PREPARING)
         return dryrun.show(world, config)
     log.install(world.rank, world.size, config.log_level)
     phase = log.Phases()
@@ -329,20 +336,36 @@ def command(world: World, arguments: Sequence[str]) -> int:
     world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
     session = prepare(world, config)
     phase("the run is prepared")
-    return Trainer(world, session, watchdog, outcome, signals).run()
+    outcome.at(session.progress.step)
+    if is_over(session):
+        world.on_root(lambda: say_over(session))
+        return 0
+    world.on_root(lambda: write_config(session.out, session.config))
+    session.notes += removed_at_start(world)
+    return Trainer(world, session, watchdog, outcome).run()
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     """What ends the job where it stands still, and what tells the world how it fares. Collective."""
-    out, watchdog = Path(config.out), Watchdog(world.rank, config.timeout)
+    out = Path(config.out)
+    folder = take_folder(world, out)
+    watchdog = Watchdog(world.rank, config.timeout)
     places = world.everyone(f"process {os.getpid()} on {platform.node()}")
     roll = RollCall(out, world.rank, job=world.share(f"{places[0]}, {time.time_ns()}"))
     if world.rank == 0:
         roll.clear()  # what a job left that was killed while it stood still
-    outcome = Outcome(out, world, config.steps)
+    outcome = Outcome(out, world, config.steps, folder)
     watchdog.gather(roll, places, partial(outcome.end, STANDING_STILL), world.kill)
     outcome.open()
+    signals.again = outcome.follows_a_stop
+    signals.enter(PREPARING)
     return watchdog, outcome
+
+
+def removed_at_start(world: World) -> list[str]:
+    """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
+    removed = sum(world.everyone(leftovers.removed), leftovers.Left())
+    return [f"removed {removed.text}"] if removed.files else []
 
 
 def wanted_device(arguments: Sequence[str]) -> str:
@@ -357,6 +380,9 @@ def wanted_device(arguments: Sequence[str]) -> str:
 
 def main() -> None:
     """Entry point."""
+    signals.listen()
+    if environment.local_rank() == 0:
+        leftovers.sweep()
     device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
     run("train", command, sys.argv[1:])
 

@@ -19,9 +19,10 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from zero_mpi import __version__, environment, ops
-from zero_mpi.comm.checked import odd_one
+from zero_mpi.comm.agree import odd_one
 from zero_mpi.config import FIELDS, Config, spelled
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import shown
 from zero_mpi.launch import BAD_USAGE, World, first_line
 from zero_mpi.rollcall import named
 
@@ -55,7 +56,7 @@ def check(world: World, facts: Facts, remedy: str) -> None:
 
 def short(value: str) -> str:
     """A value for a line of text."""
-    return value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
+    return shown(value, LONGEST)
 
 
 def check_installation(world: World) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from zero_mpi.comm.meter import collective, meters
+from zero_mpi.foreign import printable
 from zero_mpi.rollcall import RollCall, Standing, report, shown_stacks, verdict
 
 STATUS = 86  # of a job that was ended for standing still
@@ -26,15 +27,19 @@ GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a 
 SIGNS, JOINS = 1 / 2, 1 / 8  # parts of the limit: when a rank calls the roll, and when it joins one
 SUSPENDED = 2.0  # seconds (at most half the limit) that a look is late by if the process was stopped
 DRAIN = 0.2  # seconds for the launcher to pass on what was said
-WATCHERS = (__file__, " in _renew")  # the second is that of status.json
+WATCHERS = (__file__, " in _renew", "/lookout.py")  # the second is that of status.json
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 
 class Watchdog:
-    """Watches this process; `limit` in seconds, 0 for never."""
+    """Watches this process; `limit` in seconds, 0 for never.
 
-    def __init__(self, rank: int, limit: float) -> None:
-        self.rank, self.limit = rank, limit
+    `only_waits`: where nothing but a wait for other ranks counts as standing still, for the main thread does
+    not say what it is at. It answers the others' roll call all the same.
+    """
+
+    def __init__(self, rank: int, limit: float, *, only_waits: bool = False) -> None:
+        self.rank, self.limit, self.only_waits = rank, limit, only_waits
         self._doing, self._since = "start", time.perf_counter()
         self._roll: RollCall | None = None
         self._places: Sequence[str] = []
@@ -74,6 +79,11 @@ class Watchdog:
         """When anything moved last in this process."""
         return max([self._since, *(meter.changed for meter in meters())])
 
+    @property
+    def _counts(self) -> bool:
+        """Whether time that passes now counts."""
+        return not self.only_waits or any(meter.waits for meter in meters())
+
     def standing(self, with_stacks: bool = True) -> Standing:
         """Where this process stands."""
         known = sorted(meters(), key=lambda meter: meter.changed)
@@ -95,7 +105,7 @@ class Watchdog:
                 self._since = now  # the whole process was stopped: nobody in it is to blame
             before, changed = now, self._changed
             try:
-                if now - changed > self.limit:
+                if self._counts and now - changed > self.limit:
                     self._speak(changed, now - changed)
                 self._answer(changed, now - changed, look)
             except OSError:  # no files: the last resort needs none
@@ -108,7 +118,7 @@ class Watchdog:
         if self._signed is not None and self._signed != changed:
             self._signed, self._joins_at_once = None, True
             self._roll.leave()
-        elif self._signed is None and age > self.limit * SIGNS:
+        elif self._signed is None and self._counts and age > self.limit * SIGNS:
             self._sign(changed)
         elif self._signed is None and age > (2 * look if self._joins_at_once else self.limit * JOINS):
             if self._roll.is_on():
@@ -136,7 +146,7 @@ class Watchdog:
         say("".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(found))
         self._tell(reason)
         self._roll.clear()
-        self._leave()
+        leave(self._kill, STATUS)
 
     # ----------------------------------------------------------------------------------------- alone
 
@@ -146,31 +156,34 @@ class Watchdog:
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)
-            late = age > self.limit + GRACE  # twice: after a stop of the process the other thread looks first
+            late = (
+                self._counts and age > self.limit + GRACE
+            )  # twice: after a stop of the process the other thread looks first
 
     def _end(self, age: float) -> NoReturn:
         """End this process, without files."""
         place = self.standing(with_stacks=False).place
         say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job\n")
         faulthandler.dump_traceback(file=2, all_threads=True)
-        self._leave()
+        leave(self._kill, STATUS)
 
-    def _leave(self) -> NoReturn:
-        """End the job through the launcher, or this process alone where a lock or a lost host is in the way.
 
-        An exit alone would not do: srun lets the other ranks be, and MPICH's mpiexec may return the signal by
-        which it ended one of them.
-        """
-        time.sleep(DRAIN)
-        threading.Thread(target=self._kill, args=(STATUS,), daemon=True).start()
-        time.sleep(PATIENCE)
-        os._exit(STATUS)
+def leave(kill: Callable[[int], object], status: int) -> NoReturn:
+    """End the job by `kill`, or this process alone where a lock or a lost host is in the way.
+
+    An exit alone would not do: srun lets the other ranks be, and MPICH's mpiexec may return the signal by
+    which it ended one of them.
+    """
+    time.sleep(DRAIN)
+    threading.Thread(target=kill, args=(status,), daemon=True).start()
+    time.sleep(PATIENCE)
+    os._exit(status)
 
 
 def say(text: str) -> None:
     """To stderr, in one write so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
+        os.write(2, printable(text, keep="\n").encode(errors="backslashreplace"))
 
 
 def stacks() -> str:

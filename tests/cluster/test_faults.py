@@ -244,7 +244,7 @@ def check_end(fault: Fault, trial: Trial) -> None:
         assert fault.reason, said
         assert re.search(fault.reason, said["reason"]), said
     else:
-        assert said["reason"] == ""
+        assert said["reason"] == ("SIGTERM" if said["state"] == "stopped" else "")
 
 
 def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:

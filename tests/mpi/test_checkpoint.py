@@ -170,7 +170,7 @@ def test_only_rank_0_is_sent_anything(exact, ranks_folder):
     comm.log.clear()
     save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert {event.kind for event in comm.log} <= {"gather"}
-    slices = [unit.shard.nbytes for unit in optimizer.module.units]
+    slices = [unit.parameters.shard.nbytes for unit in optimizer.module.units]
     assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))
 
 

@@ -44,17 +44,17 @@ def test_an_evaluation_leaves_nothing_gathered(exact):
     module = tiny.make(exact, DEEP, FULL_SHARD, prefetch=2)
     module.forward(tiny.micro_batch(0, 0, DEEP)[0], training=False)
     assert module.parameter_pool.lent == 0
-    assert not any(unit.gathered for unit in module.units)
+    assert not any(unit.parameters.whole is not None for unit in module.units)
 
 
 def test_parameters_gradients_and_moments_are_one_nth(exact):
     module, optimizer = one_step(exact, DEEP, FULL_SHARD)
     total = sum(unit.unit.length for unit in module.units)
     most = total / exact.size + QUANTUM * len(module.units)  # a unit's slices differ by one quantum at most
-    held = sum(unit.shard.size for unit in module.units)
+    held = sum(unit.parameters.shard.size for unit in module.units)
     assert held <= most
     assert sum(exact.allgather_object(held)) == total
-    assert sum(unit.gradient.size for unit in module.units) == held
+    assert sum(unit.gradient.sum.size for unit in module.units) == held
     assert optimizer.memory_bytes() == 2 * 4 * held
     assert module.shard_memory_bytes == 4 * held
     assert module.replicated_memory_bytes == 4 * total
@@ -64,9 +64,10 @@ def test_parameters_gradients_and_moments_are_one_nth(exact):
 def test_what_the_other_strategies_keep(exact, strategy, moments_sharded):
     module, optimizer = one_step(exact, DEEP, strategy)
     total = sum(unit.unit.length for unit in module.units)
-    alone = not all(unit.keeps_slice for unit in module.units)  # otherwise a node has one copy, not each rank
-    assert module.shard_memory_bytes == 4 * (total if alone else sum(u.shard.size for u in module.units))
-    mine = sum(unit.gradient.size for unit in module.units)
+    kept = [unit.parameters for unit in module.units]
+    alone = not all(unit.keeps_slice for unit in kept)  # otherwise a node has one copy, not each rank
+    assert module.shard_memory_bytes == 4 * (total if alone else sum(unit.shard.size for unit in kept))
+    mine = sum(unit.gradient.sum.size for unit in module.units)
     assert optimizer.memory_bytes() == 2 * 4 * (mine if moments_sharded else total)
 
 
@@ -87,5 +88,5 @@ def test_frozen_parameters_have_no_gradient_and_no_moments(exact):
     module, optimizer = one_step(exact, DEEP, FULL_SHARD, frozen=["blk.*"])
     frozen = [unit for unit in module.units if not unit.unit.trainable]
     assert len(frozen) == 6
-    assert all(unit.gradient.size == 0 for unit in frozen)
+    assert all(unit.gradient.sum.size == 0 for unit in frozen)
     assert not optimizer.moments.keys() & {unit.name for unit in frozen}

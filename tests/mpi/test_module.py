@@ -83,7 +83,7 @@ def test_update_shards_takes_one_flat_vector(exact, strategy):
 
 def test_load_state_dict_names_what_does_not_fit(exact):
     module, state = tiny.make(exact, CONFIG), whole_state()
-    with pytest.raises(ValueError, match="extra missing or surplus"):
+    with pytest.raises(ValueError, match="missing none; surplus extra"):
         module.load_state_dict(state | {"extra": np.zeros(1)})
     with pytest.raises(ValueError, match=r"output.weight: expected shape \(61, 30\), got \(30, 61\)"):
         module.load_state_dict(state | {"output.weight": state["output.weight"].T})
@@ -156,7 +156,9 @@ def whole_gradients(ranks):
         _, dy = cross_entropy(module.forward(x), targets, 1 / (ranks * targets.size))
         module.backward(dy)
     module.sync_gradients()
-    return {name: view for unit in module.units for name, view in unit.unit.views(unit.full_gradient).items()}
+    return {
+        name: view for unit in module.units for name, view in unit.unit.views(unit.gradient.whole).items()
+    }
 
 
 @strategies
@@ -171,10 +173,10 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
         for segment in unit.unit.segments(unit.part):
             size = segment.where.stop - segment.where.start
             expected = whole[segment.name].reshape(-1)[segment.offset : segment.offset + size]
-            assert np.array_equal(unit.gradient[segment.where], expected), segment.name
+            assert np.array_equal(unit.gradient.sum[segment.where], expected), segment.name
     if strategy is NO_SHARD:
         for unit in module.units:
-            views = unit.unit.views(unit.full_gradient)
+            views = unit.unit.views(unit.gradient.whole)
             assert all(np.array_equal(views[name], whole[name]) for name in views)
 
 
@@ -238,8 +240,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch": -1}, "expected prefetch >= 0"),
-        ({"bucket_mb": 0}, "bucket_mb > 0"),
+        ({"prefetch": -1}, "prefetch: expected a whole number of at least 0, got -1"),
+        ({"bucket_mb": 0}, "bucket_mb: expected a number above 0 and not infinite, got 0"),
         ({"frozen": ["nothing.*"]}, r"frozen pattern 'nothing.\*' matches no parameter; names are like"),
     ],
 )
@@ -257,7 +259,7 @@ def test_ddp_broadcasts_the_roots_parameters(exact):
     module.initialize(seed=exact.rank)
     module.broadcast_parameters(root)
     assert same(module.state_dict(), whole_state(seed=root))
-    with pytest.raises(ValueError, match=f"root {exact.size} is not a rank; expected 0 to {root}"):
+    with pytest.raises(ValueError, match=f"root: expected a whole number from 0 to {root}, got {exact.size}"):
         module.broadcast_parameters(exact.size)
 
 
@@ -329,3 +331,13 @@ def test_accumulation_refuses_a_batch_out_of_turn(exact):
         ValueError, match=f"round 0 of 2: rank {exact.rank} needs a micro-batch; pass its input"
     ):
         accumulator.accumulate(None)
+
+
+def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
+    """Every rank updates all of the unit, so all of it must be scaled and not only the rank's slice."""
+    module = tiny.make(fast, CONFIG, NO_SHARD)
+    one_round(module, fast.rank)
+    norm = clip_grad_norm(module, 1e-3)
+    assert norm > 1e-3
+    squares = sum(float(np.square(unit.gradient.whole, dtype=np.float64).sum()) for unit in module.units)
+    assert np.sqrt(squares) == pytest.approx(1e-3, rel=1e-4)

@@ -170,12 +170,16 @@ def test_memory_over_nodes(apart, strategy):
 def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
-    owned = [unit.shard if unit.keeps_slice else unit.full for unit in units]
-    gradients = sum(unit.gradient.nbytes for unit in units)
+    owned = [
+        unit.parameters.shard if unit.parameters.keeps_slice else unit.parameters.whole for unit in units
+    ]
+    gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
-        full = unit.full_gradient
+        full = unit.gradient.whole
         if full is not None and full.flags.writeable:  # one of its own: the slice may be a view of it
-            gradients += full.nbytes - (unit.gradient.nbytes if unit.gradient.base is full.base else 0)
+            gradients += full.nbytes - (
+                unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
+            )
     copies = Snapshot()
     taken = [*copies.take(parameters_of(optimizer)), *copies.take(moments_of(optimizer))]
     return {

@@ -205,12 +205,12 @@ def test_nobody_adds_into_gradients_that_a_late_rank_still_reads(shared):
         gradients_of_rank_0(each, 0)
         each.sync_gradients()
     late(shared.size - 1, shared)
-    found = [unit.full_gradient.copy() for unit in module.units]
+    found = [unit.gradient.whole.copy() for unit in module.units]
     module.zero_gradients()
     gradients_of_rank_0(module, 1)
     module.sync_gradients()
     for unit, gradient in zip(alone.units, found, strict=True):
-        assert np.array_equal(unit.full_gradient, gradient)
+        assert np.array_equal(unit.gradient.whole, gradient)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -226,23 +226,24 @@ def test_gathered_parameters_are_the_same_memory_and_read_only(shared, strategy)
             assert not view.flags.writeable, name
             with pytest.raises(ValueError, match="read-only"):
                 view[...] = 0
-        assert np.shares_memory(unit.full, unit.shard) == (unit.shard.size > 0)
-        assert unit.shard.flags.writeable
+        shard = unit.parameters.shard
+        assert np.shares_memory(unit.parameters.whole, shard) == (shard.size > 0)
+        assert shard.flags.writeable
     assert module.parameter_pool.nbytes == 0
     shared.barrier()
     if shared.rank == 0:
-        module.units[0].shard[0] = 12.5
+        module.units[0].parameters.shard[0] = 12.5
     shared.barrier()
-    assert module.units[0].full[0] == 12.5
+    assert module.units[0].parameters.whole[0] == 12.5
 
 
 def test_the_summed_gradient_of_replicated_parameters_is_there_once(shared):
     module = tiny.make(shared, CONFIG, NO_SHARD, frozen=["output.*"])
     for unit in module.units:
-        assert unit.full.flags.writeable, "parameters are every rank's own"
+        assert unit.parameters.whole.flags.writeable, "parameters are every rank's own"
         if unit.unit.trainable:
-            assert not unit.full_gradient.flags.writeable
-            assert np.shares_memory(unit.full_gradient, unit.gradient) == (unit.gradient.size > 0)
+            assert not unit.gradient.whole.flags.writeable
+            assert np.shares_memory(unit.gradient.whole, unit.gradient.sum) == (unit.gradient.sum.size > 0)
 
 
 def shared_pss():
@@ -263,7 +264,7 @@ def test_a_node_holds_parameters_once(shared):
     for unit in module.units:
         unit.start_gather()
         unit.wait_gather()
-        assert np.isfinite(unit.full.sum())
+        assert np.isfinite(unit.parameters.whole.sum())
     shared.barrier()
     grown = sum(shared.allgather_object(shared_pss())) - before
     shared.barrier()
@@ -280,7 +281,7 @@ def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
     modules = [tiny.make(shared, CONFIG) for _ in range(3)]
     shared.memory([], [])
     some = shared.shared_bytes
-    kept = modules[0].units[0].shard if shared.rank == shared.size - 1 else None
+    kept = modules[0].units[0].parameters.shard if shared.rank == shared.size - 1 else None
     before = None if kept is None else kept.copy()
     del modules
     gc.collect()

@@ -4,6 +4,7 @@ The cases run on three ranks, where each fault is noticed by all, by rank 0 alon
 few of each kind run on one rank too.
 """
 
+import gzip
 import os
 import re
 import shutil
@@ -44,6 +45,17 @@ def write_configurations(folder: Path) -> None:
     (folder / "data.toml").write_text("data = [1]\n")
 
 
+def write_what_is_no_text(folder: Path) -> None:
+    """Files that a user may take for text."""
+    (folder / "text.gz").write_bytes(gzip.compress((folder / "text").read_bytes()))
+    (folder / "wide.txt").write_text("A text with two bytes for each letter. " * 9, "utf-16")
+    (folder / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' * 9)
+    (folder / "table.parquet").write_bytes(b"PAR1\x15\x04\x15" + bytes(99) + b"PAR1")
+    (folder / "binary").write_bytes(bytes(range(256)) * 9)
+    (folder / "binary-folder").mkdir()
+    (folder / "binary-folder" / "text.gz").write_bytes(gzip.compress(b"text"))
+
+
 @pytest.fixture(scope="module")
 def things(tmp_path_factory) -> Path:
     """A folder of sound and of broken things, in which the commands run; only read by the tests."""
@@ -64,6 +76,7 @@ def things(tmp_path_factory) -> Path:
     ids(folder / "wide.npy", [1, 2, 3] * 50, np.int64)
     ids(folder / "high.npy", [1, 2, 999] * 50)
     (folder / "fake.npy").write_text("no numpy file")
+    write_what_is_no_text(folder)
     return folder
 
 
@@ -86,6 +99,15 @@ NO_DATA = {
     "empty folder": (["--data", "empty-folder"], "--data .*empty-folder"),
     "pipe": (["--data", "pipe"], "--data pipe is neither a file nor a folder"),
     "context": ([*TEXT, "--context", "100000"], "context 100000 .*--context or more --data"),
+}
+NO_TEXT = {
+    "gzip": (["--data", "text.gz"], "--data text.gz looks like gzip, which is no text: .*gunzip"),
+    "UTF-16": (["--data", "text", "wide.txt"], "--data wide.txt looks like text in UTF-16.*iconv -f UTF-16"),
+    "JSON Lines": (["--data", "lines.jsonl"], "--data lines.jsonl looks like JSON Lines.*jq -r .text"),
+    "Parquet": (["--data", "table.parquet"], "--data table.parquet looks like a Parquet file.*pyarrow"),
+    "a model": (["--data", "model.gguf"], "--data model.gguf looks like a GGUF model.*--init"),
+    "binary": (["--data", "binary"], "--data binary looks like binary data.*UTF-8"),
+    "a folder of them": (["--data", "binary-folder"], "no text .*: binary-folder; .* left out: 1 .*gzip"),
 }
 SIZES = {
     "heads": ([*TEXT, "--heads", "5"], "--heads 5 does not divide --dim 24"),
@@ -110,6 +132,10 @@ FLAGS = {
     "max-time": ([*TEXT, "--max-time", "soon"], "--max-time soon: expected a duration such as 3h50m"),
     "max-time of dots": ([*TEXT, "--max-time", "1.2.3m"], "--max-time 1.2.3m: expected a duration"),
     "bucket-mb": ([*TEXT, "--strategy", "no-shard", "--bucket-mb", "nan"], "--bucket-mb nan"),
+    "many threads": ([*TEXT, "--threads", "100000"], "--threads 100000: this rank may run on .* core"),
+    "min-lr": ([*TEXT, "--min-lr", "1"], "--min-lr 1.0: expected at most --lr 0.004"),
+    "trace-steps": ([*TEXT, "--trace-steps", "1:2"], "--trace-steps 1:2: .*give --trace FILE"),
+    "empty": (["--data", ""], "--data '': expected something, found an empty text"),
     "freeze": ([*TEXT, "--freeze", "no.such.*"], r"--freeze.*no\.such\.\*"),
     "tokenizer": ([*TEXT, "--tokenizer", "from-init"], "--tokenizer from-init needs --init"),
     "tokenizer file": ([*TEXT, "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json: there is no such"),
@@ -128,6 +154,20 @@ INITS = {
     "not a whole model": ([*TEXT, "--init", "partial.gguf"], "partial.gguf: "),
     "context": ([*TEXT, "--init", "model.gguf", "--context", "32"], "--context 32: the model .* has 16"),
 }
+MODEL = ["--init", "model.gguf"]
+OTHER_SIZES = {
+    "layers": (
+        [*TEXT, *MODEL, "--layers", "2"],
+        "--layers 2: the model of --init model.gguf has --layers 1;",
+    ),
+    "heads": ([*TEXT, *MODEL, "--heads", "2"], "--heads 2: .* has --heads 3"),
+    "kv-heads": ([*TEXT, *MODEL, "--kv-heads", "1"], "--kv-heads 1: .* has --kv-heads 3"),
+    "ffn": ([*TEXT, *MODEL, "--ffn", "18"], "--ffn 18: .* has --ffn 17"),
+    "arch": ([*TEXT, *MODEL, "--arch", "gpt2"], "--arch gpt2: .* has --arch llama"),
+    "tied": ([*TEXT, *MODEL, "--tied"], "--tied: .* has --no-tied"),
+    "vocab-size": (["--data", "ids.npy", *MODEL, "--vocab-size", "9"], "--vocab-size 9: .* --vocab-size 260"),
+    "dry run": ([*TEXT, *MODEL, "--layers", "2", "--dry-run"], "--layers 2: the model of --init model.gguf"),
+}
 PLACES = {
     "a file in the way": ([*TEXT, "--out", "text"], "--out text: cannot write there"),
     "a file above": ([*TEXT, "--out", "text/run"], "--out text/run: cannot write there"),
@@ -137,7 +177,10 @@ PLACES = {
         "--resume nosuchfolder: .*auto, never or a folder",
     ),
     "no checkpoint in it": ([*TEXT, "--resume", "empty-folder"], "empty-folder.*no such file"),
-    "another model": ([*TEXT, "--resume", "run/latest", "--dim", "48"], "embedding_length was 24, now 48"),
+    "another model": (
+        [*TEXT, "--resume", "run/latest", "--dim", "48"],
+        r"embedding_length was 24, now 48 \(--dim\);",
+    ),
 }
 FILES = {
     "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
@@ -156,6 +199,8 @@ TOKENS = {
 }
 GROUPS = {
     "data": NO_DATA,
+    "no text": NO_TEXT,
+    "sizes of a model": OTHER_SIZES,
     "sizes": SIZES,
     "flags": FLAGS,
     "init": INITS,

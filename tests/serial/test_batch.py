@@ -362,3 +362,23 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     assert status == 0, printed + errors
     assert noted.read_text() == submitted, "a run that is done is not gone on with"
     assert_same_run(out, tmp_path / "unbroken")
+
+
+@needs_mpiexec
+def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, programs, tmp_path):
+    """Before the first line of the program nothing can hear a signal, which must neither kill nor be lost."""
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "1000000"]
+    started = tmp_path / "started"
+    slow = f'if [[ $2 = zero_mpi.train ]]; then touch {started}; sleep 1; fi; exec {sys.executable} "$@"'
+    program(programs, "python", slow)
+    environ = clean_environment() | pbs_job | {"FLAGS": " ".join(["--out", str(tmp_path / "out"), *flags])}
+    with (tmp_path / "log").open("wb") as log:
+        script = ["bash", str(EXAMPLES / "pbs" / "one_node.pbs")]
+        process = subprocess.Popen(script, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_until(started.exists)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(30) == REQUEUE, (tmp_path / "log").read_text()
+        finally:
+            end(process)
+    assert (tmp_path / "submitted").exists(), "another job goes on"

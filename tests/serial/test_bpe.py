@@ -216,10 +216,13 @@ def test_another_kind_is_refused_with_the_way_out(model, found):
     [
         ({"pre": "tekken"}, "has tokenizer.ggml.pre 'tekken', expected one of gpt-2, .* token files"),
         ({"pre": None}, "has no tokenizer.ggml.pre, expected one of"),
-        ({"pre": 3}, "has tokenizer.ggml.pre 3, expected one of"),
+        ({"pre": 3}, "tokenizer.ggml.pre: expected a text, found 3"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokens": [*TOKENS[:-1], "he"]}, "tokens: expected each token once, found 'he' again"),
-        ({"token_type": np.array([1, 2], np.int32)}, "token_type: expected 263 types, found 2"),
+        (
+            {"token_type": np.array([1, 2], np.int32)},
+            "token_type: expected an array of 263 whole numbers, found an array of 2 int32",
+        ),
         ({"merges": []}, "no tokenizer.ggml.merges: expected at least one"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
         ({"merges": ["he"]}, "merges: expected two parts of a token .* found 'he'"),

@@ -15,7 +15,9 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__, cli
 from zero_mpi.config import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
+from zero_mpi.defaults import FROM_NOTHING
 from zero_mpi.errors import UsageError
+from zero_mpi.replay import recorded
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
 # Settings whose values are checked more closely than by type.
@@ -34,7 +36,11 @@ SPECIAL |= {
     "trace_steps": "2:5",
     "transport": "mpi",
     "device": "cpu",
+    "min_lr": 0.001,
+    "trace": "t.json",
 }
+NEEDS = {"trace_steps": ["trace"]}  # settings that one is refused without
+SETS = {"init": FROM_NOTHING}  # settings that have another default beside one
 
 
 def other_value(name):
@@ -74,10 +80,10 @@ def test_no_flags_give_the_defaults():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_flag_sets_its_setting_and_no_other(name):
-    value = other_value(name)
-    config = parse(as_flags(name, value))
+    value, needed = other_value(name), NEEDS.get(name, [])
+    config = parse([flag for each in (name, *needed) for flag in as_flags(each, other_value(each))])
     assert getattr(config, name) == value
-    assert changed(config).keys() <= {name}
+    assert changed(config).keys() <= {name, *needed, *SETS.get(name, [])}
 
 
 @pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.metadata["kind"] is bool])
@@ -152,7 +158,8 @@ def test_floats_go_through_the_file_to_the_last_bit(value, tmp_path):
 def test_a_flag_wins_over_the_file(name, tmp_path):
     """Also where the flag's value is the default: given is given."""
     value = other_value(name)
-    text = write_toml(Config(**{name: value}))
+    needed = {each: other_value(each) for each in NEEDS.get(name, [])}
+    text = write_toml(Config(**{name: value}, **needed))
     assert getattr(from_file(tmp_path, text), name) == value
     default = getattr(Config(), name)
     if default not in (None, []):
@@ -191,12 +198,12 @@ def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
 
 
 def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"--config .*nowhere\.toml: No such file"):
+    with pytest.raises(UsageError, match=r"--config .*nowhere\.toml: no such file"):
         parse(["--config", str(tmp_path / "nowhere.toml")])
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"--config .*binary\.toml: not a TOML file"):
         parse(["--config", str(tmp_path / "binary.toml")])
-    with pytest.raises(UsageError, match=r"--config .*: Is a directory"):
+    with pytest.raises(UsageError, match=r"--config .*: expected a TOML file, found a folder"):
         parse(["--config", str(tmp_path)])
 
 
@@ -293,12 +300,13 @@ def test_the_console_script_hands_the_flags_on(command):
 
 
 @needs_mpiexec
-def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path):
+def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkeypatch):
     """OUT/config.toml of a run with flags repeats the run."""
     flags = ["--steps", "0", "--layers", "1", "--dim", "6", "--heads", "3", "--context", "4", "--no-tied"]
     (tmp_path / "text").write_text("some text to train on " * 9)
     flags += ["--data", "text", "--out", "run", "--sample", "0", "--max-time", "1h"]
     status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=30)
     assert (status, errors) == (0, "")
-    assert parse(["--config", str(tmp_path / "run" / "config.toml")]) == parse(flags)
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--config", "run/config.toml"]) == recorded(parse(flags))
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["tied"] is False

@@ -23,7 +23,7 @@ TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos
 
 
-def load(*paths, val_fraction=0.0, context=4, seed=0, tokenizer=TOKENIZER, vocab_size=260):
+def load(*paths, val_fraction=0.0, context=4, seed=0, tokenizer=TOKENIZER, vocab_size=260, any_bytes=False):
     return load_corpus(
         [str(path) for path in paths],
         val_fraction=val_fraction,
@@ -31,6 +31,7 @@ def load(*paths, val_fraction=0.0, context=4, seed=0, tokenizer=TOKENIZER, vocab
         seed=seed,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
+        any_bytes=any_bytes,
     )
 
 
@@ -117,9 +118,9 @@ def test_a_pipe_is_refused_by_name_and_skipped_in_a_folder(tmp_path):
 
 
 def test_documents_are_bytes_each_closed_by_eos(tmp_path):
-    write(tmp_path, a="hi", b=b"\xff\r\n", c="")
+    write(tmp_path, a="hi", b=b"\xc3\xbf\r\n", c="")
     corpus = load(tmp_path)
-    assert corpus.train.tolist() == [*b"hi", EOS, *b"\xff\r\n", EOS]
+    assert corpus.train.tolist() == [*b"hi", EOS, *b"\xc3\xbf\r\n", EOS]
     assert corpus.train.dtype == np.uint16
     assert (corpus.documents, corpus.val_documents, corpus.val.size, corpus.notes) == (2, 0, 0, ())
     assert corpus.vocab_size == 260
@@ -129,14 +130,42 @@ def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
     write(tmp_path, a="text " * 9, b=b"x\0y", c=b"z" * 8191 + b"\0", d=b"late" * 2048 + b"\0")
     corpus = load(tmp_path)
     assert corpus.documents == 2
-    assert corpus.notes == ("binary files left out: 2 (b, c); name a file to take it",)
+    assert corpus.notes == ("files that are no text left out: 2 (b: binary data, c: binary data)",)
     assert corpus.train[-2] == 0  # beyond the first 8 KiB nobody looks
 
 
-def test_a_binary_file_that_the_user_names_is_taken(tmp_path):
+def test_a_binary_file_that_the_user_names_is_refused(tmp_path):
     write(tmp_path, a="text", b=b"x\0y")
-    assert load(tmp_path / "b", context=3).train.tolist() == [*b"x\0y", EOS]
-    assert load(tmp_path, tmp_path / "b").documents == 2
+    for paths in ([tmp_path / "b"], [tmp_path, tmp_path / "b"]):
+        with pytest.raises(UsageError, match=r"--data .*/b looks like binary data, which is no text"):
+            load(*paths)
+
+
+def test_bytes_that_the_user_asks_for_are_taken_and_told(tmp_path):
+    """With --tokenizer byte, of files that are named; those of a folder stay outside."""
+    write(tmp_path, a="text", b=b"x\0y", c=b"\x1f\x8b\x08")
+    corpus = load(tmp_path / "b", context=3, any_bytes=True)
+    assert corpus.train.tolist() == [*b"x\0y", EOS]
+    told = "files that are no text, taken as they are for --tokenizer byte: 1 (b: binary data)"
+    assert corpus.notes == (told,)
+    assert load(tmp_path, tmp_path / "b", any_bytes=True).documents == 2
+
+
+def test_text_in_another_encoding_is_taken_and_told(tmp_path):
+    """Somebody's Latin-1 is text: bytes as they are, wherever the first odd one stands."""
+    write(tmp_path, a="né".encode("latin-1") * 9, b="plain " * 9, c=b"x" * (3 << 20) + "é".encode("latin-1"))
+    corpus = load(tmp_path)
+    assert corpus.documents == 3
+    (note,) = corpus.notes
+    assert note.startswith("text that is not UTF-8, taken byte by byte: 2 (a, c); iconv")
+
+
+def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
+    """Whatever the files look like: nobody has named them, and a run's digest must not move."""
+    monkeypatch.setattr("zero_mpi.data.sieve.kind_of", lambda *_: pytest.fail("looked at"))
+    corpus = load()
+    assert corpus.documents == sum(path.stat().st_size > 0 for path in stdlib_files())
+    assert corpus.notes == ()
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
@@ -295,9 +324,9 @@ def test_of_two_giants_the_smaller_is_held_out(tmp_path, seed):
 
 
 def test_of_a_single_document_the_tail_is_held_out(tmp_path):
-    corpus = load(put(tmp_path / "a", bytes(range(99))), val_fraction=0.101)
-    assert corpus.train.tolist() == list(range(89))
-    assert corpus.val.tolist() == [*range(89, 99), EOS]
+    corpus = load(put(tmp_path / "a", bytes(range(1, 100))), val_fraction=0.101)
+    assert corpus.train.tolist() == list(range(1, 90))
+    assert corpus.val.tolist() == [*range(90, 100), EOS]
     assert (corpus.documents, corpus.val_documents, corpus.notes) == (1, 0, ())
 
 
@@ -360,7 +389,7 @@ def test_empty_token_files_are_empty_data(tmp_path):
 
 def test_a_folder_of_binary_files_is_empty_data_and_says_so(tmp_path):
     put(tmp_path / "b", b"\0" * 99)
-    with pytest.raises(UsageError, match=r"no text and no tokens: .*; binary files left out: 1"):
+    with pytest.raises(UsageError, match=r"no text and no tokens: .*; files that are no text left out: 1"):
         load(tmp_path)
 
 

@@ -490,6 +490,56 @@ def test_a_chunks_sum_of_squares_depends_on_its_elements_alone():
         assert cpu.chunk_squares(part, 1024).tobytes() == sums[start:stop].tobytes()
 
 
+# ----------------------------------------------------------------------------------- sums over rows
+
+
+def one_after_the_other(x: np.ndarray) -> np.ndarray:
+    """The sum of x over its rows, first to last in float32."""
+    total = np.zeros(x.shape[1], np.float32)
+    for row in x:
+        total += row
+    return total
+
+
+def vector_gradients(operations: Any, dy: np.ndarray, x: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradients that are sums over rows: of a bias, and of the vectors of both norms."""
+    width = x.shape[1]
+    w, (b, rms, layer, shift) = np.ones(width, np.float32), np.zeros((4, width), np.float32)
+    ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), 1), np.float32)
+    operations.linear_backward_b(dy, b)
+    operations.rms_norm_backward(dy, x, w, ones, rms)
+    operations.layer_norm_backward(dy, x, w, zeros, ones, layer, shift)
+    return {"bias": b, "rms norm": rms, "layer norm": layer, "shift": shift}
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+@pytest.mark.parametrize("n", [1000, 4096])
+def test_sums_over_many_rows_keep_their_last_bits(operations, n):
+    """Far closer to float64 than one sum in the order of rows, whose error grows with their number."""
+    dy, x = numbers(n, 40) + 1, np.abs(numbers(n, 40, seed=1))
+    exact = {"bias": wide(dy).sum(axis=0), "rms norm": (wide(dy) * x).sum(axis=0)}
+    exact |= {"shift": exact["bias"], "layer norm": exact["rms norm"]}
+    plain = {name: one_after_the_other(dy if name in ("bias", "shift") else dy * x) for name in exact}
+
+    def error(found: dict[str, np.ndarray], name: str) -> float:
+        return float(np.sqrt(np.mean((found[name] - exact[name]) ** 2)))
+
+    found = vector_gradients(operations, dy, x)
+    for name in exact:
+        assert error(found, name) < error(plain, name) / 4, name
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 63, 64, 65, 130, 4096])
+def test_the_sum_over_rows_has_the_order_of_its_definition(n):
+    """Lanes are closed at the same rows and added in pairs; a compiler that is free to would not."""
+    dy = numbers(n, 40) + 1
+    found, defined = numbers(40, seed=5), numbers(40, seed=5)
+    cpu.linear_backward_b(dy, found)
+    reference.linear_backward_b(dy, defined)
+    assert found.tobytes() == defined.tobytes()
+    close(found, numbers(40, seed=5) + wide(dy).sum(axis=0))
+
+
 # --------------------------------------------------------------------------------------------- memory
 
 

@@ -46,6 +46,7 @@ from zero_mpi.doctor.fit import Line, Point, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.rows import BAD, NOTE, OK, Row
 from zero_mpi.launch import World
+from zero_mpi.limits import Limits, group_limits
 from zero_mpi.models import Llama
 from zero_mpi.sharding import FULL_SHARD
 from zero_mpi.sharding.layout import lay_out
@@ -284,23 +285,23 @@ def test_limits_of_control_groups_of_both_kinds(tmp_path):
     write(new / "job" / "memory.stat", f"anon 5\ninactive_file {200 << 20}\n")
     write(new / "job" / "step" / "memory.max", "max\n")
     write(new / "job" / "step" / "cpu.max", "150000 100000\n")
-    assert limits.group_limits(new, own) == (1 << 30, 524 << 20, 1.5)
+    assert group_limits(new, own) == (1 << 30, 524 << 20, 1.5)
     write(own, "4:memory:/job\n1:cpu,cpuacct:/job\n0::/\n")
     write(old / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")  # in a container: the root
     write(old / "cpu,cpuacct" / "cpu.cfs_quota_us", "-1\n")
     write(old / "cpu,cpuacct" / "cpu.cfs_period_us", "100000\n")
-    assert limits.group_limits(old, own) == (None, None, None)
+    assert group_limits(old, own) == (None, None, None)
     write(old / "memory" / "memory.limit_in_bytes", "1000\n")
     write(old / "memory" / "memory.usage_in_bytes", "400\n")
     write(old / "cpu,cpuacct" / "cpu.cfs_quota_us", "50000\n")
-    assert limits.group_limits(old, own) == (1000, 600, 0.5)
-    assert limits.group_limits(old, tmp_path / "none") == (None, None, None)
+    assert group_limits(old, own) == (1000, 600, 0.5)
+    assert group_limits(old, tmp_path / "none") == (None, None, None)
 
 
 def limited(**other):
     common = {"available": 64 << 30, "group_memory": None, "group_room": None, "group_cores": None}
-    common |= {"address_space": None, "locked": None, "files": 1024, "cores": 8}
-    return limits.Limits(**common | other)
+    common |= {"address_space": None, "data": None, "locked": None, "files": 1024, "cores": 8}
+    return Limits(**common | other)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +314,7 @@ def limited(**other):
             "--mem",
         ),
         ({"address_space": 1 << 32}, "address space of 4 GiB on a", "ulimit -v"),
+        ({"data": 1 << 32}, "private memory of 4 GiB for a rank on a", "ulimit -d"),
         ({"locked": 1 << 16}, "locked memory of 64 KiB on a", "ulimit -l"),
         ({"files": 64}, "64 open files on a, for 4 ranks", "ulimit -n 4096"),
     ],

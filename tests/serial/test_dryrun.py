@@ -114,10 +114,18 @@ def test_a_file_may_ask_for_it_too(folder):
 
 @needs_mpiexec
 def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
-    """54 GiB of parameters and more: planned in no memory."""
-    huge = ["--layers", "64", "--dim", "16384", "--heads", "64", "--dry-run"]
-    status, printed, errors = train(2, folder, *huge)
-    assert (status, errors) == (0, "")
+    """54 GiB of parameters and more: planned in no memory; the run would be refused for want of it."""
+    huge = ["--layers", "64", "--dim", "16384", "--heads", "64"]
+    status, printed, errors = train(2, folder, *huge, "--dry-run")
+    assert status == 2
+    assert re.fullmatch(
+        r"zero_mpi train: error: no memory for this run: parameters, gradients and moments alone are planned "
+        r"to take 3.0 TiB on \S+ \(206,[0-9,]+ parameters\), and .* GiB .*: ask for more .*\n",
+        errors,
+    )
+    assert re.sub("[0-9.]+ GiB are free", "", train(2, folder, *huge)[2]) == re.sub(
+        "[0-9.]+ GiB are free", "", errors
+    )
     assert re.search(
         r"(?m)^transport +messages, because \S+ MiB of shared memory are needed and /dev/shm has .* free "
         r"\(chosen by --transport auto\)$",

@@ -365,7 +365,7 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
         (["m.gguf"], "required: target"),
         ([".", "x.gguf"], "expected model.gguf, or config.json with safetensors"),
         (["state.gguf", "x.gguf"], "found the state of a training: give its model.gguf"),
-        (["array.gguf", "x.gguf"], "expected a model with its architecture, found none"),
+        (["array.gguf", "x.gguf"], "the GGUF key general.architecture: expected a text, found an array"),
         (["mamba.gguf", "x"], "architecture 'mamba' is not known"),
         (["part.gguf", "x"], "llama.block_count is 2, but the file has tensors of 1"),
     ],

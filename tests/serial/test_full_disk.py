@@ -4,7 +4,9 @@ Small file systems are mounted for it. While ranks save in the background they t
 at a later step, on all of them together.
 """
 
+import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,3 +178,22 @@ def test_a_run_is_not_begun_where_it_cannot_write(mount, flags, tmp_path):
     assert (status, printed) == (2, ""), errors
     (line,) = errors.splitlines()
     assert "Read-only file system" in line
+
+
+@pytest.mark.parametrize("pages", [0, 2, 4])
+def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags):
+    """With room for nothing, for less than the settings, and for less than the first steps' records."""
+    out, filler = small_disk / "out", small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096 * pages))
+    job = ["-m", "zero_mpi.train", *flags, "--out", str(out), "--steps", "99", "--save-every", "0"]
+    status, _, errors = run_job(3, job, timeout=30)
+    assert status == 1, errors
+    (line,) = errors.splitlines()
+    assert line.startswith("zero_mpi train: error: ")
+    assert str(out) in line
+    assert "No space left on device" in line
+    left = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert left.keys() <= {"status.json", "config.toml", "metrics.jsonl", "events.jsonl"}
+    assert all(left[name] for name in left.keys() & {"status.json", "config.toml"}), "an empty file"
+    assert left.get("metrics.jsonl", b"")[-1:] in (b"", b"\n"), "half a record"
+    assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"

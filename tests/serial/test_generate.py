@@ -7,6 +7,7 @@ logits that training computes for it.
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from dataclasses import replace
@@ -166,7 +167,7 @@ def test_an_open_source_gives_what_its_file_gives(tmp_path):
 def test_what_a_source_lacks_is_refused_with_its_name(tmp_path):
     source = Elsewhere(GGUFFile.open(write_model(tmp_path / "model.gguf", LLAMA)))
     source.metadata["llama.rope.scaling.type"] = "yarn"
-    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = yarn"):
+    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = 'yarn'"):
         TextModel(source)
 
 
@@ -266,6 +267,63 @@ def test_huge_logits_do_not_overflow():
     assert choose(np.array([1e4, 3e4, -1e4], np.float32), 1e-3, 0, generator) == 1
 
 
+def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
+    """Which ids are ever drawn: at a temperature so high that all that are kept come."""
+    generator = np.random.default_rng(0)
+    values = np.asarray(logits, np.float32)
+    return {choose(values, 1e6, top_k, generator, **how) for _ in range(400)}
+
+
+def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
+    assert kept([1, 2, 2, 2, 0], 2) == {1, 2}
+    assert kept([2, 1, 2, 2, 0], 2) == {0, 2}
+    assert kept([3, 3, 3, 3], 3) == {0, 1, 2}
+    assert kept([0, 7, 5, 5, 5], 3) == {1, 2, 3}
+    assert kept([5, 5, 5], 1) == {0}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [  # of 0.1, 0.4, 0.2, 0.3
+        ({"top_p": 0.0}, {1}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 0.69}, {1, 3}),
+        ({"top_p": 0.71}, {1, 3, 2}),
+        ({"top_p": 0.95}, {0, 1, 2, 3}),
+        ({"top_p": 1.0}, {0, 1, 2, 3}),
+        ({"min_p": 0.0}, {0, 1, 2, 3}),
+        ({"min_p": 0.2}, {0, 1, 2, 3}),
+        ({"min_p": 0.26}, {1, 2, 3}),
+        ({"min_p": 0.74}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 2, 3}),  # of 4/9, 3/9, 2/9
+        ({"top_k": 3, "top_p": 0.77}, {1, 3}),
+        ({"top_p": 0.75, "min_p": 0.6}, {1, 3}),
+    ],
+    ids=str,
+)
+def test_nucleus_and_least_share_keep_what_they_say(how, expected):
+    """By the model's own probabilities, whatever the temperature; each of what the one before has left."""
+    assert kept(LOGITS, **how) == expected
+
+
+def test_a_nucleus_takes_the_lowest_of_equally_likely_ids():
+    assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
+    assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-49, 1e-47, 1e-30])
+def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperature):
+    generator = np.random.default_rng(0)
+    for logits in (LOGITS, np.array([-3e38, 3e38, 0, 1], np.float32), np.array([0, 1e-45, 0, 0], np.float32)):
+        for top_k in (0, 2):
+            assert choose(logits, temperature, top_k, generator, top_p=0.9, min_p=0.1) == 1 or (
+                temperature >= 1e-47 and logits[1] < 1e-40
+            )
+
+
 # ------------------------------------------------------------------------------------------ the command
 
 
@@ -341,6 +399,19 @@ def test_the_command_writes_bytes_as_they_come_and_ends_with_the_text(keys, ids,
     assert half.stdout == b"na\xc3\n"
 
 
+def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact(tmp_path):
+    text = "\x1b[2Jï\n\r".encode()
+    path = write_story(tmp_path / "model.gguf", ByteTokenizer().metadata(), [ord("a"), *text, 257])
+    arguments = [str(path), "--prompt", "a", "--temperature", "0", "--tokens", "9"]
+    assert command(*arguments).stdout == b"a" + text + b"\n"
+    master, terminal = pty.openpty()
+    line = [sys.executable, "-m", "zero_mpi.generate", *arguments]
+    subprocess.run(line, stdout=terminal, timeout=50, check=True, env=jobs.clean_environment(), cwd=ROOT)
+    os.close(terminal)
+    assert os.read(master, 1000).decode() == "a\\x1b[2Jï\r\n\\r\r\n", "the terminal makes \\r\\n of \\n"
+    os.close(master)
+
+
 def bad_files(folder: Path) -> dict[str, str]:
     """Files that are no models, and what must be said of each."""
     (folder / "text.gguf").write_text("no model\n")
@@ -382,6 +453,9 @@ def test_the_command_refuses_what_is_no_model(tmp_path):
         (["--tokens", "many"], "--tokens: invalid int value: 'many'"),
         (["--colour", "red"], "--colour"),
         (["--temperature", "nan"], "--temperature nan: expected"),
+        (["--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
+        (["--top-p", "nan"], "--top-p nan: expected at least 0"),
+        (["--min-p", "-0.1"], "--min-p -0.1: expected at least 0"),
     ],
 )
 def test_the_command_refuses_bad_flags(checkpoint, arguments, message):

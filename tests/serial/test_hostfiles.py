@@ -171,8 +171,8 @@ def test_a_limit_that_mpich_does_not_have_is_named():
     ("arguments", "said"),
     [
         (["bad", "--for", "mpich"], "bad:2: expected HOST, HOST:2 or HOST slots=2 [max-slots=4], got 'n2:x'"),
-        (["nowhere", "--for", "mpich"], "nowhere: cannot be read: No such file or directory; expected HOST"),
-        ([".", "--for", "mpich"], ".: cannot be read: Is a directory; expected HOST"),
+        (["nowhere", "--for", "mpich"], "nowhere: no such file; expected HOST"),
+        ([".", "--for", "mpich"], ".: expected a file, found a folder: name the file in it; expected HOST"),
         (["binary", "--for", "mpich"], "binary: is not text; expected HOST"),
         (["bad"], "the following arguments are required: --for"),
         (["bad", "--for", "lam"], "argument --for: invalid choice: 'lam' (choose from"),

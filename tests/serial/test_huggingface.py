@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from zero_mpi.checkpoint import hforder
-from zero_mpi.checkpoint.hfexport import config_json, outgoing
+from zero_mpi.checkpoint.hfconfig import ROPE_SCALING
+from zero_mpi.checkpoint.hfexport import config_json, outgoing, rope_scaling
 from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
+from zero_mpi.source import passed_over
 
 library = pytest.importorskip(
     "safetensors.numpy",
@@ -250,7 +252,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"num_hidden_layers": ...}, "num_hidden_layers: expected a number above 0, found nothing"),
     ("llama", {"hidden_size": "24"}, "hidden_size: expected a number"),
     ("llama", {"vocab_size": True}, "vocab_size: expected a number"),
-    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number above 0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "the number NaN is not finite"),
     ("llama", {"rope_theta": 10**400}, "rope_theta: expected a number"),
     ("llama", {"head_dim": 5}, "head_dim: expected an even width"),
     ("llama", {"num_key_value_heads": 4}, "k_proj.weight': expected 24 rows by config.json, found 12"),
@@ -362,6 +364,65 @@ def test_the_way_back_gives_the_folder_again(
     }
     for key in source.tensors:
         np.testing.assert_allclose(again.read(key), source.read(key), rtol=1e-6)
+
+
+UNUSUAL = [
+    {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 20},
+    {"factor": 3, "low_freq_factor": 2, "high_freq_factor": 16.5, "original_max_position_embeddings": 12345},
+    {
+        "factor": 40.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 700,
+    },
+]
+
+
+@pytest.mark.parametrize("numbers", UNUSUAL, ids=str)
+def test_unusual_numbers_of_llama_3_come_back_as_they_were(tmp_path: Path, numbers: Edit) -> None:
+    """Through a GGUF, whose divisors alone would not tell them; the divisors come back to the bit."""
+    folder = make(tmp_path / "hf", "llama", {"rope_scaling": {"rope_type": "llama3", **numbers}})
+    source = open_weights(folder)
+    with GGUFStream(
+        tmp_path / "m.gguf", "llama", source.metadata, [(n, s.shape) for n, s in source.tensors.items()]
+    ) as stream:
+        for name in source.tensors:
+            stream.write(name, source.tensor(name))
+    back = config_json(open_weights(tmp_path / "m.gguf"), "float32")
+    assert back["rope_scaling"] == {"rope_type": "llama3", **numbers}
+    again = open_weights(make(tmp_path / "again", "llama", {"rope_scaling": back["rope_scaling"]}))
+    assert again.read("rope_freqs.weight").tobytes() == source.read("rope_freqs.weight").tobytes()
+
+
+@pytest.mark.parametrize(
+    "kept", ["{", "[]", "null", '{"factor": 8.0}', json.dumps(UNUSUAL[0]), '{"factor": "x"}', "[" * 9999]
+)
+def test_kept_numbers_that_do_not_make_the_divisors_are_not_believed(tmp_path: Path, kept: str) -> None:
+    source = open_weights(make(tmp_path, "llama 3"))
+    other = Fake(source, metadata={ROPE_SCALING: kept}, rope_freqs__weight=source.read("rope_freqs.weight"))
+    factors = other.read("rope_freqs.weight")
+    assert rope_scaling(other, 1000.0, 6)["factor"] == factors.max()
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "expected"),
+    [
+        ("llama", {}, ""),
+        ("llama", {"attention_dropout": 0.0}, ""),
+        ("qwen2", {"attention_dropout": None}, ""),
+        ("llama", {"attention_dropout": 0.25}, "attention_dropout 0.25"),
+        ("gpt2", {}, "embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1"),
+        ("gpt2", {"embd_pdrop": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.5}, "resid_pdrop 0.5"),
+        ("qwen3", {"attention_dropout": "\x1b"}, "attention_dropout \\x1b"),
+    ],
+)
+def test_dropout_that_is_asked_for_is_told(tmp_path: Path, name: str, edits: Edit, expected: str) -> None:
+    """gpt2 has some where its configuration does not say."""
+    folder = make(tmp_path, name, edits)
+    said = passed_over(open_weights(folder))
+    wanted = f"{folder / 'config.json'} asks for dropout ({expected}): training here has none"
+    assert said == ([wanted] if expected else [])
+    assert passed_over(None) == []
 
 
 class Fake:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import gguf
@@ -84,6 +85,21 @@ def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_pat
     ours, theirs = (tensors(out / "latest" / "model.gguf") for out in (found, expected))
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not np.array_equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, tmp_path):
+    """No flag has named them. The file of settings starts the same run again, and goes on with it."""
+    out, again = start(1, tmp_path / "out", models[arch], text), tmp_path / "again"
+    settings = tomllib.loads((out / "config.toml").read_text())
+    sizes = {"arch": arch, "layers": 2, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 96}
+    assert {name: settings[name] for name in sizes} == sizes
+    assert settings["tied"] == (arch == "gpt2")
+    assert settings["lr"] == 5e-5
+    train(2, again, "--config", str(out / "config.toml"))
+    assert fields(again) == fields(out)
+    train(1, out, "--config", str(out / "config.toml"), "--steps", "3")
+    assert len(fields(out)) == 3
 
 
 STILL = ["--lr", "0", "--min-lr", "0"]
@@ -169,3 +185,11 @@ def test_generate_takes_a_folder(models, tmp_path):
         printed.append(out)
     assert printed[0] == printed[1]
     assert len(printed[0]) > 10
+
+
+def test_dropout_that_a_folder_asks_for_is_told_at_the_start(models, text, tmp_path):
+    """Hugging Face's gpt2 has some unless its configuration says otherwise; training here has none."""
+    folder = as_folder(models["gpt2"], tmp_path / "hf")
+    flags = ["--init", str(folder), "--data", *text, *RUN, "--steps", "0"]
+    printed = train(2, tmp_path / "out", *flags)
+    assert printed.count("asks for dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1

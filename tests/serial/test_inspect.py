@@ -204,9 +204,9 @@ def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
         ({"training__sample_count": np.uint64(99)}, CHANGED),
         ({"training__state_digest": "0" * 64}, CHANGED),
         ({"training__model_digests": []}, CHANGED),
-        ({"training__checkpoint_id": np.arange(3)}, "not of one checkpoint"),
-        ({"optimizer__file_version": np.arange(3)}, "version 2, found '[0 1 2]'"),
-        ({"training__tensor_digests": np.arange(3, dtype=np.int32)}, "has no checksum"),
+        ({"training__checkpoint_id": np.arange(3)}, "checkpoint_id: expected a text, found an array of 3"),
+        ({"optimizer__file_version": np.arange(3)}, "file_version: expected a whole number"),
+        ({"training__tensor_digests": np.arange(3, dtype=np.int32)}, "digests: expected an array of texts"),
         ({"optimizer__file_version": np.uint32(9)}, "version 2, found"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -221,8 +221,12 @@ def test_keys_that_were_changed(change, named, checkpoint):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("recorded", ["0" * 64, np.arange(3)], ids=["another", "an array"])
-def test_a_state_digest_that_is_not_that_of_the_tensors(recorded, checkpoint):
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [("0" * 64, "is not that of the tensors"), (np.arange(3), "expected a text, found an array of 3 int64")],
+    ids=["another", "an array"],
+)
+def test_a_state_digest_that_is_not_that_of_the_tensors(recorded, said, checkpoint):
     """Even where the keys were signed again."""
     paths = [checkpoint / name for name in PAIR]
     for path in paths:
@@ -232,7 +236,7 @@ def test_a_state_digest_that_is_not_that_of_the_tensors(recorded, checkpoint):
         rewrite(path, training__checkpoint_id=name)
     status, text, errors = run(checkpoint)
     assert (status, errors) == (1, "")
-    assert "key training.state_digest is not that of the tensors" in text
+    assert re.search(rf"key training\.state_digest:? {said}", text)
     assert CHANGED not in text
 
 

@@ -22,6 +22,14 @@ import zero_mpi.nn
 from zero_mpi import nn
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
 from zero_mpi.nn.compose import Wrapper
+from zero_mpi.nn.fusions import (
+    AddsInBackward,
+    AddsInForward,
+    backward_onto,
+    forward_onto,
+    loss_alone,
+    loss_and_backward,
+)
 
 STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
 TOLERANCE = 1e-7
@@ -141,7 +149,6 @@ CASES = [
     Case("fused qkv, bias", nn.FusedQKV("a", 7, EQUAL, bias=True), SEQUENCES),
     Case("chain", nn.Chain(nn.Linear("a", 7, 5), nn.GELU(), nn.Linear("b", 5, 2)), SEQUENCES),
     Case("chain, one matrix twice", nn.Chain(nn.Linear("a", 7, 7), nn.Linear("a", 7, 7)), SEQUENCES),
-    Case("chain of nothing", nn.Chain(), SEQUENCES),
     Case("residual", nn.Residual(nn.Linear("a", 7, 7, bias=True)), SEQUENCES),
     Case("residual, no parameters", nn.Residual(nn.GELU()), SEQUENCES),
     Case("recompute", nn.Recompute(nn.Chain(nn.RMSNorm("a", 7, 1e-3), nn.SwiGLU("b", 7, 3))), SEQUENCES),
@@ -411,10 +418,10 @@ def test_loss_in_one_is_forward_cross_entropy_and_backward(case):
     g, expected_g = copied(s.g), copied(s.g)
     expected_dx = s.layer.backward(s.p, saved, dlogits, expected_g)
     before = fingerprint(s.x)
-    found, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
+    found, dx = loss_and_backward(s.layer, s.p, s.x, targets, 0.3, g)
     assert isinstance(found, float)
     assert found == pytest.approx(loss, rel=1e-12)
-    assert s.layer.evaluate(s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
+    assert loss_alone(s.layer, s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
     assert fingerprint(s.x) == before
     for name in g:
         np.testing.assert_allclose(g[name], expected_g[name], rtol=1e-10, atol=1e-12)
@@ -449,7 +456,7 @@ def layer_classes() -> Iterator[type[nn.Layer]]:
 
 
 def test_every_layer_class_has_a_case():
-    abstract = {Wrapper}
+    abstract = {Wrapper, AddsInForward, AddsInBackward}
     covered = {type(case.layer) for case in CASES}
     missing = {cls.__qualname__ for cls in layer_classes()} - {cls.__qualname__ for cls in covered | abstract}
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
@@ -461,3 +468,30 @@ def test_one_name_for_two_shapes_is_refused():
         ValueError, match=r"parameter a.weight comes twice in a chain, as \(5, 7\) and \(2, 5\)"
     ):
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
+
+
+def test_a_chain_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="a chain needs at least one layer"):
+        nn.Chain()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear("a", 7, 7), nn.RMSNorm("a", 7, 1e-5), nn.GELU()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_residual_is_added_whether_or_not_the_layer_can(layer):
+    """In forward, in backward, and at the end of a chain; the residual itself stays as it is."""
+    rng = np.random.default_rng(0)
+    x, residual = (rng.standard_normal((2, 5, 7)) for _ in range(2))
+    p = weights(layer, rng, np.float64)
+    y, saved = layer.forward(p, x)
+    kept = residual.copy()
+    for any_layer in (layer, nn.Chain(layer)):
+        onto, _ = forward_onto(any_layer, p, x, residual)
+        np.testing.assert_allclose(onto, residual + y, rtol=1e-12, atol=1e-14)
+    dx = layer.backward(p, saved, y, {})
+    for any_layer, s in ((layer, saved), (nn.Chain(layer), [saved])):
+        onto = backward_onto(any_layer, p, s, y, {}, residual)
+        np.testing.assert_allclose(onto, residual + dx, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(residual, kept)

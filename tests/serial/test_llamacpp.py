@@ -21,6 +21,7 @@ from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
+from zero_mpi.sampling import weights_of
 from zero_mpi.textmodel import TextModel
 
 llama_cpp()  # skips the module without it
@@ -225,6 +226,35 @@ def test_greedy_text_is_llama_cpps(readable):
     theirs = greedy(server, "def ", 16)
     assert len(set(theirs)) > 4, "a text of few characters would show little"
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"top_k": 7},
+        {"top_p": 0.3},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.7, "min_p": 0.15},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_what_is_kept_and_how_it_is_weighted_is_llama_cpps(readable, how):
+    """Its probabilities after all samplers, in its own order of them, at a temperature that is not 1.
+
+    No cut falls between equally likely tokens: which of them llama.cpp keeps is nowhere said.
+    """
+    path, server = readable
+    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 0.6} | how
+    request = {"prompt": list(PROMPT), "n_predict": 1, "n_probs": 259, "post_sampling_probs": True}
+    answer = server.handle_completions(request | settings)
+    entries = answer["choices"][0]["logprobs"]["content"][0]["top_probs"]
+    expected = {entry["id"]: entry["prob"] for entry in entries if entry["prob"] > 0}
+    weights = weights_of(TextModel(path).logits(list(PROMPT))[-1], **settings)
+    assert 1 < len(expected) < ByteTokenizer.vocab_size
+    assert set(np.flatnonzero(weights)) == set(expected)
+    for token, share in expected.items():
+        assert abs(weights[token] / weights.sum() - share) < 1e-4
 
 
 def put(name: str, *shape: int) -> Edit:

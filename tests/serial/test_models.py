@@ -337,7 +337,7 @@ def test_impossible_heads_are_refused(arch, flags, message):
 # -------------------------------------------------------------------------------------- files that lie
 
 
-@pytest.mark.parametrize("arch", ["mamba", None, 7])
+@pytest.mark.parametrize("arch", ["mamba", None])
 def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
     with refused(r"model\.gguf: architecture .* is not known; expected one of llama, gpt2, qwen2, qwen3"):
         config_from_gguf({"general.architecture": arch}, [], "model.gguf")
@@ -369,9 +369,9 @@ def test_a_missing_key_is_named(config, key):
         read_back(config, **{key.replace(".", "__"): None})
 
 
-@pytest.mark.parametrize("value", ["24", 0, -1, 1.5, np.nan, np.inf])
+@pytest.mark.parametrize("value", ["24", 0, -1, 1.5, np.nan, np.inf, True, np.float32(2), np.uint64(1 << 31)])
 def test_a_size_that_is_none_is_refused(value):
-    with refused(r"the GGUF key llama\.block_count is "):
+    with refused(r"the GGUF key llama\.block_count: expected a whole number of at least 1, found "):
         read_back(LLAMA, block_count=value)
 
 

@@ -54,7 +54,7 @@ def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
     found = {}
     for unit in module.units:
         if unit.unit.trainable:
-            found |= unit.unit.views(unit.gradient)
+            found |= unit.unit.views(unit.gradient.sum)
     return {name: found[name].astype(np.float64) for name in module.params if name in found}
 
 
@@ -151,7 +151,7 @@ def test_the_gaps_between_parameters_stay_zero(way):
         for segment in unit.unit.segments(slice(0, unit.unit.length)):
             gaps[segment.where] = False
         held = optimizer.moments[unit.name]
-        assert not any(array[gaps].any() for array in (unit.shard, held.first, held.second))
+        assert not any(array[gaps].any() for array in (unit.parameters.shard, held.first, held.second))
 
 
 @every_way

@@ -293,11 +293,12 @@ from zero_mpi.nn import CrossEntropy
 
 def held(module, optimizer):
     low, units = module.precision.is_low, module.units
-    gradients = sum(unit.gradient.nbytes for unit in units)
-    gradients += sum(0 if unit.full_gradient is None else unit.full_gradient.nbytes for unit in units)
+    kept = [unit.parameters for unit in units]
+    gradients = sum(unit.gradient.sum.nbytes for unit in units)
+    gradients += sum(0 if unit.gradient.whole is None else unit.gradient.whole.nbytes for unit in units)
     return {
-        "parameters": sum((unit.rounded if unit.keeps_slice else unit.full).nbytes for unit in units),
-        "masters": sum(unit._master.nbytes for unit in units) if low else 0,
+        "parameters": sum((p.own if p.keeps_slice else p.whole).nbytes for p in kept),
+        "masters": sum(p.master.nbytes for p in kept) if low else 0,
         "gradients": gradients,
         "moments": optimizer.memory_bytes(),
         "gathered": module.parameter_pool.nbytes,
@@ -374,8 +375,8 @@ def test_buffers_of_one_process_in_low_precision(strategy, reduce, rounds):
     plan, units = plan_memory(case), module.units
     assert plan.gradient_buffers == module.gradient_pool.nbytes
     assert plan.moments == optimizer.memory_bytes()
-    assert plan.masters == sum(unit._master.nbytes for unit in units) == 2 * plan.parameters
-    assert plan.parameters == sum(unit.rounded.nbytes for unit in units)
+    assert plan.masters == sum(unit.parameters.master.nbytes for unit in units) == 2 * plan.parameters
+    assert plan.parameters == sum(unit.parameters.own.nbytes for unit in units)
     assert plan.gathered == module.parameter_pool.nbytes == 0
 
 
@@ -585,7 +586,7 @@ def test_a_sweep_as_numbers(tmp_path):
         (["--memory", "much"], "--memory much: expected a size such as 64G"),
         (["--flops", "-1"], "--flops -1: expected more than 0"),
         (["--beta", "nan"], "--beta nan: expected at least 0"),
-        (["--doctor", "nowhere.json"], "--doctor nowhere.json: No such file"),
+        (["--doctor", "nowhere.json"], "--doctor nowhere.json: no such file"),
         (["--init", "nowhere.gguf"], "nowhere.gguf"),
         (["--heads", "5"], "--heads 5 does not divide --dim 192"),
         (["--freeze", "nothing"], "--freeze: frozen pattern 'nothing' matches no parameter"),

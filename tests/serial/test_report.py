@@ -14,7 +14,7 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
-from report_runs import EVENTS, event, record, records, status, write_run
+from report_runs import EVENTS, STARTED, event, record, records, status, write_run
 
 from zero_mpi.errors import UsageError
 from zero_mpi.inspection import examine
@@ -234,7 +234,7 @@ def test_hostile_texts_stay_texts(tmp_path):
 
 def test_controls_are_made_visible():
     assert visible("a\tb\nc") == "a\tb\nc"
-    assert visible("\x00\x1b\x7f\u202e\u2066\ud800") == "\u2400\u241b" + "\ufffd" * 4
+    assert visible("\x00\x1b\x7f\u202e\u2066\ud800") == r"\x00\x1b\x7f\u202e\u2066\ud800"
     assert visible("naïve 日本 \U0001f600") == "naïve 日本 \U0001f600"
     assert safe("<a href='x'>&\"") == "&lt;a href=&#x27;x&#x27;&gt;&amp;&quot;"
 
@@ -364,12 +364,21 @@ def test_figures(tmp_path):
     assert found["Step"] == ("60", "of 60")
     assert found["Tokens"] == ("122.9k", "seen so far")
     assert found["Training time"] == ("15 s", "steps alone")
-    assert found["Loss"] == ("1.893", "least 1.893")
+    assert found["Loss"] == ("1.893", "best 1.893")
     assert found["Tokens a second"] == ("8,192", "median of the last 60 steps")
     assert found["Share of peak"][0] == "40 %"
     assert found["Exposed waits"][0] == "12.5 %"
     assert found["Ranks"] == ("3", "1 host, 1 thread each, cpu, fp32, full-shard, shared")
-    assert found["Memory of a rank"] == ("5 MiB", "buffers planned: 4 MiB")
+    assert found["Memory of a rank"] == ("5 MiB", "buffers planned: 4 MiB"), "that of the latest job"
+
+
+@pytest.mark.parametrize("about", [{"step": 60}, {"ranks": 7}])
+def test_memory_of_an_earlier_job_is_not_shown_beside_the_ranks_of_the_latest(tmp_path, about):
+    write_run(tmp_path, events=[*EVENTS, {**STARTED, **about}], status=status())
+    found = {one.name: (one.value, one.note) for one in figures(read_run(tmp_path))}
+    assert found["Ranks"][0] == str(about.get("ranks", 2))
+    assert found["Memory of a rank"] == ("4 MiB", "planned for buffers")
+    assert "Memory by rank" not in Tree(page_of(tmp_path)).said("h2")
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,57 @@ def test_curves_are_there_without_a_script(show):
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
+STYLE_OF = """const style = getComputedStyle(document.querySelector(arguments[0]));
+return style[arguments[1]];"""
+
+
+def style_of(browser, selector, name):
+    """What the first element looks like."""
+    return browser.execute_script(STYLE_OF, selector, name)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_validation_and_marks_have_colours_that_no_training_curve_has(show, name, dark):
+    browser = show(name, dark=dark)
+    runs = {
+        browser.execute_script(
+            "const one = document.createElement('i'); one.className = arguments[0];"
+            "document.body.append(one); one.style.color = 'var(--c)'; return getComputedStyle(one).color",
+            f"c{number}",
+        )
+        for number in range(8)
+    }
+    assert len(runs) == 8
+    training = style_of(browser, "[data-chart=loss] .main .line", "stroke")
+    assert training in runs
+    validation = style_of(browser, "[data-chart=loss] .val .line", "stroke")
+    assert validation != training
+    assert (validation in runs) == (name == "one"), "of several runs it is a tone of its run's colour"
+    assert style_of(browser, "[data-chart=loss] .key.val", "borderTopColor") == validation
+    assert style_of(browser, ".mark.resumed .glyph", "fill") not in runs
+    assert style_of(browser, ".mark.resumed .stem", "stroke") not in runs
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_table_that_goes_on_has_a_shadow_where_it_does(show, dark):
+    browser = show("two", PHONE, dark=dark)
+    edges = {}
+    for place in ("start", "end"):
+        browser.execute_script(
+            "const box = document.querySelector('#values .scroll'); box.scrollIntoView();"
+            "box.scrollLeft = arguments[0] === 'end' ? 9999 : 0",
+            place,
+        )
+        box = find(browser, "#values .scroll").rect
+        about = {"y": box["y"] + 70, "width": 8, "height": 8, "scale": 1}
+        for side, x in (("left", box["x"] + 3), ("right", box["x"] + box["width"] - 11)):
+            request = {"format": "png", "captureBeyondViewport": True, "clip": {**about, "x": x}}
+            edges[place, side] = browser.execute_cdp_cmd("Page.captureScreenshot", request)["data"]
+    assert edges["start", "right"] != edges["end", "right"]
+    assert edges["start", "left"] != edges["end", "left"]
+
+
 def test_hostile_sample_does_nothing(show):
     browser = show("two")
     assert HOSTILE in texts(browser, ".sample pre")

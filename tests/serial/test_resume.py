@@ -242,14 +242,16 @@ train.main()
 """
 
 
-def test_a_signal_while_a_run_is_prepared_stops_it_after_a_step(flags, endless, tmp_path):
+def test_a_signal_while_a_run_is_prepared_stops_it_before_its_first_step(flags, endless, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(EARLY)
     command = [str(script), "--out", str(tmp_path / "out"), *flags, *ENDLESS]
     status, printed, errors = run_job(2, command, timeout=30)
     assert (status, errors) == (REQUEUE, ""), printed
-    assert len(fields(tmp_path / "out")) == 1
-    go_on_to_the_end(1, tmp_path / "out", flags, endless)
+    assert "stopped by SIGUSR1 before the first step" in printed
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    train(1, tmp_path / "out", *flags, *ENDLESS)
+    assert_same_run(tmp_path / "out", endless)
 
 
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):

@@ -28,5 +28,5 @@ def test_contributors_are_the_ranks_that_have_a_micro_batch(count, ranks):
 
 
 def test_a_step_without_micro_batches_is_refused():
-    with pytest.raises(ValueError, match="at least one micro-batch a step, got 0"):
+    with pytest.raises(ValueError, match="a whole number of at least 1, got 0"):
         Rounds(0, 0, 1)

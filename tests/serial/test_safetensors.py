@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.checkpoint.safetensors import INDEX, SafetensorsModel, SafetensorsStream
-from zero_mpi.checkpoint.stored import FileError
+from zero_mpi.foreign import FileError
 
 safetensors = pytest.importorskip(
     "safetensors", reason="no library to compare with: pip install safetensors", exc_type=ImportError
@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "huge header": (packed(A, bytes(8), 2**64 - 1), "found 18446744073709551615"),
     "no JSON": (packed(b"{nothing}"), "expected JSON"),
     "JSON cut": (packed(b'{"a": {"dtype"'), "expected JSON"),
-    "not UTF-8": (packed(b'{"\xff": 1}'), "expected JSON, found what is not: .*utf-8"),
+    "not UTF-8": (packed(b'{"\xff": 1}'), "expected JSON, found what is not: not UTF-8"),
     "a list": (packed(b"[]"), r"starts with \{, found b'\['"),
     "space first": (packed(b" {}"), r"starts with \{, found b' '"),
     "deep": (packed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "expected JSON"),

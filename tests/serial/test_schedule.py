@@ -5,18 +5,62 @@ earlier, is started at most once in a direction and released after its last use 
 is reduced once, after the last backward that adds to it.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.sharding.schedule import StagePlan, make_schedule
+from zero_mpi.sharding.actions import (
+    Backward,
+    Evaluate,
+    Forward,
+    Gather,
+    Loss,
+    Progress,
+    Reduce,
+    Release,
+    Wait,
+    WaitReduce,
+    by_stage,
+    run,
+)
+from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT, make_schedule
 
-NOTHING = StagePlan((), (), ())
+COMPUTES = (Forward, Backward, Loss, Evaluate)
+
+
+class Around:
+    """What happens to units around a stage that computes: unit numbers by kind of action."""
+
+    def __init__(self, actions):
+        (self.compute,) = [action for action in actions if isinstance(action, COMPUTES)]
+        self.stage = self.compute.stage
+        kinds = (Gather, Wait, Release, Reduce)
+        self.start, self.need, self.drop, self.reduce = (
+            tuple(action.unit for action in actions if isinstance(action, kind)) for kind in kinds
+        )
+        order = [kinds.index(type(action)) for action in actions if type(action) in kinds]
+        assert order == sorted(order), "gathers start first, reductions last"
+        assert isinstance(actions[-1], Progress)
+
+    def __eq__(self, row):
+        return (self.start, self.need, self.drop, self.reduce) == row
+
+    def __repr__(self):
+        return f"{self.compute}: {(self.start, self.need, self.drop, self.reduce)}"
+
+
+def around(actions):
+    """By stage, in order of stages."""
+    found = [Around(stage) for stage in by_stage(actions)]
+    assert sum(1 for action in actions if isinstance(action, Progress)) == len(found)
+    return sorted(found, key=lambda moves: moves.stage)
 
 
 def plans(*rows):
-    """StagePlans from (start, need, drop[, reduce]), each a string of unit numbers."""
-    return tuple(StagePlan(*(tuple(map(int, units)) for units in row)) for row in rows)
+    """What happens around each stage, from (start, need, drop[, reduce]), each a string of unit numbers."""
+    return [tuple(tuple(map(int, units)) for units in (*row, "")[:4]) for row in rows]
 
 
 def schedule(uses, prefetch, *, reads=None, trainable=None):
@@ -50,69 +94,155 @@ def test_four_plain_stages(prefetch):
     """The last unit stays between forward and backward, the others are gathered again."""
     made = schedule("0123", prefetch)
     forward, backward = FOUR[prefetch]
-    assert made.forward == forward
-    assert made.backward == backward
-    assert made.last_backward == 0
+    assert around(made.forward) == forward
+    assert around(made.backward) == backward
+    assert [moves.stage for moves in map(Around, by_stage(made.backward))] == [3, 2, 1, 0]
 
 
 def test_evaluation_keeps_nothing():
     made = schedule("0123", 1)
-    assert made.evaluate[:3] == made.forward[:3]
-    assert made.evaluate[3] == StagePlan((), (3,), (3,))
+    assert around(made.inference)[:3] == plans(("01", "0", "0"), ("2", "1", "1"), ("3", "2", "2"))
+    assert around(made.inference)[3] == ((), (3,), (3,), ())
+
+
+def test_the_last_stage_runs_both_ways_at_once_in_training():
+    made = schedule("0123", 1)
+    apart, joint = (*made.forward, *made.backward), made.training
+    assert list(map(Around, by_stage(joint)))[3] == ((2,), (3,), (3,), (3,))
+    assert [a for a in apart if a not in (Forward(3), Backward(3))].count(Progress()) - 1 == joint.count(
+        Progress()
+    )
+    assert [a for a in joint if isinstance(a, COMPUTES)] == [
+        *map(Forward, range(3)),
+        Loss(3),
+        *map(Backward, (2, 1, 0)),
+    ]
+
+
+def test_evaluation_is_inference_with_the_loss_of_the_last_stage():
+    made = schedule("0120", 1)
+    with_loss = [Evaluate(3) if action == Forward(3) else action for action in made.inference]
+    assert list(made.evaluation) == with_loss
+
+
+def test_what_is_not_sharded_is_waited_for_and_never_gathered_or_released():
+    """Its update may still be under way (shard-grad-op)."""
+    uses = [(0,), (1,), (0,)]
+    sharded, whole = (make_schedule(uses, [True] * 3, [True] * 2, 1, gathers=g) for g in (True, False))
+    for name in ("forward", "backward", "training", "inference", "evaluation"):
+        left = [a for a in getattr(sharded, name) if not isinstance(a, Gather | Release)]
+        assert list(getattr(whole, name)) == left
+
+
+def test_a_round_that_defers_its_reductions_does_all_else():
+    made = schedule("0123", 1)
+    for name in ("training", "backward"):
+        left = [a for a in getattr(made, name) if not isinstance(a, Reduce | WaitReduce)]
+        assert list(getattr(made.without_reductions, name)) == left
+    assert made.without_reductions.forward == made.forward
+
+
+def test_it_reads_like_the_step():
+    uses, names = (
+        [(0,), (1,), (0,)],
+        {"unit_names": ("embed", "blk"), "stage_names": ("embed", "blk", "head")},
+    )
+    made = replace(make_schedule(uses, [False, True, True], [True] * 2, 1), **names)
+    assert str(made).splitlines() == [
+        "  gather embed blk; wait for embed; forward embed",
+        "  wait for blk; forward blk; release blk",
+        "  gather blk; wait for embed; forward, loss and backward of head; release embed",
+        "  wait for blk; backward blk; release blk; wait for the sum of blk; reduce blk",
+        "  backward embed; wait for the sum of embed; reduce embed",
+    ]
+
+
+class Notes:
+    """Units and stages that write down what they are asked for."""
+
+    contributors = 5
+
+    def __init__(self, said, name=""):
+        self.said, self.name = said, name
+
+    def __getattr__(self, verb):
+        return lambda *given: self.said.append((self.name, verb, *given))
+
+
+def test_the_loop_asks_units_and_stages_for_what_the_actions_say():
+    said = []
+    units, stages = [Notes(said, "a"), Notes(said, "b")], Notes(said)
+    actions = [Gather(1), Wait(0), Forward(0), Evaluate(1), Loss(2), Release(1), Progress()]
+    run([*actions, Backward(3), WaitReduce(0), Reduce(1)], units, stages)
+    assert said == [
+        ("b", "start_gather"),
+        ("a", "wait_gather"),
+        ("", "forward", 0),
+        ("", "evaluate", 1),
+        ("", "loss_and_backward", 2),
+        ("b", "release"),
+        ("", "progress"),
+        ("", "backward", 3),
+        ("a", "wait_reduce"),
+        ("b", "start_reduce", 5),
+    ]
+
+
+FORWARD_OF_TIED = plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", ""))
 
 
 def test_tied_first_and_last_stage():
     """The shared unit is gathered once a micro-step and reduced at its last use in backward."""
     made = schedule("0120", 1)
-    assert made.forward == plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", ""))
-    assert made.evaluate == (*made.forward[:3], StagePlan((), (0,), (0,)))
-    assert made.backward == plans(
+    assert around(made.forward) == FORWARD_OF_TIED
+    assert around(made.inference) == [*FORWARD_OF_TIED[:3], ((), (0,), (0,), ())]
+    assert around(made.backward) == plans(
         ("", "0", "0", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "", "")
     )
 
 
 def test_tied_embedding_that_does_not_read_is_released_after_the_head():
     made = schedule("0120", 1, reads=[False, True, True, True])
-    assert made.backward == plans(
+    assert around(made.backward) == plans(
         ("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "0", "")
     )
 
 
 def test_embedding_that_does_not_read_is_not_gathered_in_backward():
     made = schedule("012", 1, reads=[False, True, True])
-    assert made.forward == plans(("01", "0", "0"), ("2", "1", "1"), ("", "2", ""))
-    assert made.backward == plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"))
+    assert around(made.forward) == plans(("01", "0", "0"), ("2", "1", "1"), ("", "2", ""))
+    assert around(made.backward) == plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"))
 
 
 def test_last_stage_that_does_not_read_is_not_kept():
     made = schedule("012", 0, reads=[True, True, False])
-    assert made.forward[2] == StagePlan((2,), (2,), (2,))
-    assert made.backward[2] == StagePlan((), (), (), (2,))
+    assert around(made.forward)[2] == ((2,), (2,), (2,), ())
+    assert around(made.backward)[2] == ((), (), (), (2,))
 
 
 def test_frozen_first_stages_end_backward_early():
     made = schedule("0123", 2, trainable=[False, False, True, True])
-    assert made.last_backward == 2
     assert made.forward == schedule("0123", 2).forward
-    assert made.backward == (NOTHING, NOTHING, *plans(("", "2", "2", "2"), ("2", "3", "3", "3")))
+    assert [moves.stage for moves in around(made.backward)] == [2, 3]
+    assert around(made.backward) == plans(("", "2", "2", "2"), ("2", "3", "3", "3"))
 
 
 def test_frozen_stage_in_the_middle_is_gathered_and_not_reduced():
     made = schedule("012", 0, trainable=[True, False, True])
-    assert made.backward == plans(("0", "0", "0", "0"), ("1", "1", "1", ""), ("", "2", "2", "2"))
+    assert around(made.backward) == plans(("0", "0", "0", "0"), ("1", "1", "1", ""), ("", "2", "2", "2"))
 
 
 def test_nothing_trained_has_no_backward():
     made = schedule("012", 1, trainable=[False] * 3)
-    assert made.last_backward == 3
-    assert made.backward == (NOTHING,) * 3
-    assert made.forward == made.evaluate
+    assert made.backward == ()
+    assert made.forward == made.inference
+    assert [a.stage for a in made.training if isinstance(a, Forward | Loss)] == [0, 1, 2]
 
 
 def test_neighbours_that_share_a_unit_release_it_between_forward_and_backward():
     made = schedule(["0", "1", "1", "2"], 0)
-    assert made.forward == plans(("0", "0", "0"), ("1", "1", ""), ("", "1", "1"), ("2", "2", ""))
-    assert made.backward == plans(
+    assert around(made.forward) == plans(("0", "0", "0"), ("1", "1", ""), ("", "1", "1"), ("2", "2", ""))
+    assert around(made.backward) == plans(
         ("0", "0", "0", "0"), ("", "1", "1", "1"), ("1", "1", "", ""), ("", "2", "2", "2")
     )
 
@@ -120,8 +250,8 @@ def test_neighbours_that_share_a_unit_release_it_between_forward_and_backward():
 def test_stages_without_parameters_and_with_two_units():
     """A frozen part of a scope is a unit of its own; activations between stages own nothing."""
     made = schedule(["01", "", "2"], 1, trainable=[True, False, True])
-    assert made.forward == plans(("01", "01", "01"), ("2", "", ""), ("", "2", ""))
-    assert made.backward == plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2"))
+    assert around(made.forward) == plans(("01", "01", "01"), ("2", "", ""), ("", "2", ""))
+    assert around(made.backward) == plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2"))
 
 
 # ------------------------------------------------------------------------------------------- random models
@@ -139,11 +269,11 @@ def models(draw):
     return uses, reads, trainable, draw(st.integers(0, 4))
 
 
-def walk(plans_in_order, needs, prefetch, held):
+def walk(moves_in_order, needs, prefetch, held):
     """Follow the plans, check every one, and return the units that are held at the end."""
     held, ever = set(held), set(held)
     shared = held | {u for units in needs for u in units if sum(u in other for other in needs) > 1}
-    for position, (plan, need) in enumerate(zip(plans_in_order, needs, strict=True)):
+    for position, (plan, need) in enumerate(zip(map(Around, by_stage(moves_in_order)), needs, strict=True)):
         assert not ever & set(plan.start), "started twice"
         assert len(set(plan.start)) == len(plan.start)
         assert all(position == max(0, first_need(needs, u) - prefetch) for u in plan.start), "not on time"
@@ -174,9 +304,10 @@ def apart(uses, unit):
 
 
 def backward_needs(made, uses, reads):
-    """What each stage's backward needs, in order of stages."""
-    wanted = zip(uses, reads, strict=True)
-    return [units if read and i >= made.last_backward else () for i, (units, read) in enumerate(wanted)]
+    """What the backward of each stage that has one needs, in the order in which they compute."""
+    stages = [action.stage for action in made.backward if isinstance(action, Backward)]
+    assert stages == list(range(len(uses) - 1, len(uses) - 1 - len(stages), -1))
+    return [uses[stage] if reads[stage] else () for stage in stages]
 
 
 @settings(deadline=None, max_examples=300)
@@ -189,8 +320,8 @@ def test_units_are_there_when_needed_and_no_longer(model):
     for unit in carried:
         assert unit in uses[-1] or apart(uses, unit), "kept without a reason"
         assert any(unit in units for units in needs), "kept though backward does not need it"
-    assert walk(made.evaluate, uses, prefetch, set()) == set()
-    assert walk(made.backward[::-1], needs[::-1], prefetch, carried) == set()
+    assert walk(made.inference, uses, prefetch, set()) == set()
+    assert walk(made.backward, needs, prefetch, carried) == set()
 
 
 @settings(deadline=None, max_examples=300)
@@ -198,7 +329,7 @@ def test_units_are_there_when_needed_and_no_longer(model):
 def test_what_is_shared_by_distant_stages_or_used_last_is_gathered_once(model):
     uses, reads, _, _ = model
     made = make_schedule(*model)
-    again = {u for plan in made.backward for u in plan.start}
+    again = {action.unit for action in made.backward if isinstance(action, Gather)}
     needed = {u for units in backward_needs(made, uses, reads) for u in units}
     assert again == {u for u in needed if not apart(uses, u)} - set(uses[-1])
 
@@ -209,8 +340,37 @@ def test_every_trained_unit_is_reduced_once_after_its_last_backward_use(model):
     uses, _, trainable, _ = model
     made = make_schedule(*model)
     trained = [u for u in range(UNITS) if trainable[u] and stages_of(uses, u)]
-    reduced = [(u, stage) for stage, plan in enumerate(made.backward) for u in plan.reduce]
+    reduced = [(u, moves.stage) for moves in around(made.backward) for u in moves.reduce]
     assert sorted(reduced) == [(u, stages_of(uses, u)[0]) for u in trained]
-    assert made.last_backward == min((stage for _, stage in reduced), default=len(uses))
-    assert all(plan == NOTHING for plan in made.backward[: made.last_backward])
-    assert not any(plan.reduce for plan in (*made.forward, *made.evaluate))
+    lowest = min((stage for _, stage in reduced), default=len(uses))
+    assert [moves.stage for moves in around(made.backward)] == list(range(lowest, len(uses)))
+    assert not any(isinstance(action, Reduce) for action in (*made.forward, *made.evaluation))
+    assert [a.unit for a in made.training if isinstance(a, Reduce)] == list(made.reductions)
+
+
+@settings(deadline=None, max_examples=300)
+@given(models())
+def test_no_more_reductions_are_in_flight_than_the_limit(model):
+    """Over several rounds; a unit that is waited for is the one that has been in flight longest."""
+    made = make_schedule(*model)
+    in_flight = []
+    for action in made.training * 3:
+        if isinstance(action, WaitReduce):
+            assert action.unit not in in_flight[1:], "another one is older"
+            in_flight = [unit for unit in in_flight if unit != action.unit]
+        elif isinstance(action, Reduce):
+            in_flight = [unit for unit in in_flight if unit != action.unit]  # its backward waited for it
+            in_flight.append(action.unit)
+        assert len(in_flight) <= REDUCTIONS_IN_FLIGHT
+    assert len(in_flight) == min(REDUCTIONS_IN_FLIGHT, len(made.reductions)), "waited for too early"
+
+
+@settings(deadline=None, max_examples=300)
+@given(models())
+def test_training_is_forward_and_backward(model):
+    """But for the last stage, which computes once and waits once for what both directions need."""
+    made = make_schedule(*model)
+    apart = [*made.forward, *made.backward]
+    for kind in (Gather, Release, Reduce, WaitReduce):
+        assert [a for a in made.training if isinstance(a, kind)] == [a for a in apart if isinstance(a, kind)]
+    assert {a for a in made.training if isinstance(a, Wait)} == {a for a in apart if isinstance(a, Wait)}

@@ -110,10 +110,10 @@ def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkey
     mine = Status(tmp_path, 0, 1, 5)
     mine.begin()
 
-    def no_room(self, target):
+    def no_room(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.replace", no_room)
+    monkeypatch.setattr("os.replace", no_room)
     mine.end(FAILED, "No space left on device")
     assert read(tmp_path)["reason"] == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

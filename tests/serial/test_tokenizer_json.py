@@ -218,7 +218,7 @@ def test_files_that_are_none_are_refused(text, tmp_path):
     path.write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=r"tokenizer\.json: expected a"):
         tokenizer_from_json(path)
-    with pytest.raises(UsageError, match=r"cannot read .*nowhere\.json: No such file"):
+    with pytest.raises(UsageError, match=r"nowhere\.json: no such file"):
         tokenizer_from_json(tmp_path / "nowhere.json")
 
 

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import logging
+import os
 import random
 import re
 import sys
@@ -18,6 +19,8 @@ from timelines import check_events, event, lasting, save
 from zero_mpi import SerialComm, device, spans
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import printable
+from zero_mpi.launch import World
 from zero_mpi.timeline import Timeline, Tracer
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler
 from zero_mpi.trace.command import command
@@ -198,7 +201,14 @@ def as_bytes(**about):
         (as_bytes(traceEvents=[STEP | {"ts": "x"}], otherData={"zero_mpi": "0"}), ": broken: "),
         (as_bytes(traceEvents=[STEP | {"dur": -1}], otherData={"zero_mpi": "0"}), ": broken: "),
         (as_bytes(traceEvents=[STEP | {"args": {}}], otherData={"zero_mpi": "0"}), ": broken: "),
-        (gzip.compress(b"{}" * 1000)[:-9], ": broken, it cannot be unpacked"),
+        (as_bytes(traceEvents=[STEP | {"pid": 10**4000}], otherData={"zero_mpi": "0"}), ": broken: "),
+        (as_bytes(traceEvents=[STEP | {"ts": 10**400}], otherData={"zero_mpi": "0"}), ": broken: "),
+        (b'{"traceEvents": [' + b"9" * 10_000, ": not a trace: "),
+        (b"\0" * 100, ": not a trace: "),
+        (b" " * (3 << 20) + b"{}", ": not a trace: it is made of blanks"),
+        (as_bytes(traceEvents=[STEP | {"name": "x" * (3 << 20)}]), ": not a trace: "),
+        (gzip.compress(as_bytes(traceEvents=[STEP] * 100_000)), ": broken, it unpacks to more than"),
+        (gzip.compress(b" " * 1000)[:-9], ": broken, it cannot be unpacked"),
         (gzip.compress(b"{}")[:5] + b"\0" * 30, ": broken, it cannot be unpacked"),
     ],
 )
@@ -206,8 +216,53 @@ def test_what_is_no_time_line_is_refused(tmp_path, data, said):
     assert broken(tmp_path, data).startswith(said)
 
 
+def test_an_event_may_begin_and_end_anywhere_in_what_is_read_at_a_time(tmp_path, monkeypatch):
+    events = [STEP | {"name": "é漢" * 20, "ts": 1.5e2, "dur": 100}] * 30
+    monkeypatch.setattr("zero_mpi.trace.stream.PIECE", 7)
+    for indent in (None, 1):
+        raw = json.dumps(
+            {"otherData": {"zero_mpi": "0"}, "traceEvents": events}, indent=indent, ensure_ascii=False
+        )
+        (tmp_path / "trace.json").write_text(raw)
+        assert len(read(tmp_path / "trace.json").ranks[0].slices) == 30
+        (tmp_path / "trace.json").write_bytes(gzip.compress(raw.encode()))
+        assert read(tmp_path / "trace.json").ranks[0].slices[-1][2:4] == (150, 250)
+
+
+def test_memory_does_not_grow_with_a_file_that_is_no_time_line(tmp_path):
+    import tracemalloc
+
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b'{"a": "' + b"x" * (300 << 20), 1))
+    (tmp_path / "trace.json").touch()
+    os.truncate(tmp_path / "trace.json", 8 << 30)
+    save(tmp_path / "sound.json", [STEP])
+    (tmp_path / "sound.json.gz").write_bytes(gzip.compress((tmp_path / "sound.json").read_bytes()))
+    os.truncate(tmp_path / "sound.json.gz", 8 << 30)
+    tracemalloc.start()
+    try:
+        for name in ("trace.json.gz", "trace.json"):
+            with pytest.raises(UsageError, match="not a trace"):
+                read(tmp_path / name)
+        assert read(tmp_path / "sound.json.gz").steps == [1], "what lies behind it is not looked through"
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_names_and_values_of_a_file_stay_on_their_lines(tmp_path, capfdbinary):
+    odd = "a\nb\x1b[31m\u202e" + "x" * 3000
+    events = [STEP, event(0, "waits", "allgather", 10, 20, unit=odd), event(1, "steps", "step", 0, 100)]
+    events[1]["name"] = odd
+    save(tmp_path / "trace.json", events, zero_mpi=odd, ends_in=odd, clock_error_us=[1e999])
+    assert command(World(0, 1), [str(tmp_path / "trace.json")]) == 0
+    said = capfdbinary.readouterr().out.decode()
+    assert r"a\nb\x1b[31m\u202exx" in said
+    assert printable(said, keep="\n") == said
+    assert max(map(len, said.splitlines())) < 300
+
+
 def test_a_file_that_is_not_there_and_too_many_files(tmp_path):
-    with pytest.raises(UsageError, match=r"nothing\.json: No such file or directory$"):
+    with pytest.raises(UsageError, match=r"nothing\.json: no such file$"):
         command(ONE, [str(tmp_path / "nothing.json")])
     with pytest.raises(UsageError, match="expected one or two files, got 3"):
         command(ONE, ["a", "b", "c"])
@@ -259,7 +314,7 @@ def test_bad_steps_are_refused(text):
 
 
 def test_steps_after_the_last_one_are_refused():
-    assert parse(["--trace-steps", "5:9", "--steps", "5"]).trace_steps == "5:9"
+    assert parse(["--trace-steps", "5:9", "--steps", "5", "--trace", "t.json"]).trace_steps == "5:9"
     with pytest.raises(
         UsageError, match="--trace-steps 6:9: expected a step of the run, which ends with --steps 5"
     ):

@@ -16,7 +16,7 @@ from test_command_bits import SIZES, needs_mpiexec, write_text
 
 import zero_mpi
 from zero_mpi import uniform
-from zero_mpi.comm.checked import odd_one
+from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 

@@ -50,7 +50,7 @@ def parameters_of(optimizer: ShardedAdamW) -> list[Contribution]:
     comm = optimizer.module.comm
     for unit in optimizer.module.units:
         unit.wait_gather()
-    return [contribution(comm, "", unit, *unit.kept) for unit in optimizer.module.units]
+    return [contribution(comm, "", unit, *unit.parameters.kept) for unit in optimizer.module.units]
 
 
 def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:

@@ -49,8 +49,7 @@ def as_lines(digests: Mapping[str, str]) -> list[str]:
     return [f"{value} {name}" for name, value in digests.items()]
 
 
-def from_lines(lines: Any) -> dict[str, str]:
-    """Name -> digest from such strings; empty for anything else."""
-    if not isinstance(lines, list):
-        return {}
-    return {name: value for value, _, name in (line.partition(" ") for line in lines)}
+def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
+    """Name -> digest from such strings; empty where there are none."""
+    texts = [line for line in (() if lines is None else lines) if isinstance(line, str)]
+    return {name: value for value, _, name in (line.partition(" ") for line in texts)}

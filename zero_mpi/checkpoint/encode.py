@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType, quantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.stored import FileError, TensorSpec, show
+from zero_mpi.checkpoint.stored import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.foreign import FileError, show
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 FILE_TYPES = {  # what can be written, and its number in the key general.file_type

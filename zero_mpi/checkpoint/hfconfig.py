@@ -7,6 +7,7 @@ a tensor of divisors, `rope_freqs.weight`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from zero_mpi.checkpoint.hfnames import FAMILIES
 from zero_mpi.checkpoint.index import Metadata
-from zero_mpi.checkpoint.stored import FileError, show
+from zero_mpi.foreign import FileError, parse_json, quoted, shown
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",
@@ -32,6 +33,8 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "vocab_size": "vocab_size",
 }
+MAX_HEAD = 1 << 14  # elements of a head; tables of its rotary positions are made before a tensor is read
+ROPE_SCALING = "zero_mpi.rope_scaling"  # a key: Llama 3's settings as JSON, which its divisors do not tell
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # What is computed whatever the configuration says: a setting may only say this, or be absent.
@@ -49,6 +52,11 @@ ONLY_GPT2 = ONLY | {
 }
 
 
+# What is left out at random while Hugging Face trains, and how much where a configuration does not say.
+DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
+DROPOUTS_ROTARY = {"attention_dropout": 0.0}
+
+
 class Settings:
     """The values of a config.json, read with their limits; errors name the setting."""
 
@@ -57,7 +65,7 @@ class Settings:
 
     def fault(self, name: str, expected: str) -> FileError:
         """The error for a setting that is not as expected."""
-        found = show(str(self.values[name])) if name in self.values else "nothing"
+        found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -103,10 +111,28 @@ def is_tied(arch: str, settings: Settings) -> bool:
     return settings.flag("tie_word_embeddings", arch == "gpt2")
 
 
+def dropout_of(arch: str, settings: Settings) -> str:
+    """The kinds of dropout that a configuration asks for, such as "attn_pdrop 0.1"; empty where none."""
+    usual = DROPOUTS.get(arch, DROPOUTS_ROTARY)
+    asked = {name: settings.values.get(name, default) for name, default in usual.items()}
+    return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
+
+
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """The GGUF keys of a configuration."""
+    """The GGUF keys of a configuration; one of ours keeps what the divisors of frequencies were made from."""
     own = gpt2_keys(settings) if arch == "gpt2" else rotary_keys(arch, settings)
-    return {"general.architecture": arch} | {f"{arch}.{name}": value for name, value in own.items()}
+    scaling = llama3_settings(arch, settings)
+    kept = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
+    return {"general.architecture": arch} | {f"{arch}.{name}": value for name, value in own.items()} | kept
+
+
+def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
+    """The numbers that `keys_of` has kept; None where there are none, or none that can be meant."""
+    try:
+        values = parse_json(str(metadata.get(ROPE_SCALING, "null")))
+        return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
+    except (FileError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def gpt2_keys(settings: Settings) -> Metadata:
@@ -140,7 +166,9 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
 def head_width(arch: str, settings: Settings) -> int:
     """Rows of q a head; halves of it are turned, so it is even."""
     usual = settings.size("hidden_size") // settings.size("num_attention_heads")
-    width = settings.size("head_dim", 128 if arch == "qwen3" else usual)
+    width = settings.size("head_dim", 128 if arch == "qwen3" else max(usual, 1))
+    if width > MAX_HEAD:
+        raise FileError(f"head_dim: expected at most {MAX_HEAD}, found {width}")
     if width % 2:
         raise FileError(f"head_dim: expected an even width of heads, found {width}")
     return width
@@ -157,10 +185,15 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
     return attention | ({"ffn_gate", "ffn_up", "ffn_down"} if feed_forward else set())
 
 
+def all_full(kinds: Any, layers: int) -> bool:
+    """Whether a list says of each layer that it attends to all positions; `layers` may be any number."""
+    return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
+
+
 def refuse_windows(settings: Settings) -> None:
     """FileError for attention that does not reach back to the first position."""
     kinds = settings.values.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * settings.size("num_hidden_layers"):
+    if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer (only)")
     if kinds is None and settings.values.get("sliding_window", 4096) is not None:
         settings.only({"use_sliding_window": (None, False)})
@@ -181,8 +214,8 @@ def rope_of(settings: Settings) -> Settings:
     return rope
 
 
-def rope_factors(arch: str, settings: Settings) -> npt.NDArray[np.float32] | None:
-    """The divisors of the rotary frequencies, (D / 2,); None where they are not scaled."""
+def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
+    """The four numbers of Llama 3's scaling, as the file has them; None where frequencies are not scaled."""
     if arch == "gpt2":
         return None
     rope = rope_of(settings)
@@ -190,10 +223,20 @@ def rope_factors(arch: str, settings: Settings) -> npt.NDArray[np.float32] | Non
     if kind in ("default", "none", None):
         return None
     if kind != "llama3" or arch != "llama":
-        raise FileError(f"rope_type: expected default, or llama3 for llama (only), found {show(str(kind))}")
-    values = {name: settings.values.get(name) for name in LLAMA3} | dict(rope.values)
-    numbers = {name: Settings(values).number(name) for name in LLAMA3}
-    return llama3_factors(rope.number("rope_theta", 10000.0), head_width(arch, settings), **numbers)
+        raise FileError(f"rope_type: expected default, or llama3 for llama (only), found {quoted(kind)}")
+    values = Settings({name: settings.values.get(name) for name in LLAMA3} | dict(rope.values))
+    for name in LLAMA3:
+        values.number(name)
+    return {name: values.values[name] for name in LLAMA3}
+
+
+def rope_factors(arch: str, settings: Settings) -> npt.NDArray[np.float32] | None:
+    """The divisors of the rotary frequencies, (D / 2,); None where they are not scaled."""
+    numbers = llama3_settings(arch, settings)
+    if numbers is None:
+        return None
+    base = rope_of(settings).number("rope_theta", 10000.0)
+    return llama3_factors(base, head_width(arch, settings), **numbers)
 
 
 def llama3_factors(
@@ -206,9 +249,18 @@ def llama3_factors(
 ) -> npt.NDArray[np.float32]:
     """Divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, a smooth way in
     between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
+    with np.errstate(all="ignore"):  # odd settings make odd divisors, which are refused where they are read
+        return _llama3_factors(
+            base, width, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+        )
+
+
+def _llama3_factors(
+    base: float, width: int, factor: float, low_freq_factor: float, high_freq_factor: float, former: float
+) -> npt.NDArray[np.float32]:
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     waves = np.float32(2 * np.pi) * np.float32(base) ** exponents
-    context, steps = np.float32(original_max_position_embeddings), high_freq_factor - low_freq_factor
+    context, steps = np.float32(former), high_freq_factor - low_freq_factor
     smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
     between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
     out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), between)

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.hfconfig import GPT2_SIZES, LLAMA3, SIZES, llama3_factors
+from zero_mpi.checkpoint.hfconfig import GPT2_SIZES, LLAMA3, SIZES, kept_scaling, llama3_factors
 from zero_mpi.checkpoint.hfnames import FAMILIES, Order, from_gguf, order_of
 from zero_mpi.checkpoint.hforder import Floats, halves_of, transposes_of
 from zero_mpi.checkpoint.huggingface import EMBEDDING, HEAD, ROPE_FREQS
-from zero_mpi.checkpoint.stored import CHUNK, FileError, TensorSpec
+from zero_mpi.checkpoint.stored import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.foreign import FileError, show
+from zero_mpi.keys import MOST_SIZE, GGUFKeys
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -54,23 +57,27 @@ class Outgoing:
 
 
 class Keys:
-    """The keys of a source's architecture."""
+    """The keys of a source's architecture, which describe a model that this package has read."""
 
     def __init__(self, source: WeightSource) -> None:
-        self.source = source
-        self.arch = str(source.metadata.get("general.architecture"))
+        self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
+        self.arch = self.keys.architecture or ""
         if self.arch not in FAMILIES:
-            raise FileError(f"{source.path}: architecture {self.arch!r} has no Hugging Face form here")
+            raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face form here")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """ARCH.NAME as a plain number; `default` where it is absent."""
-        value = self.source.metadata.get(f"{self.arch}.{name}")
-        return default if value is None else plain(value)
+    def size(self, name: str) -> int | None:
+        """The whole number at ARCH.NAME; None where it is absent."""
+        return self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE)
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """The number at ARCH.NAME as JSON has it; `default` where it is absent."""
+        key = f"{self.arch}.{name}"
+        return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
 
     def head_width(self) -> int:
         """Rows of q a head."""
-        usual = int(self.get("embedding_length")) // int(self.get("attention.head_count"))
-        return int(self.get("attention.key_length", usual))
+        usual = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
+        return self.size("attention.key_length") or usual
 
 
 def plain(value: Any) -> Any:
@@ -96,7 +103,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     """The content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
     keys = Keys(source)
-    sizes = {there: keys.get(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
+    sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     own = gpt2_settings(keys) if keys.arch == "gpt2" else rotary_settings(keys)
     special = {there: token_id(source, here) for there, here in TOKENS.items()}
     return {
@@ -113,29 +120,28 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
 
 def token_id(source: WeightSource, name: str) -> int | None:
     """The number of a special token; None where the keys have none."""
-    value = source.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return int(value) if isinstance(value, np.integer) else None
+    return GGUFKeys(source.metadata, str(source.path)).whole(f"tokenizer.ggml.{name}_token_id")
 
 
 def gpt2_settings(keys: Keys) -> dict[str, Any]:
     """What only gpt2 has."""
     return {
-        "n_inner": keys.get("feed_forward_length"),
+        "n_inner": keys.size("feed_forward_length"),
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": keys.get("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
 
 
 def rotary_settings(keys: Keys) -> dict[str, Any]:
     """What llama, qwen2 and qwen3 have."""
-    width, base = keys.head_width(), keys.get("rope.freq_base", 10000.0)
-    if keys.get("attention.value_length", width) != width:
+    width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
+    if keys.size("attention.value_length") not in (None, width):
         raise FileError(f"{keys.source.path}: heads of q and v differ in width, which config.json cannot say")
     return {
-        "num_key_value_heads": keys.get("attention.head_count_kv", keys.get("attention.head_count")),
+        "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
         "hidden_act": "silu",
-        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": base,
         "rope_scaling": rope_scaling(keys.source, base, width),
         **(llama_biases(keys.source) if keys.arch == "llama" else {"use_sliding_window": False}),
@@ -161,13 +167,15 @@ def llama_biases(source: WeightSource) -> dict[str, bool]:
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
     """The setting whose divisors `rope_freqs.weight` holds, None without one.
 
-    Factor and former context are looked for; all Llama 3 agree in the rest. FileError for other divisors.
+    What the model came with goes first. Otherwise factor and former context are looked for; all Llama 3 agree
+    in the rest. FileError for other divisors.
     """
     if ROPE_FREQS not in source.tensors:
         return None
-    found = source.read(ROPE_FREQS)
-    for context in FORMER_CONTEXTS:
-        guess = LLAMA3_USUAL | {"factor": float(found.max()), "original_max_position_embeddings": context}
+    found, kept = source.read(ROPE_FREQS), kept_scaling(source.metadata)
+    usual = LLAMA3_USUAL | {"factor": float(found.max())}
+    guesses = (usual | {"original_max_position_embeddings": context} for context in FORMER_CONTEXTS)
+    for guess in chain([] if kept is None else [kept], guesses):
         made = llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from zero_mpi.checkpoint.stored import FileError, show
+from zero_mpi.foreign import FileError, show
 
 
 class Order(Enum):
@@ -86,7 +86,7 @@ def to_gguf(arch: str, name: str) -> str | None:
     if re.fullmatch(family.dropped, name):
         return None
     stem, _, kind = name.removeprefix(family.prefix).rpartition(".")
-    block = re.fullmatch(rf"{family.blocks}\.(0|[1-9][0-9]*)\.(.+)", stem)
+    block = re.fullmatch(rf"{family.blocks}\.(0|[1-9][0-9]{{,5}})\.(.+)", stem)
     found = family.inner.get(block[2]) if block else family.outer.get(stem)
     if found is None or kind not in ("weight", "bias"):
         raise FileError(f"tensor {show(name)} is not one of a {arch} model")

@@ -21,6 +21,7 @@ from zero_mpi.checkpoint.hfconfig import (
     Settings,
     architecture,
     biases_of,
+    dropout_of,
     head_width,
     is_tied,
     keys_of,
@@ -29,20 +30,12 @@ from zero_mpi.checkpoint.hfconfig import (
 from zero_mpi.checkpoint.hfnames import Order, order_of, place_of, to_gguf
 from zero_mpi.checkpoint.hforder import interleaved, transposed
 from zero_mpi.checkpoint.index import Metadata
-from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, parse_json
-from zero_mpi.checkpoint.stored import (
-    CHUNK,
-    FileError,
-    StoredFile,
-    TensorSpec,
-    checked_range,
-    open_file,
-    output,
-    show,
-)
+from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
+from zero_mpi.checkpoint.stored import CHUNK, TensorSpec, checked_range, output
+from zero_mpi.foreign import FileError, read_file, show
 
 CONFIG = "config.json"
-MAX_CONFIG = 1 << 24  # bytes
+MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one
 ROPE_FREQS = "rope_freqs.weight"
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
@@ -82,7 +75,7 @@ class HuggingFaceFolder:
         settings = Settings(config)
         try:
             arch = architecture(settings)
-            metadata, factors = keys_of(arch, settings), rope_factors(arch, settings)
+            metadata = keys_of(arch, settings)
             biases, tied = biases_of(arch, settings), is_tied(arch, settings)
             width = 0 if arch == "gpt2" else head_width(arch, settings)
         except FileError as error:
@@ -93,11 +86,18 @@ class HuggingFaceFolder:
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
+            factors = rope_factors(arch, settings)  # now that tensors bear out the width of a head
         except FileError as error:
             raise FileError(f"{folder}: {error}") from None
         constants = {} if factors is None else {ROPE_FREQS: factors}
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
+
+    @property
+    def dropout(self) -> str:
+        """The kinds of dropout that the configuration asks for, in words; none is computed here."""
+        settings = Settings(self.config)
+        return dropout_of(architecture(settings), settings)
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
@@ -135,11 +135,7 @@ F32 = GGMLQuantizationType.F32
 
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_CONFIG:
-            raise FileError(f"{path}: expected at most {MAX_CONFIG} bytes, found {size}")
-        return parse_json(path, bytes(StoredFile(path, size).take(file, 0, size)))
+    return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
 def open_weights(folder: Path) -> SafetensorsModel:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint.stored import FileError, TensorSpec, show
+from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.foreign import FileError, show
 
 Metadata = dict[str, Any]
 """Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the
@@ -30,6 +31,8 @@ MAX_KEY_BYTES = 65535  # the format's limit
 MAX_NAME_BYTES = 63  # llama.cpp's limit
 MAX_DIMS = 4
 MAX_INDEX_BYTES = 128 << 20  # six times the largest known; bounds time and memory on a hostile file
+# Several times the largest known; each key and tensor takes some 500 bytes of memory, each text about 60.
+MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
 SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: name of one byte, type, a value of one byte
 SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one dim, type, offset
 
@@ -46,6 +49,7 @@ _WIDTHS = {
     "INT64": "<i8",
     "FLOAT64": "<f8",
 }
+SHORTER = "the file became shorter while it was read"
 NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.items()}
 
 
@@ -62,92 +66,110 @@ class TensorInfo(TensorSpec):
 
 
 class Index:
-    """Reads forward through the index; `at` is the place every error names."""
+    """Reads forward through the index; `at` is the place every error names.
+
+    What is read is named by a text in which {} stands for `subject`, the key or tensor that is being read:
+    names of hundreds of thousands of keys are made fit to be shown only where an error shows one.
+    """
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
+        self.subject = ("key", "")
+        self.items = 0  # of arrays, so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
         return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {what}")
+
+    def named(self, what: str) -> str:
+        return what.replace("{}", f"{self.subject[0]} {show(self.subject[1])}")
 
     def need(self, count: int, what: str) -> None:
         left = self.end - self.at
         if count > left:
             rest = "" if self.end == self.size else f" of the {self.end} that an index may have"
-            raise self.fault(f"{what}: expected {count} bytes, found only {left} left{rest}")
+            raise self.fault(f"{self.named(what)}: expected {count} bytes, found only {left} left{rest}")
 
     def take(self, count: int, what: str) -> bytes:
-        self.need(count, what)
+        if count > self.end - self.at:
+            self.need(count, what)
         data = self.file.read(count)
-        self.expect_bytes(count, len(data))
+        if len(data) != count:
+            raise self.fault(SHORTER)
         self.at += count
         return data
-
-    def expect_bytes(self, expected: int, found: int) -> None:
-        if found != expected:
-            raise self.fault("the file became shorter while it was read")
 
     def unsigned(self, width: int, what: str) -> int:
         return int.from_bytes(self.take(width, what), "little")
 
     def string(self, what: str, least: int = 0, most: int = MAX_INDEX_BYTES) -> str:
-        length = self.unsigned(8, f"length of {what}")
+        length = int.from_bytes(self.take(8, what), "little")
         if not least <= length <= most:
-            raise self.fault(f"{what}: expected {least} to {most} bytes, found {length}", self.at - 8)
+            place = self.named(what)
+            raise self.fault(f"{place}: expected {least} to {most} bytes, found {length}", self.at - 8)
         return self.decoded(self.take(length, what), what)
 
     def decoded(self, raw: bytes, what: str) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            at = self.at - len(raw) + error.start
-            raise self.fault(f"{what}: expected UTF-8, found byte {raw[error.start]:#04x}", at) from None
+            at, found = self.at - len(raw) + error.start, raw[error.start]
+            raise self.fault(f"{self.named(what)}: expected UTF-8, found byte {found:#04x}", at) from None
 
-    def strings(self, count: int, what: str) -> list[str]:
+    def strings(self, count: int) -> list[str]:
         """A vocabulary: a loop of its own, since 300 000 calls of `string` would take a second."""
-        self.need(8 * count, f"{count} strings of {what}")
+        self.need(8 * count, f"{count} strings of {{}}")
         out: list[str] = []
         for _ in range(count):
             length = int.from_bytes(self.file.read(8), "little")
             if length > self.end - self.at - 8:
-                raise self.fault(f"string {len(out)} of {what}: its length of {length} passes the end")
+                what = self.named(f"string {len(out)} of {{}}")
+                raise self.fault(f"{what}: its length of {length} passes the end")
             raw = self.file.read(length)
             self.at += 8 + length
-            out.append(self.decoded(raw, what))
-        self.expect_bytes(self.at, self.file.tell())
+            out.append(self.decoded(raw, "{}"))
+        if self.at != self.file.tell():
+            raise self.fault(SHORTER)
         return out
 
-    def numbers(self, kind: int, count: int, what: str) -> npt.NDArray[Any]:
+    def numbers(self, kind: int, count: int) -> npt.NDArray[Any]:
         dtype = NUMBERS.get(kind)
         if dtype is None:
-            raise self.fault(f"{what}: expected a value type from 0 to 12, found {kind}", self.at)
-        raw = self.take(count * dtype.itemsize, what)
+            found = f"expected a value type from 0 to 12, found {kind}"
+            raise self.fault(f"{self.named('{}')}: {found}", self.at)
+        raw = self.take(count * dtype.itemsize, "{}")
         if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
-            raise self.fault(f"{what}: expected bools of 0 or 1, found another byte", self.at - len(raw))
+            found = "expected bools of 0 or 1, found another byte"
+            raise self.fault(f"{self.named('{}')}: {found}", self.at - len(raw))
         return np.frombuffer(raw, dtype)
 
-    def array(self, what: str) -> npt.NDArray[Any] | list[str]:
-        kind = self.unsigned(4, f"item type of {what}")
+    def array(self) -> npt.NDArray[Any] | list[str]:
+        kind = self.unsigned(4, "item type of {}")
         if kind == GGUFValueType.ARRAY:
-            raise self.fault(f"{what}: expected an array of numbers, bools or strings, found nested arrays")
-        count = self.unsigned(8, f"number of items of {what}")
-        return self.strings(count, what) if kind == GGUFValueType.STRING else self.numbers(kind, count, what)
+            found = "expected an array of numbers, bools or strings, found nested arrays"
+            raise self.fault(f"{self.named('{}')}: {found}")
+        count = self.unsigned(8, "number of items of {}")
+        self.items += count
+        if count <= self.end - self.at and self.items > MAX_ITEMS:
+            what = self.named("{}")
+            raise self.fault(f"{what}: expected at most {MAX_ITEMS} items in all arrays, found {self.items}")
+        return self.strings(count) if kind == GGUFValueType.STRING else self.numbers(kind, count)
 
-    def value(self, what: str) -> Any:
-        kind = self.unsigned(4, f"type of {what}")
+    def value(self) -> Any:
+        kind = self.unsigned(4, "type of {}")
         if kind == GGUFValueType.STRING:
-            return self.string(what)
+            return self.string("{}")
         if kind == GGUFValueType.ARRAY:
-            return self.array(what)
-        number = self.numbers(kind, 1, what)[0]
+            return self.array()
+        number = self.numbers(kind, 1)[0]
         return bool(number) if kind == GGUFValueType.BOOL else number
 
-    def shape(self, what: str) -> tuple[int, ...]:
-        dims = self.unsigned(4, f"number of dims of {what}")
+    def shape(self) -> tuple[int, ...]:
+        dims = self.unsigned(4, "number of dims of {}")
+        what = self.named("{}")
         if not 1 <= dims <= MAX_DIMS:
             raise self.fault(f"{what}: expected 1 to {MAX_DIMS} dims, found {dims}", self.at - 4)
-        shape = tuple(self.unsigned(8, f"dims of {what}") for _ in range(dims))[::-1]
+        shape = tuple(self.unsigned(8, "dims of {}") for _ in range(dims))[::-1]
         if 0 in shape:
             raise self.fault(f"{what}: expected dims of at least 1, found shape {shape}", self.at - 8 * dims)
         return shape
@@ -155,15 +177,16 @@ class Index:
     def tensor(self, expected: int) -> TensorInfo:
         """One line of the table; its offset, still relative to the data, must be `expected`."""
         name = self.string("name of a tensor", 1, MAX_NAME_BYTES)
-        what = f"tensor {show(name)}"
-        shape = self.shape(what)
-        kind = self.unsigned(4, f"type of {what}")
+        self.subject = ("tensor", name)
+        what = self.named("{}")
+        shape = self.shape()
+        kind = self.unsigned(4, "type of {}")
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"{what}: expected a known tensor type, found {kind}", self.at - 4)
         block, _ = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise self.fault(f"{what}: expected rows of a multiple of {block} elements, found {shape[-1]}")
-        offset = self.unsigned(8, f"offset of {what}")
+        offset = self.unsigned(8, "offset of {}")
         if offset != expected:
             raise self.fault(f"{what}: expected offset {expected}, found {offset}", self.at - 8)
         return TensorInfo(name, shape, GGMLQuantizationType(kind), offset)
@@ -189,6 +212,9 @@ def _read_header(index: Index) -> tuple[int, int]:
         raise index.fault(f"expected GGUF version 2 or 3, found {version}", 4)
     n_tensors, n_keys = index.unsigned(8, "number of tensors"), index.unsigned(8, "number of keys")
     index.need(n_tensors * SMALLEST_TENSOR + n_keys * SMALLEST_KEY, f"{n_keys} keys and {n_tensors} tensors")
+    if n_keys > MAX_KEYS or n_tensors > MAX_TENSORS:
+        most = f"at most {MAX_KEYS} keys and {MAX_TENSORS} tensors"
+        raise index.fault(f"expected {most}, found {n_keys} and {n_tensors}")
     return n_tensors, n_keys
 
 
@@ -198,7 +224,8 @@ def _read_metadata(index: Index, count: int) -> Metadata:
         key = index.string("name of a key", 1, MAX_KEY_BYTES)
         if key in metadata:
             raise index.fault(f"key {show(key)}: expected once, found twice")
-        metadata[key] = index.value(f"key {show(key)}")
+        index.subject = ("key", key)
+        metadata[key] = index.value()
     return metadata
 
 

@@ -147,9 +147,9 @@ def candidates(out: Path) -> list[Path]:
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
         return [folder for _, folder in found]
-    target = link.resolve()
+    target = Path(os.path.realpath(link))  # Path.resolve raises where links go in a circle
     match = STEP_FOLDER.fullmatch(target.name)
-    if target.parent != out.resolve() or not match:
+    if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in found)]
     latest, written = int(match[1]), written_at(target)
     later = [folder for step, folder in found if step > latest and written < written_at(folder)]

@@ -27,7 +27,8 @@ from zero_mpi.checkpoint.index import (
     alignment_is_sane,
     padded,
 )
-from zero_mpi.checkpoint.stored import TensorSpec, show
+from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.foreign import show
 
 ARCHITECTURE_KEY = "general.architecture"
 VERSION = 3

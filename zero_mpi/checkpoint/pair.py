@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.contributions import Contribution, Run
 from zero_mpi.checkpoint.digest import PIECE, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.packing import pack_file
 from zero_mpi.comm import Comm, OutputFile, PlainFile
-from zero_mpi.errors import JobError
+from zero_mpi.errors import JobError, explain
 from zero_mpi.sharding.unit import BYTES
 
 MOST = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
@@ -210,11 +210,6 @@ def agree_on(comm: Comm, problem: str | None) -> None:
     for rank, text in enumerate(comm.allgather_object(problem)):
         if text:
             raise JobError(f"rank {rank}: {text}" if rank else text)
-
-
-def explain(error: OSError) -> str:
-    """The file and the cause."""
-    return f"cannot write {error.filename}: {error.strerror or error}"
 
 
 def write_tensors(

@@ -26,7 +26,9 @@ from zero_mpi.checkpoint.index import (
     padded,
     read_index,
 )
-from zero_mpi.checkpoint.stored import StoredFile, checked_range, decode, open_file, output, show
+from zero_mpi.checkpoint.stored import StoredFile, checked_range, decode, output
+from zero_mpi.foreign import open_file, show
+from zero_mpi.keys import GGUFKeys
 
 SPLIT = "split."
 PLACE, COUNT, TOTAL = "split.no", "split.count", "split.tensors.count"
@@ -171,9 +173,9 @@ def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
     surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
     if surplus is not None:
         raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
-    own, theirs = (one.metadata.get("general.architecture") for one in (first, part))
-    if theirs is not None and str(theirs) != str(own):
-        raise part.fault(f"expected architecture {show(str(own))}, as in the first part, found another")
+    own, theirs = (GGUFKeys(one.metadata, str(one.file.path)).architecture for one in (first, part))
+    if theirs is not None and theirs != own:
+        raise part.fault(f"expected architecture {show(own or '')}, as in the first part, found another")
 
 
 def _check_total(parts: list[_Part], found: int) -> None:

@@ -20,19 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.stored import (
-    FileError,
-    StoredFile,
-    TensorSpec,
-    checked_range,
-    open_file,
-    output,
-    show,
-)
+from zero_mpi.checkpoint.stored import StoredFile, TensorSpec, checked_range, output
 from zero_mpi.checkpoint.stream import TensorStream
+from zero_mpi.foreign import FileError, open_file, parse_json, read_file, show
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 32 << 20  # bytes; thousands of times a usual one; bounds time and memory on a hostile file
+MAX_VALUES = 1 << 20  # in a header or an index: 100,000 tensors and more
 MAX_DIMS = 64  # NumPy's own limit
 METADATA = "__metadata__"
 BITS = {
@@ -71,7 +65,7 @@ class SafetensorsModel:
             raw = bytes(stored.take(file, 8, length))
         if raw[:1] != b"{":
             raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
-        header = parse_json(stored.path, raw)
+        header = json_object(stored.path, raw)
         _check_metadata(stored.path, header.pop(METADATA, {}))
         start = 8 + length
         entries = {name: _entry(stored.path, name, about, start) for name, about in header.items()}
@@ -85,12 +79,13 @@ class SafetensorsModel:
         if (folder / SINGLE).exists() or not (folder / INDEX).exists():
             return cls.open(folder / SINGLE)
         where = _weight_map(folder / INDEX)
-        names = sorted(set(where.values()))
-        models = [cls.open(folder / name) for name in names]
+        expected: dict[str, set[str]] = {name: set() for name in sorted(set(where.values()))}
+        for tensor, name in where.items():
+            expected[name].add(tensor)
+        models = [cls.open(folder / name) for name in expected]
         entries: dict[str, Entry] = {}
-        for number, (name, model) in enumerate(zip(names, models, strict=True)):
-            expected = {tensor for tensor, file in where.items() if file == name}
-            _check_part(folder, name, expected, set(model.tensors))
+        for number, (name, model) in enumerate(zip(expected, models, strict=True)):
+            _check_part(folder, name, expected[name], set(model.tensors))
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
         return cls(tuple(model.parts[0] for model in models), entries)
 
@@ -144,23 +139,12 @@ def _header_length(file: StoredFile, raw: bytes) -> int:
     return length
 
 
-def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+def json_object(path: Path, raw: bytes) -> dict[str, Any]:
     """The JSON object of these bytes. FileError for anything else, for a name given twice or not UTF-8."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise FileError(f"{path}: expected {show(name)} once, found it twice")
-            found[name] = value
-        return found
-
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=unique)
-    except FileError:
-        raise
-    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, or a number of 5000 digits
-        raise FileError(f"{path}: expected JSON, found what is not: {show(str(error))}") from None
+        value = parse_json(raw, unique=True, most_values=MAX_VALUES)
+    except ValueError as error:
+        raise FileError(f"{path}: expected JSON, found what is not: {error}") from None
     if not isinstance(value, dict):
         raise FileError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -220,11 +204,7 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Tensor -> file name of an index; the names are files beside it and nowhere else."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_HEADER:
-            raise FileError(f"{path}: expected an index of at most {MAX_HEADER} bytes, found {size}")
-        where = parse_json(path, bytes(StoredFile(path, size).take(file, 0, size))).get("weight_map")
+    where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise FileError(f"{path}: expected a weight_map from tensors to files")
     for name in where.values():

@@ -18,7 +18,7 @@ from zero_mpi import spans
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.contributions import Contribution, Snapshot, moments_of, parameters_of
 from zero_mpi.checkpoint.digest import digest_of_state
-from zero_mpi.checkpoint.pair import Content, Digests, agree_on, explain, write_pair
+from zero_mpi.checkpoint.pair import Content, Digests, agree_on, write_pair
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     Description,
@@ -27,7 +27,7 @@ from zero_mpi.checkpoint.state import (
     moment_tensors,
     sign,
 )
-from zero_mpi.errors import JobError
+from zero_mpi.errors import JobError, explain
 from zero_mpi.optim import ShardedAdamW
 
 Parts = tuple[list[Contribution], list[Contribution]]

@@ -29,9 +29,10 @@ from zero_mpi.checkpoint.digest import (
 )
 from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.stored import show
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show
+from zero_mpi.keys import GGUFKeys
 from zero_mpi.optim import Moments, ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.state import fill
@@ -41,6 +42,7 @@ FORMAT_VERSION = 2
 ID, STATE_DIGEST = "training.checkpoint_id", "training.state_digest"
 TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_digests", "training.model_digests"
 READ = 1 << 22  # bytes digested at a time
+MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,20 @@ def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     return model, state
 
 
+def keys_of(file: WeightSource) -> GGUFKeys:
+    """The keys of a file, read with their types."""
+    return GGUFKeys(file.metadata, str(file.path))
+
+
 def check_pair(model: WeightSource, state: GGUFFile) -> None:
     """Raise UsageError unless the files are two halves of one checkpoint that say what was written."""
-    version = state.metadata.get("optimizer.file_version")
-    if not isinstance(version, np.uint32) or version != FORMAT_VERSION:
+    version = keys_of(state).whole("optimizer.file_version")
+    if version != FORMAT_VERSION:
         raise UsageError(
-            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {show(str(version))}"
+            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
         )
-    ids = [file.metadata.get(ID) for file in (model, state)]
-    if not all(isinstance(value, str) for value in ids) or ids[0] != ids[1]:
+    ids = [keys_of(file).text(ID) for file in (model, state)]
+    if None in ids or ids[0] != ids[1]:
         raise UsageError(
             f"{state.path.parent}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
             f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
@@ -167,7 +174,7 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
             f"{state.path.parent}: {manager.MODEL} or {manager.OPTIMIZER} has a key that is not the one "
             "that was written"
         )
-    if from_lines(model.metadata.get(TENSOR_DIGESTS)) != from_lines(state.metadata.get(MODEL_DIGESTS)):
+    if from_lines(keys_of(model).texts(TENSOR_DIGESTS)) != from_lines(keys_of(state).texts(MODEL_DIGESTS)):
         raise UsageError(f"{model.path}: the key {TENSOR_DIGESTS} is not the one that was written")
 
 
@@ -185,8 +192,8 @@ def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 
     expected = [
         (file, name, digests.get(name))
         for file, digests in (
-            (model, from_lines(state.metadata.get(MODEL_DIGESTS))),
-            (state, from_lines(state.metadata.get(TENSOR_DIGESTS))),
+            (model, from_lines(keys_of(state).texts(MODEL_DIGESTS))),
+            (state, from_lines(keys_of(state).texts(TENSOR_DIGESTS))),
         )
         for name in [*file.tensors, *(name for name in digests if name not in file.tensors)]
     ]
@@ -204,10 +211,11 @@ def file_digest(file: GGUFFile, name: str) -> str:
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     """The object that a key holds as JSON ("training.settings"); raises UsageError if it is not there."""
+    raw = keys_of(state).text(key) or ""
     try:
-        value = json.loads(state.metadata[key])
+        value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
         json.dumps(value)  # nested too deeply for that is broken as well
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
     if not isinstance(value, dict):
         raise UsageError(f"{state.path}: the key {key} holds {type(value).__name__}, expected an object")
@@ -268,10 +276,10 @@ def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> Pro
 
 def read_count(state: GGUFFile, key: str) -> int:
     """A count of the state; raises UsageError if it is not there."""
-    value = state.metadata.get(key)
-    if not isinstance(value, np.uint64):
+    value = keys_of(state).whole(key)
+    if value is None:
         raise UsageError(f"{state.path}: the key {key} is missing or no count")
-    return int(value)
+    return value
 
 
 def load_moments(unit: ShardedUnit, moments: Moments, state: GGUFFile) -> None:

@@ -9,7 +9,6 @@ result; other types pass through a piece of bounded size.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.errors import UsageError
+from zero_mpi.foreign import FileError, open_file, show
 
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
 NATIVE = {
@@ -31,10 +30,6 @@ NATIVE = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-
-
-class FileError(UsageError):
-    """A file with tensors, or what should become one, is not as it must be: file, expected, found."""
 
 
 @dataclass(frozen=True)
@@ -159,23 +154,3 @@ def output(size: int, out: npt.NDArray[np.float32] | None) -> npt.NDArray[np.flo
         found = f"{out.dtype} {out.shape}, strides {out.strides}, writeable {out.flags.writeable}"
         raise ValueError(f"out: expected a writeable contiguous float32 array of {size}, got {found}")
     return out.reshape(-1)
-
-
-def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
-    """Open a regular file, without a buffer, and nothing else: opening a pipe would wait for ever."""
-    try:
-        real = os.path.realpath(path)
-        mode = os.stat(real).st_mode
-        if stat.S_ISREG(mode):
-            return open(real, "rb", buffering=0)
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    found = "a folder: name the file in it" if stat.S_ISDIR(mode) else "a device or pipe"
-    raise FileError(f"{path}: expected {expected}, found {found}")
-
-
-def show(name: str) -> str:
-    """A name from a file, fit for one line of an error: escaped, and cut when long."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")

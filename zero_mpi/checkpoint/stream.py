@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from zero_mpi.checkpoint.stored import show
 from zero_mpi.errors import naming
+from zero_mpi.foreign import show
 
 Buffer = bytes | memoryview
 

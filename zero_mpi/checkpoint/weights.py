@@ -14,7 +14,8 @@ from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.index import Metadata
 from zero_mpi.checkpoint.manager import LATEST, MODEL
 from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.stored import FileError, TensorSpec
+from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.foreign import FileError, exists, is_folder
 
 
 class WeightSource(Protocol):
@@ -44,14 +45,14 @@ class WeightSource(Protocol):
 def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     """The index of a GGUF file (of a split one: its first part), of a checkpoint folder (model.gguf) or of a
     Hugging Face folder (config.json and safetensors). UsageError for anything else, and for a broken one."""
-    if not os.path.isdir(path):
+    if not is_folder(path):
         if os.fspath(path).endswith(".safetensors"):
             raise FileError(f"{path}: expected a folder with {CONFIG}, found one file of it: name its folder")
         return GGUFFile.open(path)
     folder = Path(path)
-    if (folder / MODEL).exists():
+    if exists(folder / MODEL):
         return GGUFFile.open(folder / MODEL)
-    if (folder / CONFIG).exists():
+    if exists(folder / CONFIG):
         return HuggingFaceFolder.open(folder)
-    run = f"; it is a run directory: name {folder / LATEST}" if (folder / LATEST).exists() else ""
+    run = f"; it is a run directory: name {folder / LATEST}" if exists(folder / LATEST) else ""
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")

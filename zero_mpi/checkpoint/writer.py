@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.index import GGUFError
 from zero_mpi.checkpoint.packing import Announced, alignment_of, checked_table, pack_file, pack_key
-from zero_mpi.checkpoint.stored import show
 from zero_mpi.checkpoint.stream import TensorStream
+from zero_mpi.foreign import show
 
 
 class GGUFStream(TensorStream):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
+from zero_mpi.arguments import whole
 from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm.clocks import Offset
 from zero_mpi.comm.device.sum import ordered_sum_on_gpu
@@ -38,6 +39,10 @@ class Partition:
     parts: int
     quantum: int = 1
     idle: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 0), ("parts", 1), ("quantum", 1), ("idle", 0)):
+            whole(f"Partition: {name}", getattr(self, name), least)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ mpi4py.rc.thread_level = "multiple"
 from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
 
 from zero_mpi import environment  # noqa: E402
+from zero_mpi.arguments import instance, whole  # noqa: E402
 from zero_mpi.arrays import Array, empty  # noqa: E402
 from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
 from zero_mpi.comm.clocks import Offset, offset_of_node  # noqa: E402
@@ -68,6 +69,9 @@ class MPIComm(Comm):
         patient: bool = False,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
+        instance("MPIComm: comm", world, MPI.Comm, "a communicator of mpi4py")
+        for name, value in (("most", most), ("exact_piece", exact_piece), ("fast_piece", fast_piece)):
+            whole(f"MPIComm: {name}", value, least=1)
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)

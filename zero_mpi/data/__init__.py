@@ -12,6 +12,7 @@ from zero_mpi.data.corpus import (
     collect_files,
     holds_token_files,
     load_corpus,
+    named,
     stdlib_files,
     unigram_entropy,
 )
@@ -19,6 +20,8 @@ from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_
 from zero_mpi.data.tokenizer import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show
+from zero_mpi.keys import THE_FILE, GGUFKeys
 
 __all__ = [
     "BPETokenizer",
@@ -32,6 +35,7 @@ __all__ = [
     "collect_files",
     "holds_token_files",
     "load_corpus",
+    "named",
     "stdlib_files",
     "tokenizer_config",
     "tokenizer_from_json",
@@ -42,19 +46,19 @@ __all__ = [
 ]
 
 
-def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that a GGUF's keys describe: the bytes' own, or byte-level BPE.
+def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
+    """The tokenizer that a GGUF's keys describe: the bytes' own, or byte-level BPE. `place` names the file.
 
     UsageError, saying what the keys hold and what to do, for any other kind, and as `BPETokenizer` raises it.
     """
-    if ByteTokenizer.is_in(metadata):
+    if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer()
-    model = metadata.get("tokenizer.ggml.model")
+    model = GGUFKeys(metadata, place).tokenizer
     if model == "gpt2":
-        return BPETokenizer(metadata)
+        return BPETokenizer(metadata, place)
     kind = " (SentencePiece)" if model == "llama" else ""
-    found = "no tokenizer" if model in (None, "none") else f"the tokenizer '{model}'{kind}"
+    found = "no tokenizer" if model is None else f"the tokenizer {show(model)}{kind}"
     raise UsageError(
-        f"the model file has {found}, where text can only be read with a byte-level BPE (model 'gpt2'): give "
+        f"{place} has {found}, where text can only be read with a byte-level BPE (model 'gpt2'): give "
         "--data as token files, 1-D .npy of uint16 or uint32 ids made with the model's own tokenizer"
     )

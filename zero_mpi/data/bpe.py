@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.pretokenizers import pre_tokenizer
-from zero_mpi.data.tokenizer import byte_characters, strings
+from zero_mpi.data.tokenizer import byte_characters
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show, shown
+from zero_mpi.keys import MERGES, THE_FILE, TOKENS, TYPES, GGUFKeys
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -57,20 +59,20 @@ class BPETokenizer:
     is to be continued, and the corpus ends its documents anyway.
     """
 
-    def __init__(self, metadata: Mapping[str, object]) -> None:
+    def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         self._metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-        self.pre = pre_tokenizer(metadata.get(_KEY + "pre"))
-        self.tokens = _tokens(metadata)
+        self._keys = keys = GGUFKeys(self._metadata, place)
+        self.pre = pre_tokenizer(keys.text(_KEY + "pre"), place)
+        self.tokens = _tokens(keys)
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
         self.types = self._types()
-        self.merges = _merges(metadata, self.ids)
+        self.merges = _merges(keys, self.ids)
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
-        self.add_bos = bool(metadata.get(_KEY + "add_bos_token", self.pre.add_bos))
+        asked = keys.flag(_KEY + "add_bos_token")
+        self.add_bos = self.pre.add_bos if asked is None else asked
         if self.add_bos and self.bos is None:
-            raise UsageError(
-                f"the model file asks for a bos token and names none: expected {_KEY}bos_token_id"
-            )
+            raise UsageError(f"{place} asks for a bos token and names none: expected {_KEY}bos_token_id")
         self.ends = self._ends()
         library()  # now, and not when only rank 0 encodes
 
@@ -117,22 +119,11 @@ class BPETokenizer:
 
     def special_id(self, name: str) -> int | None:
         """The id of `tokenizer.ggml.NAME_token_id`; None without such a key."""
-        value = self._metadata.get(f"{_KEY}{name}_token_id")
-        if value is None:
-            return None
-        if not isinstance(value, int | np.integer) or not 0 <= value < self.vocab_size:
-            known = f"expected an id below {self.vocab_size}, found {value!r}"
-            raise UsageError(f"the model file's {_KEY}{name}_token_id: {known}")
-        return int(value)
+        return self._keys.token_id(name, self.vocab_size)
 
     def _types(self) -> list[int]:
         """The type of each token; all are normal where the file does not say."""
-        value = self._metadata.get(_KEY + "token_type")
-        types = [NORMAL] * self.vocab_size if value is None else np.asarray(value).tolist()
-        if len(types) != self.vocab_size:
-            raise UsageError(
-                f"the model file's {_KEY}token_type: expected {self.vocab_size} types, found {len(types)}"
-            )
+        types = self._keys.wholes(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
         return [CONTROL if token in _ENDS else kind for token, kind in zip(self.tokens, types, strict=True)]
 
     def _ends(self) -> frozenset[int]:
@@ -206,37 +197,37 @@ def build(
     try:
         tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
     except Exception as error:  # the library raises nothing more special
-        raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {error}") from error
+        why = shown(str(error))
+        raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
     tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytewise])
     tokenizer.decoder = lib.decoders.ByteLevel()
     return tokenizer
 
 
-def _tokens(metadata: Mapping[str, object]) -> list[str]:
+def _tokens(keys: GGUFKeys) -> list[str]:
     """The tokens in the order of their ids; an empty one is named as llama.cpp names it."""
-    found = strings(metadata.get(_KEY + "tokens"))
-    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(found)]
+    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
-        raise UsageError(f"the model file has no {_KEY}tokens: expected a vocabulary")
+        raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")
     if len(set(tokens)) < len(tokens):
-        twice = Counter(tokens).most_common(1)[0][0]
-        raise UsageError(f"the model file's {_KEY}tokens: expected each token once, found {twice!r} again")
+        twice = show(Counter(tokens).most_common(1)[0][0])
+        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {twice} again")
     return tokens
 
 
-def _merges(metadata: Mapping[str, object], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Pairs in the order of their rank, each where it comes first."""
     merges: dict[tuple[str, str], None] = {}
-    for merge in strings(metadata.get(_KEY + "merges")):
+    for merge in keys.texts(MERGES) or []:
         left, _, right = merge.partition(" ")
         if not (left and right and left + right in ids):
             raise UsageError(
-                f"the model file's {_KEY}merges: expected two parts of a token with a space between them, "
-                f"found {merge!r}"
+                f"{keys.place}: {MERGES}: expected two parts of a token with a space between them, "
+                f"found {show(merge)}"
             )
         merges.setdefault((left, right))
     if not merges:
-        raise UsageError(f"the model file has no {_KEY}merges: expected at least one")
+        raise UsageError(f"{keys.place} has no {MERGES}: expected at least one")
     return list(merges)
 
 

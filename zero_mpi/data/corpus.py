@@ -19,14 +19,18 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.data.kinds import HEAD
 from zero_mpi.data.loader import permutation
+from zero_mpi.data.sieve import Sieve
+from zero_mpi.data.token_file import read_token_file
 from zero_mpi.data.tokenizer import Tokenizer
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import LONGEST, exists, is_file, is_folder, shown
 
 Tokens = NDArray[np.integer]
 
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
-_HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
+_NAME = 40  # letters of a path that are shown where there is little room
 _BLOCK = 1 << 20  # ids looked at together
 _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
 _TOKEN_SUFFIX = ".npy"
@@ -61,6 +65,13 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
+def named(paths: Sequence[str], most: int = _NAME) -> str:
+    """What `--data` names, for people: the first path, cut to `most` letters, and how many more."""
+    if not paths:
+        return f"Python's own library in {stdlib_root()}"
+    return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
+
+
 def stdlib_files() -> list[Path]:
     """Python's own .py sources in the order of their names, without tests and installed packages."""
     root = stdlib_root()
@@ -84,12 +95,12 @@ def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _files_of(given: Path) -> list[tuple[str, Path]]:
-    if given.is_dir():
+    if is_folder(given):
         return [(name, given / name) for name in _walk(given)]
-    if given.is_file():
+    if is_file(given):
         return [(given.name, given)]
-    problem = "is neither a file nor a folder" if given.exists() else "does not exist"
-    raise UsageError(f"--data {given} {problem}")
+    problem = "is neither a file nor a folder" if exists(given) else "does not exist"
+    raise UsageError(f"--data {shown(given)} {problem}")
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
@@ -104,12 +115,12 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
         seen.add(real)
         below[:] = sorted(n for n in below if n not in skip and n[0] != ".")
         kept = (Path(folder, n) for n in files if n[0] != ".")
-        names += [path.relative_to(root).as_posix() for path in kept if path.is_file()]
+        names += [path.relative_to(root).as_posix() for path in kept if is_file(path)]
     return sorted(names)
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+    raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
 def holds_token_files(paths: Sequence[str]) -> bool:
@@ -125,44 +136,45 @@ def _are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
     return bool(tokens)
 
 
-def _read(paths: Sequence[str], tokenizer: Tokenizer | None, vocab: int) -> _Reading:
+def _read(paths: Sequence[str], tokenizer: Tokenizer | None, vocab: int, any_bytes: bool) -> _Reading:
     """Every document, and notes on what was left out."""
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if _are_tokens(files):
-        return [_token_document(name, path, vocab) for name, path in files], []
-    return _text_documents(files, {Path(path) for path in paths}, tokenizer, vocab)
+        return [_Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
+    return _text_documents(files, Sieve(paths, any_bytes), tokenizer, vocab)
 
 
 def _text_documents(
-    files: Sequence[tuple[str, Path]], named: set[Path], tokenizer: Tokenizer | None, vocab: int
+    files: Sequence[tuple[str, Path]], sieve: Sieve, tokenizer: Tokenizer | None, vocab: int
 ) -> _Reading:
-    """Text files encoded, eos behind each; a binary file only if the user named it."""
+    """Text files encoded, eos behind each."""
     if tokenizer is None:
         raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
     if vocab < tokenizer.vocab_size:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
-    binary = list[str]()
     documents = [
-        document for texts in _groups(_texts(files, named, binary)) for document in _encoded(texts, tokenizer)
+        document for texts in _groups(_texts(files, sieve)) for document in _encoded(texts, tokenizer)
     ]
-    some = ", ".join(binary[:3]) + (", ..." if len(binary) > 3 else "")
-    notes = [f"binary files left out: {len(binary)} ({some}); name a file to take it"] if binary else []
+    notes = list(sieve.notes())
     if _separator(tokenizer) is None:
         notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
     return documents, notes
 
 
-def _texts(
-    files: Sequence[tuple[str, Path]], named: set[Path], binary: list[str]
-) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of the text files; the names of others are added to `binary`."""
+def _texts(files: Sequence[tuple[str, Path]], sieve: Sieve) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the text files."""
     for name, path in files:
-        data = _text(path, binary=path in named)
-        if data is None:
-            binary.append(name)
-        else:
-            yield name, data
+        try:
+            with path.open("rb") as file:
+                head = file.read(HEAD)
+                if not sieve.takes(name, path, head):
+                    continue
+                data = head + file.read()
+        except OSError as error:
+            _unreadable(error)
+        sieve.read(name, data)
+        yield name, data
 
 
 def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
@@ -177,16 +189,6 @@ def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, byte
     yield group
 
 
-def _text(path: Path, *, binary: bool) -> bytes | None:
-    """The bytes of a file; None for one that is not text, unless `binary` ones are wanted too."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-            return head + file.read() if binary or b"\0" not in head else None
-    except OSError as error:
-        _unreadable(error)
-
-
 def _separator(tokenizer: Tokenizer) -> int | None:
     """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
@@ -198,26 +200,6 @@ def _encoded(texts: Sequence[tuple[str, bytes]], tokenizer: Tokenizer) -> Iterat
     for (name, data), ids in zip(texts, tokenizer.encode_batch([data for _, data in texts]), strict=True):
         closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
         yield _Document(name, closed, hashlib.sha256(data).digest())
-
-
-def _token_document(name: str, path: Path, vocab: int) -> _Document:
-    """A .npy of ids, mapped and not read; ids outside the vocabulary are refused."""
-    try:
-        # np.load would also open archives, and take a file with another beginning for a pickle.
-        ids = np.lib.format.open_memmap(path, mode="r")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-    except (OSError, ValueError, OverflowError) as error:
-        raise UsageError(f"cannot read {path} as a token file: {error}") from error
-    if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
-        found = f"found {ids.dtype} of shape {ids.shape}"
-        raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
-    for start, block in _blocks(ids):
-        if block.max() >= vocab:
-            place = int(np.argmax(block >= vocab))
-            problem = f"id {block[place]} at position {start + place} is outside the vocabulary of {vocab}"
-            raise UsageError(f"{path}: {problem}: use a larger --vocab-size or other token files")
-    return _Document(name, np.asarray(ids), digest)
 
 
 def _blocks(ids: Tokens) -> Iterator[tuple[int, Tokens]]:
@@ -234,19 +216,20 @@ def load_corpus(
     seed: int,
     tokenizer: Tokenizer | None,
     vocab_size: int,
+    any_bytes: bool = False,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    Token files need no tokenizer and ignore one. A single token file stays a mapped view; several, or text,
-    are held in memory. Raises UsageError for what the user can mend: paths, fraction, files, sizes.
+    `any_bytes`: a file that is named is taken as it is, text or not. Token files need no tokenizer and ignore
+    one. A single token file stays a mapped view; several, or text, are held in memory. Raises UsageError for
+    what the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
-    read, notes = _read(paths, tokenizer, vocab_size)
+    read, notes = _read(paths, tokenizer, vocab_size, any_bytes)
     documents = [document for document in read if document.tokens.size]
     if not documents:
-        where = ", ".join(paths) or f"Python's own library in {stdlib_root()}"
-        raise UsageError("; ".join([f"--data holds no text and no tokens: {where}", *notes]))
+        raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))
     total = sum(document.tokens.size for document in documents)
     if total < context + 1:
         need = f"context {context} needs at least {context + 1} tokens, the data holds {total}"
@@ -274,7 +257,7 @@ def _hold_out(documents: list[Tokens], fraction: float, seed: int) -> tuple[list
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one is always left.
+    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one is always sieve.
 
     One that would make them more than twice that is passed over, and the smallest of those is taken only if
     the others do not reach it: or a draw that begins with a giant would hold out nearly everything.

@@ -10,6 +10,7 @@ another splitting text would be read wrong and nobody would notice, so an unknow
 from typing import Any, NamedTuple
 
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show, shown
 
 # Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
 # some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows
@@ -54,13 +55,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-def pre_tokenizer(name: object) -> PreTokenizer:
-    """The entry of `tokenizer.ggml.pre`. UsageError for a name that is not known, or none."""
-    if isinstance(name, str) and name in PRE_TOKENIZERS:
+def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
+    """The entry of `tokenizer.ggml.pre` of the file at `place`. UsageError for a name not known, or none."""
+    if name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
-    found = "no tokenizer.ggml.pre" if name is None else f"tokenizer.ggml.pre {name!r}"
+    found = "no tokenizer.ggml.pre" if name is None else f"tokenizer.ggml.pre {show(name)}"
     raise UsageError(
-        f"the model file has {found}, expected one of {', '.join(PRE_TOKENIZERS)}: "
+        f"{place} has {found}, expected one of {', '.join(PRE_TOKENIZERS)}: "
         "give --data as token files (1-D .npy of uint16 or uint32 ids)"
     )
 
@@ -75,7 +76,7 @@ def name_of(definition: Any, ignore_merges: bool, where: str) -> str:
     merges = "ignore_merges and " if ignore_merges else ""
     raise UsageError(
         f"{where}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found "
-        f"{merges}the pre_tokenizer {str(definition)[:300]}: give --data as token files (1-D .npy)"
+        f"{merges}the pre_tokenizer {shown(definition, 300)}: give --data as token files (1-D .npy)"
     )
 
 

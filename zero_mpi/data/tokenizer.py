@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show
+from zero_mpi.keys import THE_FILE, TOKENIZER, TOKENS, GGUFKeys
 
 _BYTES = 256
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types
@@ -118,9 +120,9 @@ class ByteTokenizer:
         }
 
     @classmethod
-    def is_in(cls, metadata: Mapping[str, object]) -> bool:
+    def is_in(cls, metadata: Mapping[str, object], place: str = THE_FILE) -> bool:
         """Whether a GGUF's keys describe this tokenizer, by its model and tokens."""
-        return not _difference(metadata, cls().metadata())
+        return not _difference(GGUFKeys(metadata, place), cls().metadata())
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "ByteTokenizer":
@@ -128,29 +130,25 @@ class ByteTokenizer:
 
         Raises UsageError, saying what the keys hold, if that is not this byte-level one.
         """
-        found = _difference(metadata, cls().metadata())
+        found = _difference(GGUFKeys(metadata, THE_FILE), cls().metadata())
         if found:
             raise UsageError(
-                f"the model file has {found}, where text can only be read with the byte-level tokenizer "
+                f"{THE_FILE} has {found}, where text can only be read with the byte-level tokenizer "
                 f"(model '{_MODEL}', {cls.vocab_size} tokens): give --data as token files, 1-D .npy of "
                 "uint16 or uint32 ids made with the model's own tokenizer"
             )
         return cls()
 
 
-def _difference(metadata: Mapping[str, object], expected: Mapping[str, object]) -> str:
-    """What `metadata` holds instead of the expected model and tokens, in words; empty if it holds them."""
-    model = metadata.get("tokenizer.ggml.model")
-    tokens, wanted = (strings(keys.get("tokenizer.ggml.tokens")) for keys in (metadata, expected))
+def _difference(keys: GGUFKeys, expected: Mapping[str, object]) -> str:
+    """What the keys hold instead of the expected model and tokens, in words; empty if they hold them."""
+    model = keys.text(TOKENIZER)
+    tokens, wanted = (found.texts(TOKENS) or [] for found in (keys, GGUFKeys(expected)))
     if model is None:
         return "no tokenizer"
     if model != _MODEL or len(tokens) != len(wanted):
-        return f"the tokenizer '{model}' of {len(tokens)} tokens"
-    pairs = enumerate(zip(tokens, wanted, strict=True))
-    return next((f"{a!r} for {b!r} as token {i} of its tokenizer" for i, (a, b) in pairs if a != b), "")
-
-
-def strings(value: object) -> list[str]:
-    """A string array of a GGUF as a list, whichever sequence the reader made of it."""
-    sequence = value.tolist() if isinstance(value, np.ndarray) else value
-    return list(sequence) if isinstance(sequence, Sequence) and not isinstance(sequence, str) else []
+        return f"the tokenizer {show(model)} of {len(tokens)} tokens"
+    for place, (found, own) in enumerate(zip(tokens, wanted, strict=True)):
+        if found != own:
+            return f"{show(found)} for {show(own)} as token {place} of its tokenizer"
+    return ""

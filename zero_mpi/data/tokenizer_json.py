@@ -8,6 +8,7 @@ would change ids and has no key.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ import numpy as np
 from zero_mpi.data.bpe import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, BPETokenizer, build, library
 from zero_mpi.data.pretokenizers import name_of
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import parse_json, quoted, read_file, show, shown
+from zero_mpi.keys import TEMPLATE, THE_FILE, GGUFKeys
 
 _KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here
 _WAY_OUT = "give --data as token files (1-D .npy)"
+_MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # bytes of tokenizer.json and of each file beside it
+_GAP = 1 << 16  # ids without a token that a model may have besides as many as the tokenizer has tokens
+_SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
@@ -31,9 +37,9 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     `vocab_size`: the model's, if it is larger: the rest is filled. UsageError for what is no byte-level BPE.
     """
     path = Path(path)
-    content = _read(path)
+    content = _read(path, _MOST)
     model = _byte_level(path, content)
-    added = [token for token in _list(content.get("added_tokens")) if isinstance(token, dict)]
+    added = _added(path, content)
     tokens, types = _vocabulary(path, model, added, vocab_size)
     ignore_merges = bool(model.get("ignore_merges"))
     metadata: dict[str, object] = {
@@ -41,20 +47,17 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
         _KEY + "pre": name_of(content.get("pre_tokenizer"), ignore_merges, str(path)),
         _KEY + "tokens": tokens,
         _KEY + "token_type": np.array(types, np.int32),
-        _KEY + "merges": [_merge(path, merge) for merge in _list(model.get("merges"))],
+        _KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
     }
-    try:
-        return BPETokenizer(metadata | _special(path, content, added))
-    except UsageError as error:
-        raise UsageError(f"{path}: as a model file: {error}") from error
+    return BPETokenizer(metadata | _special(path, content, added), f"{path}: as a model file")
 
 
-def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
+def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
     """The content of a tokenizer.json for GGUF keys of a byte-level BPE; the bytes' own tokenizer is one too.
 
     UsageError as `BPETokenizer` raises it. Unused `[PADn]` are left out: whoever reads it fills gaps.
     """
-    bpe = BPETokenizer(metadata)
+    bpe = BPETokenizer(metadata, place)
     filler = {f"[PAD{place}]" for place, kind in enumerate(bpe.types) if kind == UNUSED}
     vocabulary = {token: place for token, place in bpe.ids.items() if token not in filler}
     tokenizer = build(vocabulary, bpe.merges, bpe.pre.regexes, bpe.pre.ignore_merges)
@@ -72,34 +75,40 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     return dict(json.loads(tokenizer.to_str()))
 
 
-def tokenizer_config(metadata: Mapping[str, object]) -> dict[str, Any]:
+def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
     """The content of a tokenizer_config.json: the special tokens by their text, and the chat template."""
-    bpe = BPETokenizer(metadata)
+    bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    template = metadata.get("tokenizer.chat_template")
+    template = GGUFKeys(metadata, place).text(TEMPLATE)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": bpe.add_bos,
         **special,
-        **({"chat_template": template} if isinstance(template, str) else {}),
+        **({} if template is None else {"chat_template": template}),
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object. UsageError for anything else."""
+def _read(path: Path, most: int) -> dict[str, Any]:
+    """A JSON object of at most `most` bytes. UsageError for anything else."""
+    raw = read_file(path, most, "JSON")
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path}: expected a tokenizer.json of Hugging Face, found no JSON: {error}"
-        ) from error
+        content = parse_json(raw)
+    except ValueError as error:
+        raise UsageError(f"{path}: expected a JSON object, found no JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {str(content)[:60]!r}")
+        raise UsageError(f"{path}: expected a JSON object, found {shown(content, 60)}")
     return content
+
+
+def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A value of one of these types, or None. UsageError for another one."""
+    value = content.get(name)
+    if value is not None and type(value) not in kinds:
+        names = " or ".join(_SPELLED[kind] for kind in kinds)
+        raise UsageError(f"{path}: {name}: expected {names}, found {shown(value, 60)}")
+    return value
 
 
 def _list(value: object) -> list[Any]:
@@ -114,7 +123,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
         kind = "BPE"  # files of early versions do not say
     if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
-            f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {kind!r}: {_WAY_OUT}"
+            f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
+            + _WAY_OUT
         )
     found: dict[str, Any] = {name: model[name] for name in _WITHOUT_KEY if model.get(name)}
     if _normalizers(content.get("normalizer")) - {"NFC"}:
@@ -122,7 +132,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if found:
         name, value = next(iter(found.items()))
         raise UsageError(
-            f"{path}: expected a plain byte-level BPE, found {name} {str(value)[:100]}: {_WAY_OUT}"
+            f"{path}: expected a plain byte-level BPE, found {name} {shown(value, 100)}: {_WAY_OUT}"
         )
     return model
 
@@ -134,6 +144,15 @@ def _normalizers(definition: Any) -> set[str]:
     if steps is None:
         return {str(definition.get("type") if isinstance(definition, dict) else definition)}
     return {name for step in _list(steps) for name in _normalizers(step)}
+
+
+def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The added tokens. UsageError unless they are objects."""
+    tokens = _given(path, content, "added_tokens", list) or []
+    for token in tokens:
+        if not isinstance(token, dict):
+            raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
+    return tokens
 
 
 def _vocabulary(
@@ -151,6 +170,10 @@ def _vocabulary(
         )
     if vocab_size is not None and vocab_size < size:
         raise UsageError(f"{path}: the tokenizer has {size} tokens, the model's vocabulary {vocab_size}")
+    if vocab_size is not None and vocab_size > 2 * size + _GAP:
+        raise UsageError(
+            f"{path}: expected the tokenizer of a vocabulary of {vocab_size}, found {size} tokens in it"
+        )
     tokens, types = list[str](), list[int]()
     for place in range(vocab_size or size):
         filled = place in known or place in extra
@@ -165,9 +188,8 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
     found: dict[int, str] = {}
     for place, token in pairs:
         if type(place) is not int or place < 0 or place in found or not _is_text(token):
-            raise UsageError(
-                f"{path}: expected one token for each id from 0, found {token!r} with id {place!r}"
-            )
+            found_here = f"{quoted(token)} with id {quoted(place)}"
+            raise UsageError(f"{path}: expected one token for each id from 0, found {found_here}")
         found[place] = token
     return found
 
@@ -181,8 +203,8 @@ def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str])
         given = ids.get(token, following)
         if place != given:
             raise UsageError(
-                f"{path}: expected the added token {token!r} with the id {given}, which is what the package "
-                f"tokenizers gives it, found {place}: write the file with that package"
+                f"{path}: expected the added token {show(token)} with the id {given}, which is what the "
+                f"package tokenizers gives it, found {place}: write the file with that package"
             )
         following += token not in ids
 
@@ -203,21 +225,25 @@ def _merge(path: Path, merge: object) -> str:
     if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
         return " ".join(merge)
     if not isinstance(merge, str):
-        raise UsageError(f"{path}: expected merges as 'a b' or ['a', 'b'], found {str(merge)[:60]}")
+        raise UsageError(f"{path}: expected merges as 'a b' or ['a', 'b'], found {shown(merge, 60)}")
     return merge
 
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
     """Keys of special tokens: from tokenizer_config.json, then the model's configurations."""
     beside = {name: _beside(path, name) for name in ("tokenizer_config", "config", "generation_config")}
+    by_config = path.with_name("tokenizer_config.json")
     config, ids = beside["tokenizer_config"], {token["content"]: token["id"] for token in reversed(added)}
     first = _template_bos(content.get("post_processor"))
-    texts = {name: _content(config.get(f"{name}_token")) for name in _NAMES}
+    texts = {name: _content(_given(by_config, config, f"{name}_token", str, dict)) for name in _NAMES}
     if not config:
         texts["bos"] = first
     keys: dict[str, object] = {}
     for there, here in _NAMES.items():
-        given = [_first(beside[file].get(f"{there}_token_id")) for file in ("config", "generation_config")]
+        given = [
+            _first(_given(path.with_name(f"{file}.json"), beside[file], f"{there}_token_id", int, list))
+            for file in ("config", "generation_config")
+        ]
         found = [
             place for place in (ids.get(texts[there]), *given) if type(place) is int and 0 <= place < 1 << 32
         ]
@@ -225,8 +251,8 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
             keys[f"{_KEY}{here}_token_id"] = np.uint32(found[0])
     wanted = {"bos": first is not None and first == texts["bos"], "eos": False}
     for name, by_template in wanted.items():
-        said = config.get(f"add_{name}_token")
-        asked = said if isinstance(said, bool) else by_template
+        said = _given(by_config, config, f"add_{name}_token", bool)
+        asked = by_template if said is None else said
         keys[f"{_KEY}add_{name}_token"] = asked and f"{_KEY}{name}_token_id" in keys
     keys[_KEY + "add_space_prefix"] = False
     return keys | _chat_template(path, config)
@@ -235,14 +261,16 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 def _beside(path: Path, name: str) -> dict[str, Any]:
     """A JSON file of the same folder; empty if there is none."""
     file = path.with_name(f"{name}.json")
-    return _read(file) if file.is_file() else {}
+    return _read(file, _MOST_BESIDE) if os.path.lexists(file) else {}
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
     file = path.with_name("chat_template.jinja")
-    template = config.get("chat_template")
-    if template is None and file.is_file():
-        template = file.read_text("utf-8", "replace")
+    template = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
+    if template is None and os.path.lexists(file):
+        template = read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
+    if isinstance(template, str) and not _is_text(template):
+        raise UsageError(f"{path}: chat_template: expected text that UTF-8 can hold")
     return {"tokenizer.chat_template": template} if isinstance(template, str) else {}
 
 

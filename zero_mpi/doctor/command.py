@@ -11,7 +11,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +35,9 @@ from zero_mpi.doctor import (
 from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.rows import BAD, NOTE, OK, Row, lines, plural
+from zero_mpi.durable import write_whole
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import check_target, refusing
 from zero_mpi.inspect import write
 from zero_mpi.launch import FAILED, World, run
 from zero_mpi.watchdog import Watchdog
@@ -128,13 +129,8 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
 
 def check_file(path: str | None) -> None:
     """Raise UsageError if the file of figures cannot be written in the end."""
-    if path is None:
-        return
-    folder_of = Path(path).parent
-    if not folder_of.is_dir() or not os.access(folder_of, os.W_OK) or Path(path).is_dir():
-        raise UsageError(
-            f"--json {path}: cannot be written: expected a file in a folder that can be written to"
-        )
+    if path is not None:
+        check_target("--json", path)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -208,12 +204,8 @@ def keep(found: Examination) -> None:
         "rows": [asdict(row) for row in found.rows],
     }
     path = Path(found.options.json)
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        beside.write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
-        os.replace(beside, path)
-    except OSError as error:
-        raise UsageError(f"--json {path}: cannot be written: {error.strerror or error}") from None
+    with refusing("--json", path, "cannot be written"):
+        write_whole(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
 
 
 def main() -> None:

@@ -1,26 +1,23 @@
 """Memory that the ranks of a host share: how much there is, whether it works, what killed jobs left in it.
 
 The transport `shared` keeps the model once in it, and for each rank the gradients of a few blocks. Without it
-a run goes over messages, which takes longer but gives the same. A job that is killed may leave segments of
-the MPI library in memory until somebody removes them; they are only named here.
+a run goes over messages, which takes longer but gives the same. A job that is killed while MPI starts leaves
+segments of the library; they are named here, and the next run of the same user removes them (`leftovers`).
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, size
-from zero_mpi.sharding.layout import REDUCTIONS_IN_FLIGHT
+from zero_mpi.leftovers import PLACE, SEGMENTS, left_behind
+from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 
-PLACE, PROC = Path("/dev/shm"), Path("/proc")
-SEGMENTS = ("mpich_shm_*", "mpich_shar_tmp*", "vader_segment.*", "sm_segment.*")  # MPICH, Open MPI 4 and 5
-SETTLED = 60.0  # seconds after which a segment that nobody has mapped will not be used any more
 SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried
 BLOCKS = 12  # of the model by which room is told: its gradients travel block by block
@@ -45,36 +42,6 @@ def look() -> Room:
         return Room(0, (), 0)
     left = left_behind(PLACE)
     return Room(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
-
-
-def left_behind(place: Path, proc: Path = PROC) -> list[Path]:
-    """Segments of ours that no process has mapped, and that are no longer new."""
-    candidates = [path for pattern in SEGMENTS for path in sorted(place.glob(pattern)) if is_settled(path)]
-    if not candidates:
-        return []
-    in_use = mapped(str(place), proc)
-    return [path for path in candidates if str(path) not in in_use]
-
-
-def is_settled(path: Path) -> bool:
-    """Whether a file is ours to remove and has not been touched lately."""
-    try:
-        about = path.stat()
-    except OSError:
-        return False
-    return about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
-
-
-def mapped(start: str, proc: Path) -> set[str]:
-    """Files whose path begins with `start` that some process has mapped."""
-    found: set[str] = set()
-    for maps in proc.glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text(errors="replace").splitlines()
-        except OSError:
-            continue  # ended, or another user's
-        found.update(line[line.index(start) :] for line in lines if start in line)
-    return found
 
 
 def try_window(where: Ranks) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import show
+from zero_mpi.keys import GGUFKeys
 from zero_mpi.models.base import Metadata, ModelConfig, Read
 from zero_mpi.models.gpt2 import GPT2
 from zero_mpi.models.llama import Llama
@@ -21,11 +23,10 @@ def config_from_gguf(
     `tensors`: name -> shape, or only the names. `read` (name -> elements, 1-D float32) is asked for what is
     part of the configuration but lies in a tensor; a file with such a tensor is refused without it.
     """
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        raise UsageError(
-            f"{source}: architecture {arch!r} is not known; expected one of {', '.join(ARCHITECTURES)}"
-        )
+    arch = GGUFKeys(metadata, source).architecture
+    if arch not in ARCHITECTURES:
+        found = f"architecture {show(arch or '')}"
+        raise UsageError(f"{source}: {found} is not known; expected one of {', '.join(ARCHITECTURES)}")
     try:
         return ARCHITECTURES[arch].from_gguf(metadata, tensors, read)
     except UsageError as error:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
+from zero_mpi.arguments import came, same_names, whole
 from zero_mpi.arrays import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import shown
+from zero_mpi.keys import MOST_SIZE, TOKENS, GGUFKeys, described
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 
 Metadata = Mapping[str, Any]
+Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
 """The elements of a file's tensor by its name, 1-D float32."""
 HEAD_STD = 0.02  # of all matrices at the start (Radford et al., GPT-2, 2019)
@@ -104,35 +108,26 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
 NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; True is 1
 
 
-def shown(value: Any) -> str:
-    """A value from a file, fit for one line of an error."""
-    text = f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else str(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return text if text.isprintable() else repr(text)
-
-
 class Keys:
     """Reads the keys of one architecture; errors name the key."""
 
     def __init__(self, arch: str, metadata: Metadata) -> None:
-        self.arch, self.metadata = arch, metadata
+        self.arch, self.keys = arch, GGUFKeys(metadata)
 
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
         """The finite number at ARCH.NAME, or `default`; without one the key is required."""
-        key = f"{self.arch}.{name}"
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise UsageError(f"the GGUF key {key} is missing; a {self.arch} model needs it")
-        if not isinstance(value, int | float | np.integer | np.floating) or not least <= value < np.inf:
-            raise UsageError(f"the GGUF key {key} is {shown(value)}; expected a number of at least {least}")
-        return float(value)
+        return self._given(name, self.keys.number(f"{self.arch}.{name}", least), default)
 
-    def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """The whole number at ARCH.NAME, or `default`."""
-        value = self.number(name, default, least=least)
-        if value != int(value):
-            raise UsageError(f"the GGUF key {self.arch}.{name} is {value}; expected a whole number")
-        return int(value)
+    def size(self, name: str, default: int | None = None) -> int:
+        """The whole number from 1 at ARCH.NAME, or `default`; without one the key is required."""
+        return self._given(name, self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE), default)
+
+    def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
+        found = default if value is None else value
+        if found is None:
+            key = f"the GGUF key {self.arch}.{name}"
+            raise UsageError(f"{key} is missing; a {self.arch} model needs it")
+        return found
 
     def blocks(self, tensors: Iterable[str]) -> int:
         """ARCH.block_count, which the file's tensors bear out: building blocks costs time and memory."""
@@ -148,21 +143,21 @@ class Keys:
 
     def refuse_non_causal(self) -> None:
         """Raise for a model whose positions see what comes after them."""
-        if self.metadata.get(f"{self.arch}.attention.causal", True) is not True:
+        if self.keys.flag(f"{self.arch}.attention.causal") is False:
             raise UsageError(f"the GGUF key {self.arch}.attention.causal = False is not supported")
 
     def refuse(self, names: Iterable[str]) -> None:
         """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""
         for name in names:
-            value = self.metadata.get(f"{self.arch}.{name}")
+            value = self.keys.metadata.get(f"{self.arch}.{name}")
             if isinstance(value, np.ndarray | list) or value not in NEUTRAL:
-                raise UsageError(f"the GGUF key {self.arch}.{name} = {shown(value)} is not supported")
+                found = described(value)
+                raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
 
 
 def vocabulary(metadata: Metadata, keys: Keys) -> int:
     """Number of tokens: the tokenizer's, else ARCH.vocab_size."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    return len(tokens) if tokens is not None and len(tokens) else keys.size("vocab_size")
+    return len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size")
 
 
 def require_divides(whole: int, part: int, what: str, why: str) -> None:
@@ -171,13 +166,34 @@ def require_divides(whole: int, part: int, what: str, why: str) -> None:
         raise UsageError(f"{what}: {why}")
 
 
+REQUIRED, OPTIONAL = ("layers", "dim", "heads", "context", "vocab_size"), ("kv_heads", "ffn", "tied")
+
+
+def check_sizes(flags: Any) -> dict[str, Any]:
+    """Flags of the model's sizes, as whole numbers; raises UsageError for names and values that are none."""
+    if not isinstance(flags, Mapping):
+        raise UsageError(f"sizes of a model: expected a mapping such as {{'layers': 2}}, got {came(flags)}")
+    given = dict.fromkeys(OPTIONAL) | dict(flags)
+    try:
+        same_names(f"sizes of a model ({', '.join((*REQUIRED, *OPTIONAL))})", given, (*REQUIRED, *OPTIONAL))
+        for name in (*REQUIRED, "kv_heads", "ffn"):
+            if name in REQUIRED or given[name] is not None:
+                given[name] = whole(spelled(name), given[name])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for name in (*REQUIRED, "ffn"):
+        if given[name] is not None and given[name] < 1:
+            raise UsageError(f"{spelled(name)} {given[name]}: expected at least 1")
+    return given
+
+
+def spelled(name: str) -> str:
+    """The flag of a size."""
+    return f"--{name.replace('_', '-')}"
+
+
 def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that every architecture takes from the flags, checked."""
-    for flag in ("layers", "dim", "heads", "context", "vocab_size"):
-        if flags[flag] < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {flags[flag]}: expected at least 1")
-    if flags.get("ffn") is not None and flags["ffn"] < 1:
-        raise UsageError(f"--ffn {flags['ffn']}: expected at least 1")
+    """The sizes that every architecture takes from the flags, which were checked."""
     dim, heads = flags["dim"], flags["heads"]
     require_divides(
         dim, heads, f"--heads {heads} does not divide --dim {dim}", "every head gets dim / heads columns"

@@ -15,6 +15,7 @@ from zero_mpi.models.base import (
     Metadata,
     ModelConfig,
     Read,
+    check_sizes,
     common_sizes,
     head_stages,
     vocabulary,
@@ -45,6 +46,7 @@ class GPT2(ModelConfig):
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
+        sizes = check_sizes(sizes)
         common = common_sizes(sizes)
         kv_heads = sizes.get("kv_heads")
         if kv_heads not in (None, common["head_count"]):

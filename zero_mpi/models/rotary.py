@@ -20,6 +20,7 @@ from zero_mpi.models.base import (
     Metadata,
     ModelConfig,
     Read,
+    check_sizes,
     common_sizes,
     head_stages,
     require_divides,
@@ -84,6 +85,7 @@ class RotaryModel(ModelConfig):
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
+        sizes = check_sizes(sizes)
         common = common_sizes(sizes)
         dim, heads = sizes["dim"], sizes["heads"]
         kv_heads = heads if sizes.get("kv_heads") is None else sizes["kv_heads"]

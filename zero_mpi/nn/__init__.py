@@ -4,7 +4,8 @@ from zero_mpi.nn.activation import GELU, SwiGLU
 from zero_mpi.nn.attention import CausalAttention, FusedQKV, Heads, MergeHeads, ProjectQKV, QKNorm, RoPE
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
-from zero_mpi.nn.layer import Cache, Layer, Param, Stage, stage_params
+from zero_mpi.nn.generation import Cache
+from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
 from zero_mpi.nn.norm import LayerNorm, RMSNorm

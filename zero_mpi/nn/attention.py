@@ -16,7 +16,8 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.arrays import namespace, side_by_side
-from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+from zero_mpi.nn.generation import Cache
+from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.norm import RMSNorm
 
@@ -168,6 +169,7 @@ class RoPE(Layer):
         return self._turn(dy, 0, -1)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        """As `generation.Continues.infer`."""
         return self._turn(x, cache.position, 1)
 
 
@@ -188,6 +190,7 @@ class CausalAttention(Layer):
         return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        """As `generation.Continues.infer`."""
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = self._room(cache, k, v, stop)

@@ -7,25 +7,31 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arrays import Scalar
-from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+from zero_mpi.nn.fusions import (
+    AddsInBackward,
+    AddsInForward,
+    backward_onto,
+    forward_onto,
+    loss_alone,
+    loss_and_backward,
+)
+from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
 
 
-class Chain(Layer):
+class Chain(AddsInForward, AddsInBackward):
     """y = last(... second(first(x)))."""
 
     def __init__(self, *layers: Layer) -> None:
+        if not layers:
+            raise ValueError("a chain needs at least one layer")
         self.layers = layers
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
 
     @cached_property
-    def but_last(self) -> Chain:
-        """All layers before the last one."""
-        return Chain(*self.layers[:-1])
-
-    @cached_property
-    def but_first(self) -> Chain:
-        """All layers after the first one."""
-        return Chain(*self.layers[1:])
+    def but_last(self) -> Chain | None:
+        """All layers before the last one, if there are any."""
+        return Chain(*self.layers[:-1]) if self.layers[1:] else None
 
     def params(self) -> dict[str, Param]:
         found: dict[str, Param] = {}
@@ -38,47 +44,41 @@ class Chain(Layer):
                     )
         return found
 
-    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         saved = []
-        for layer in self.layers:
-            x, kept = layer.forward(p, x)
+        for layer, onto in zip(self.layers, self._at_end(residual), strict=True):
+            x, kept = forward_onto(layer, p, x, onto)
             saved.append(kept)
         return x, saved
 
-    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        for layer, kept in zip(reversed(self.layers), reversed(saved), strict=True):
-            dy = layer.backward(p, kept, dy, g)
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
+        for layer, kept, onto in zip(
+            reversed(self.layers), reversed(saved), self._at_end(residual), strict=True
+        ):
+            dy = backward_onto(layer, p, kept, dy, g, onto)
         return dy
 
-    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
-        if not self.layers:
-            return super().forward_onto(p, x, base)
-        x, saved = self.but_last.forward(p, x)
-        y, kept = self.layers[-1].forward_onto(p, x, base)
-        return y, [*saved, kept]
-
-    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
-        if not self.layers:
-            return super().backward_onto(p, saved, dy, g, base)
-        dy = self.but_first.backward(p, saved[1:], dy, g)
-        return self.layers[0].backward_onto(p, saved[0], dy, g, base)
+    def _at_end(self, residual: Any) -> list[Any]:
+        """The residual belongs to the layer that computes last."""
+        return [None] * (len(self.layers) - 1) + [residual]
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        if not self.layers:
-            return super().loss(p, x, targets, scale, g)
+        """As `fusions.Head.loss`: the last layer is the head."""
+        if self.but_last is None:
+            return loss_and_backward(self.layers[-1], p, x, targets, scale, g)
         y, saved = self.but_last.forward(p, x)
-        loss, dy = self.layers[-1].loss(p, y, targets, scale, g)
+        loss, dy = loss_and_backward(self.layers[-1], p, y, targets, scale, g)
         return loss, self.but_last.backward(p, saved, dy, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        if not self.layers:
-            return super().evaluate(p, x, targets, scale)
-        y, _ = self.but_last.forward(p, x)
-        return self.layers[-1].evaluate(p, y, targets, scale)
+        """As `fusions.Head.evaluate`."""
+        y = x if self.but_last is None else self.but_last.forward(p, x)[0]
+        return loss_alone(self.layers[-1], p, y, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        """As `generation.Continues.infer`, one layer after the other."""
         for layer in self.layers:
-            x = layer.infer(p, x, cache)
+            x = infer(layer, p, x, cache)
         return x
 
 
@@ -97,13 +97,14 @@ class Residual(Wrapper):
     """y = x + inner(x)."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return self.inner.forward_onto(p, x, x)
+        return forward_onto(self.inner, p, x, x)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return self.inner.backward_onto(p, saved, dy, g, dy)
+        return backward_onto(self.inner, p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return ops.add(x, self.inner.infer(p, x, cache))
+        """As `generation.Continues.infer`."""
+        return ops.add(x, infer(self.inner, p, x, cache))
 
 
 class Recompute(Wrapper):
@@ -124,10 +125,13 @@ class Recompute(Wrapper):
         return self.inner.backward(p, kept, dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        return self.inner.loss(p, x, targets, scale, g)  # backward follows at once: nothing to save
+        """As `fusions.Head.loss`: backward follows at once, so there is nothing to save."""
+        return loss_and_backward(self.inner, p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        return self.inner.evaluate(p, x, targets, scale)
+        """As `fusions.Head.evaluate`."""
+        return loss_alone(self.inner, p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        return self.inner.infer(p, x, cache)
+        """As `generation.Continues.infer`."""
+        return infer(self.inner, p, x, cache)

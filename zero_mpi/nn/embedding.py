@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
+from zero_mpi.arguments import WHOLE, array
+from zero_mpi.nn.generation import Cache
+from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
 
 
 class Embedding(Layer):
@@ -20,6 +22,7 @@ class Embedding(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # others would be cut to whole ones, or fail
         return ops.embedding(x, p[self.weight]), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -47,4 +50,5 @@ class LearnedPositions(Layer):
         return dy
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
+        """As `generation.Continues.infer`."""
         return ops.positions(x, p[self.weight][cache.position : cache.position + x.shape[1]])

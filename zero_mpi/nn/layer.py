@@ -8,14 +8,15 @@ weights and flat gradient buffers then need no more code. Parameter names are GG
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi import ops
-from zero_mpi.arrays import Array, Scalar
+from zero_mpi.arguments import came, instance, number, whole
+from zero_mpi.arrays import Array
 
 Weights = Mapping[str, Array]
 Gradients = MutableMapping[str, Array]
+INITS = ("normal", "ones", "zeros")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,6 @@ class Param:
         return len(self.shape) >= 2
 
 
-@dataclass
-class Cache:
-    """What generation keeps between calls: how many positions are done, and keys and values per layer."""
-
-    position: int = 0
-    entries: dict[int, Any] = field(default_factory=dict)
-
-
 class Layer:
     """Base of all layers.
 
@@ -69,33 +62,6 @@ class Layer:
         """dx; adds the parameters' gradients into g. x and dy stay as they are."""
         raise NotImplementedError
 
-    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
-        """(base + y, saved). A layer that can add where it writes y overrides it."""
-        y, saved = self.forward(p, x)
-        return ops.add(base, y), saved
-
-    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
-        """base + dx. A layer that can add where it writes dx overrides it."""
-        return ops.add(base, self.backward(p, saved, dy, g))
-
-    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """(loss, dx): forward, the cross-entropy of y as logits, and backward, in one.
-
-        The last layer of a model overrides it where it can do with less than all logits at once. The loss is
-        `scale` times the sum over targets of -log softmax.
-        """
-        y, saved = self.forward(p, x)
-        loss, dy = ops.cross_entropy(y, targets, scale)
-        return loss, self.backward(p, saved, dy, g)
-
-    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """The loss alone."""
-        return ops.cross_entropy(self.forward(p, x)[0], targets, scale)[0]
-
-    def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """y for the positions that follow those in `cache`; layers that mix positions override it."""
-        return self.forward(p, x)[0]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -106,10 +72,29 @@ class Stage:
 
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:
-    """All parameters of a model in its order; a tied one once, where it comes first."""
+    """All parameters of a model in its order; a tied one once, where it comes first. Raises ValueError."""
     params: dict[str, Param] = {}
     for stage in stages:
         for name, param in stage.layer.params().items():
+            check_param(name, param)
             if params.setdefault(name, param).shape != param.shape:
                 raise ValueError(f"parameter {name} has the shapes {params[name].shape} and {param.shape}")
     return params
+
+
+def check_param(name: Any, param: Any) -> None:
+    """Raise ValueError for a parameter that cannot be."""
+    instance("a parameter's name", name, str, "a text")
+    instance(f"parameter {name}", param, Param, "Param(shape)")
+    if not isinstance(param.shape, tuple) or not param.shape:
+        raise ValueError(
+            f"parameter {name}: expected a shape of at least one dimension, such as (1,) for a single "
+            f"number, got {came(param.shape)}"
+        )
+    for length in param.shape:
+        whole(f"parameter {name}: shape {param.shape}", length, least=1)
+    if param.init not in INITS:
+        raise ValueError(
+            f"parameter {name}: init {came(param.init)} is not known; expected normal, ones or zeros"
+        )
+    number(f"parameter {name}: std", param.std, least=0)

@@ -6,10 +6,11 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arrays import Scalar
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.fusions import AddsInForward
+from zero_mpi.nn.layer import Gradients, Param, Weights
 
 
-class Linear(Layer):
+class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,)."""
 
     def __init__(
@@ -23,11 +24,8 @@ class Linear(Layer):
     def params(self) -> dict[str, Param]:
         return self._params
 
-    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return ops.linear(x, p[self.weight], self._bias(p)), x
-
-    def forward_onto(self, p: Weights, x: Any, base: Any) -> tuple[Any, Any]:
-        return ops.linear(x, p[self.weight], self._bias(p), base), x
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+        return ops.linear(x, p[self.weight], self._bias(p), residual), x
 
     def _bias(self, p: Weights) -> Any:
         return p[self.bias] if self.bias else None
@@ -41,10 +39,12 @@ class Linear(Layer):
         return ops.linear_backward_x(dy, p[self.weight], into)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
+        """As `fusions.Head.loss`: logits in pieces."""
         dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
         loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
         return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
+        """As `fusions.Head.evaluate`."""
         weight, bias = p[self.weight], self._bias(p)
         return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]

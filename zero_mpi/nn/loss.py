@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from zero_mpi import ops
+from zero_mpi.arguments import FLOATING, WHOLE, array, number
 from zero_mpi.arrays import Array, Scalar, beside
+from zero_mpi.device import is_cupy
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> tuple[Scalar, Array]:
@@ -15,9 +18,25 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
     of the *whole step*, on all ranks and micro-batches, so that gradients are summed and never divided;
     left out, it is 1 over the targets given here.
     """
-    scale = 1.0 / targets.size if scale is None else scale
+    check_targets(targets, logits)
+    scale = 1.0 / targets.size if scale is None else number("cross_entropy: scale", scale)
     loss, dlogits = ops.cross_entropy(logits, beside(targets, logits), scale)
     return loss, dlogits
+
+
+def check_targets(targets: Any, logits: Any = None) -> None:
+    """Raise ValueError unless targets are whole numbers, one for each row of logits if these are known."""
+    array("cross_entropy: targets", targets, kinds=WHOLE)
+    if targets.size == 0:
+        raise ValueError("cross_entropy: expected at least one target, got an array without elements")
+    if logits is not None:
+        array("cross_entropy: logits", logits, kinds=FLOATING)
+        array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
+        if not is_cupy(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[-1]:
+            raise ValueError(
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, one of that many logits; "
+                f"got {targets.min()} to {targets.max()}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +49,10 @@ class CrossEntropy:
 
     targets: Array
     scale: float
+
+    def __post_init__(self) -> None:
+        check_targets(self.targets)
+        number("CrossEntropy: scale", self.scale)
 
     def __call__(self, logits: Array) -> tuple[Scalar, Array]:
         """(loss, dlogits)."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.fusions import AddsInBackward
+from zero_mpi.nn.layer import Gradients, Param, Weights
 
 
-class RMSNorm(Layer):
+class RMSNorm(AddsInBackward):
     """x / rms(x) * w, with w = `NAME.weight` (C,)."""
 
     def __init__(self, name: str, width: int, eps: float) -> None:
@@ -21,15 +22,12 @@ class RMSNorm(Layer):
         y, r = ops.rms_norm(x, p[self.weight], self.eps)
         return y, (x, r)
 
-    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return self.backward_onto(p, saved, dy, g, None)
-
-    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
         x, r = saved
-        return ops.rms_norm_backward(dy, x, p[self.weight], r, g.get(self.weight), base)
+        return ops.rms_norm_backward(dy, x, p[self.weight], r, g.get(self.weight), residual)
 
 
-class LayerNorm(Layer):
+class LayerNorm(AddsInBackward):
     """(x - mean) / deviation * w + b, with w = `NAME.weight` and b = `NAME.bias` (C,)."""
 
     def __init__(self, name: str, width: int, eps: float) -> None:
@@ -42,10 +40,7 @@ class LayerNorm(Layer):
         y, mean, r = ops.layer_norm(x, p[self.weight], p[self.bias], self.eps)
         return y, (x, mean, r)
 
-    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return self.backward_onto(p, saved, dy, g, None)
-
-    def backward_onto(self, p: Weights, saved: Any, dy: Any, g: Gradients, base: Any) -> Any:
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
         x, mean, r = saved
         dw, db = g.get(self.weight), g.get(self.bias)
-        return ops.layer_norm_backward(dy, x, p[self.weight], mean, r, dw, db, base)
+        return ops.layer_norm_backward(dy, x, p[self.weight], mean, r, dw, db, residual)

@@ -65,6 +65,15 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
+def compiled_for() -> str:
+    """The processor that the host's operations are compiled for; empty where the reference computes."""
+    if not _compiles:
+        return ""
+    from zero_mpi.ops.cpu import jit
+
+    return jit.target()
+
+
 def prepare_gpu() -> None:
     """Compile the kernels of the GPU in use, or load them from CuPy's cache; once is enough."""
     from zero_mpi.ops import gpu

@@ -53,7 +53,8 @@ def key() -> str:
         *map(installed, PACKAGES),
     ):
         digest.update(text.encode() + b"\0")
-    for path in [SOURCES.parent / "reference.py", *sorted(SOURCES.glob("*.py"))]:
+    beside = [SOURCES.parent / name for name in ("reference.py", "rowsums.py")]
+    for path in [*beside, *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.read_bytes() + b"\0")
     return f"numba-{installed('numba')}-{digest.hexdigest()[:12]}"
 

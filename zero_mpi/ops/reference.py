@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from zero_mpi.arrays import Array, namespace
+from zero_mpi.ops.rowsums import column_sums
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
@@ -60,7 +61,7 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 
 def linear_backward_b(dy: Array, db: Array) -> None:
     """Add the gradient of b, the sum over rows, into db (O,)."""
-    db += rows(dy).sum(axis=0)
+    db += column_sums(rows(dy))
 
 
 # ------------------------------------------------------------------------------------------- embedding
@@ -113,7 +114,7 @@ def rms_norm_backward(
     """dx of `rms_norm`, + plus; adds the gradient of w into dw (C,) unless that is None."""
     n = x * r
     if dw is not None:
-        dw += rows(dy * n).sum(axis=0)
+        dw += column_sums(rows(dy * n))
     d = dy * w
     dx = r * (d - n * (d * n).mean(axis=-1, keepdims=True))
     return dx if plus is None else plus + dx
@@ -144,9 +145,9 @@ def layer_norm_backward(
     """dx of `layer_norm`, + plus; adds the gradients of w and b into dw and db (C,) unless None."""
     n = (x - mean) * r
     if dw is not None:
-        dw += rows(dy * n).sum(axis=0)
+        dw += column_sums(rows(dy * n))
     if db is not None:
-        db += rows(dy).sum(axis=0)
+        db += column_sums(rows(dy))
     d = dy * w
     dx = r * (d - d.mean(axis=-1, keepdims=True) - n * (d * n).mean(axis=-1, keepdims=True))
     return dx if plus is None else plus + dx

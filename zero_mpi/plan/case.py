@@ -9,10 +9,10 @@ from zero_mpi.accumulate import Rounds
 from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
+from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
 from zero_mpi.sharding.offload import NONE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
-from zero_mpi.sharding.shard import accumulates_locally
 
 SERIAL, SHARED, NODES, MPI = "serial", "shared", "nodes", "mpi"  # NODES: shared in each, MPI between them
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import check_target, refusing
 from zero_mpi.inspect import write as show
 from zero_mpi.launch import World
 from zero_mpi.launch import run as launch
 from zero_mpi.plan.options import Question, read
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.report import introduction, report, sweep_lines
+from zero_mpi.plan.report import head, introduction, report, sweep_lines
+from zero_mpi.plan.resident import ask_lines, resident
 from zero_mpi.plan.sweep import limits, sweep
 
 
@@ -28,6 +30,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
         lines, numbers = sweeps(question) if question.sweeps else plans(question)
     except MemoryError as error:  # units' buffers are set aside, though never touched
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
+    if question.json is not None:
+        check_target("--json", question.json)
     show(lines)
     if question.json is not None:
         write(question.json, numbers | {"machine": asdict(question.machine)})
@@ -38,8 +42,11 @@ def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
     """Every case of a question as text and as numbers."""
     made = [make_plan(case, question.machine) for case in question.cases]
     case = question.cases[0]
-    numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": [plan.as_json() for plan in made]}
-    return list(report(made, question.machine, question.known)), numbers
+    asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
+    tables = [plan.as_json() | {"node": node.as_json()} for plan, node in zip(made, asked, strict=True)]
+    numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": tables}
+    title = head("memory of a node's host", made)
+    return [*report(made, question.machine, question.known), "", title, *ask_lines(asked)], numbers
 
 
 def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
@@ -56,10 +63,8 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
 
 def write(path: Path, numbers: dict[str, Any]) -> None:
     """The numbers as JSON; raises UsageError."""
-    try:
+    with refusing("--json", path, "cannot be written"):
         path.write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UsageError(f"--json {path}: cannot be written: {error.strerror or error}") from error
 
 
 def main() -> None:

@@ -12,11 +12,15 @@ import math
 import mmap
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.arrays import RECYCLED_FROM, Array, size_class
+from zero_mpi.device import Host
 
 NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mmap has no name for it yet
 LEAST_ARENA = 1 << 30  # bytes
@@ -29,6 +33,11 @@ class Ghost(np.ndarray[Any, Any]):
 
     def __array_finalize__(self, source: Any) -> None:
         self.room = getattr(source, "room", None)
+
+    def fill(self, value: Any) -> None:
+        """Count one pass over the array."""
+        if self.room is not None:
+            self.room.passes(self)
 
 
 class _Loan(weakref.ref[Any]):
@@ -59,7 +68,7 @@ class Room:
         self._small_now = 0
         self._free: Counter[int] = Counter()  # blocks by size class
         self._loans: dict[int, _Loan] = {}
-        self._arena = mmap.mmap(-1, LEAST_ARENA, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        self._arena = self._reserve(LEAST_ARENA)
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """A ghost that is counted, as `arrays.recycled` would place it."""
@@ -92,9 +101,15 @@ class Room:
     def _addresses(self, nbytes: int) -> Any:
         """An owner of `nbytes` addresses; all ghosts may have the same ones."""
         if nbytes > len(self._arena):
-            size = 1 << nbytes.bit_length()
-            self._arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            self._arena = self._reserve(1 << nbytes.bit_length())
         return (ctypes.c_char * max(1, nbytes)).from_buffer(self._arena)
+
+    def _reserve(self, size: int) -> mmap.mmap:
+        """`size` addresses; raises MemoryError."""
+        try:
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        except OSError as error:
+            raise MemoryError(f"{size} bytes of address space: {error.strerror}") from error
 
     def _ghost(self, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
         ghost = Ghost(shape, dtype, owner)
@@ -113,3 +128,27 @@ class Room:
         """(flop, moved) since the last call."""
         spent, self.flop, self.moved = (self.flop, self.moved), 0.0, 0.0
         return spent
+
+
+class NoMemory(Host):
+    """A device whose arrays are ghosts that belong to somebody else: what a module keeps is counted apart."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def empty(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat ghost."""
+        return self._room.outside((size,), dtype)
+
+    zeros = empty
+
+
+@contextmanager
+def without_memory(room: Room) -> Iterator[None]:
+    """Compute on ghosts for a while, whatever the device in use is."""
+    in_use = device.in_use()
+    device.adopt(NoMemory(room))
+    try:
+        yield
+    finally:
+        device.adopt(in_use)

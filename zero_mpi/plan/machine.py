@@ -5,7 +5,6 @@ They come from the JSON that `zero_mpi.doctor` writes, from flags, or are assume
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import FileError, parse_json, read_file, shown
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,25 @@ DOCTOR = {  # flag -> where the doctor has it
     "flops": ("flops_per_second_per_rank",),
     "memory": ("memory_bytes_per_rank",),
 }
+MOST_DOCTOR = 16 << 20  # bytes of a doctor's JSON
+LARGEST = 1e30  # no rate is so large
 POSITIVE = ("flops", "memory_bandwidth", "memory", "host_bandwidth")
 
 
 def read_doctor(path: Path) -> dict[str, float]:
     """The numbers of a doctor's JSON by the names of flags; those it did not measure are left out."""
+    place = shown(path)
     try:
-        found: Any = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"--doctor {path}: {error.strerror or error}") from error
+        found: Any = parse_json(read_file(path, MOST_DOCTOR))
+    except FileError as error:
+        raise UsageError(f"--doctor {error}") from None
     except ValueError as error:
-        raise UsageError(f"--doctor {path}: not the JSON of zero_mpi.doctor: {error}") from error
+        raise UsageError(f"--doctor {place}: not the JSON of zero_mpi.doctor: {error}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"--doctor {path}: expected a JSON object of zero_mpi.doctor, found another value")
+        raise UsageError(f"--doctor {place}: expected a JSON object of zero_mpi.doctor, found another value")
     numbers = {name: number_at(path, found, keys) for name, keys in DOCTOR.items()}
     if not any(value is not None for value in numbers.values()):
-        raise UsageError(f"--doctor {path}: no rate in it; expected keys such as links.node.alpha_seconds")
+        raise UsageError(f"--doctor {place}: no rate in it; expected keys such as links.node.alpha_seconds")
     return {name: value for name, value in numbers.items() if value is not None}
 
 
@@ -81,8 +84,9 @@ def number_at(path: Path, found: Mapping[str, Any], keys: tuple[str, ...]) -> fl
         value = value.get(key) if isinstance(value, Mapping) else None
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UsageError(f"--doctor {path}: {'.'.join(keys)} is {value!r}; expected a number from 0 up")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+        found_at = f"--doctor {shown(path)}: {'.'.join(keys)} is {shown(value)}"
+        raise UsageError(f"{found_at}; expected a number from 0 up")
     return float(value)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 from zero_mpi.comm.device.choice import ON_GPU
 from zero_mpi.config import Config, Parser, check, read_toml, spelled
 from zero_mpi.config import make_parser as train_parser
+from zero_mpi.defaults import settled
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
-from zero_mpi.sharding.module import check_patterns, check_reduction
+from zero_mpi.plan.resident import text_bytes
+from zero_mpi.sharding.given import check_patterns, check_reduction
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_model
@@ -39,12 +41,13 @@ RATES = {
     "memory_bandwidth": "bytes a second of a rank in everything else",
     "host_bandwidth": "bytes a second between a GPU and its host, each way",
 }
+SWEEP = ("ranks_per_node", "most_ranks")
 OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan. per_node: for the sweep."""
+    """What to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
 
     cases: tuple[Case, ...]
     machine: Machine
@@ -53,6 +56,8 @@ class Question:
     most_ranks: int
     sweeps: bool
     json: Path | None
+    text: int = 0
+    sample: bool = False
 
 
 def make_parser() -> Parser:
@@ -94,6 +99,9 @@ def read(arguments: Sequence[str]) -> Question:
     settings = (read_toml(Path(path)) if path else {}) | given
     config = Config(**settings)
     check(config)
+    for name in SWEEP:
+        if name in own and "sweep" not in own:
+            raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
     ranks, nodes = at_least_one(own, "ranks", 1), at_least_one(own, "nodes", 1)
     if ranks % nodes:
         raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
@@ -113,7 +121,17 @@ def read(arguments: Sequence[str]) -> Question:
         most_ranks=at_least_one(own, "most_ranks", 4096),
         sweeps="sweep" in own,
         json=Path(own["json"]) if "json" in own else None,
+        text=text_if_there(config, model, ranks),
+        sample=config.sample > 0,
     )
+
+
+def text_if_there(config: Config, model: ModelConfig, ranks: int) -> int:
+    """Bytes of the tokens of the data; 0 where the plan is made on a machine that has not got them."""
+    try:
+        return text_bytes(config, model, ranks)
+    except (UsageError, OSError):
+        return 0
 
 
 def at_least_one(own: dict[str, Any], name: str, default: int) -> int:
@@ -129,6 +147,7 @@ def find_model(config: Config) -> ModelConfig:
     init = open_init(config)
     if init is not None:
         model = read_model(init)
+        settled(config, model)  # raises where a flag says otherwise
     else:
         tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)
         model = model_from_flags(config, tokenizer)

@@ -1,13 +1,14 @@
-"""A step without arrays or ranks: the runtime's own loops over the real layers, with everything written down.
+"""A step without memory or ranks: the runtime's own module over the real layers, with everything noted.
 
-`ShardedModule` runs as it is; its units here only say what a unit would do: start and wait for transfers,
-lend buffers. The script of a step is the list of what happens on a rank in its order: stretches of computing,
-starts, waits. No number of ranks changes it, so many cases share one.
+`ShardedModule` runs as it is. Its transport only notes what is started and waited for, and the device that
+it computes on makes arrays that have shapes and nothing else. The script of a step is the list of what
+happens on a rank in its order: stretches of computing, starts, waits. No number of ranks changes it, so many
+cases share one.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,17 +17,13 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.arrays import Array, BufferPool
-from zero_mpi.comm import DONE, Handle
-from zero_mpi.device import HOST
+from zero_mpi.comm import Handle, Partition
+from zero_mpi.comm.base import Memory
 from zero_mpi.plan import operations  # noqa: F401  (registers the operations on ghosts)
 from zero_mpi.plan.case import Case, Imagined
-from zero_mpi.plan.ghost import Room
+from zero_mpi.plan.ghost import Room, without_memory
 from zero_mpi.plan.kernels import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.precision import FLOAT32, floats
-from zero_mpi.sharding.shard import Views, accumulates_locally
-from zero_mpi.sharding.unit import Unit
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
@@ -95,150 +92,75 @@ class Transfer(Handle):
         self.script.note(WAIT, self.unit, self.kind)
 
 
-class ImaginedUnit:
-    """What `ShardedUnit` does, as far as others see it, without memory."""
+class RehearsedComm(Imagined):
+    """The transport of a case: a collective is an event, and what it gives a module has no memory."""
 
-    def __init__(self, number: int, unit: Unit, module: ImaginedModule, whole: bool) -> None:
-        self.number, self.unit, self.name, self.in_use = number, unit, unit.name, False
-        self.script, self.strategy = module.script, module.strategy
-        self._pools = module.parameter_pool, module.gradient_pool
-        room, self._kinds = module.script.room, module.precision
-        widens = self._kinds.reduce != FLOAT32  # then a gradient is not summed where it is written
-        self._weights, self._to_add = (
-            {name: room.outside(param.shape, kind) for name, param in unit.params.items()}
-            for kind in (self._kinds.compute, self._kinds.reduce)
-        )
-        self._common = whole and self.strategy.shards_moments
-        self.gathered = self._common or not self.strategy.shards_parameters
-        keeps = unit.trainable and not self.strategy.shards_moments
-        self._own_gradient = keeps and not whole and not widens
-        self._allreduces = keeps and accumulates_locally(module.comm, self.strategy)
-        self._gathers_gradient = keeps and not whole and not self._allreduces
-        self._in_place = module.comm.sums_in_place and not widens
-        self._updates = unit.trainable and not self._common
-        self._buffer: Array | None = None
-        self._gradient_buffer: Array | None = None
-        self._gradients: Views | None = None
-        self._gather: Transfer | None = None
-        self._reduce: Transfer | None = None
-        self.contributions = 0
+    def __init__(self, case: Case, script: Script, size: int) -> None:
+        super().__init__(case)
+        self.size, self.case, self.script = size, case, script
+        self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
-    def start_gather(self) -> None:
-        """As `ShardedUnit.start_gather`."""
-        if not self.gathered:
-            self._buffer = self._pools[0].take(floats(self.unit.length, self._kinds.compute))
-            self.gathered = True
-            self._gather = Transfer(self.script, GATHER, self.number)
+    def node_owners(self) -> RehearsedComm:
+        """The ranks of the first node, where each node has all slices."""
+        return RehearsedComm(self.case, self.script, self.case.owners)
 
-    def start_update(self) -> None:
-        """As `ShardedUnit.start_update`."""
-        if self._updates:
-            self._gather = Transfer(self.script, GATHER, self.number)
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
+        """As the transport's own: wholes where the owners see one array."""
+        empty, shared = device.in_use().empty, self.case.shares_wholes
+        return Memory([empty(w.length) if shared and w.length else None for w in wholes], BufferPool())
 
-    def wait_gather(self) -> None:
-        """As `ShardedUnit.wait_gather`."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        what, _, name = label.partition(" ")
+        return Transfer(self.script, GATHER_SUMS if what == "gradients" else GATHER, self.numbers[name])
 
-    wait_update = wait_gather
+    def reduce_scatter(
+        self, full: Array, out: Array, partition: Partition, *, label: str = "", **how: Any
+    ) -> Handle:
+        return Transfer(self.script, REDUCE, self.numbers[label.partition(" ")[2]])
 
-    def weights(self) -> Views:
-        """As `ShardedUnit.weights`."""
-        assert self.gathered, f"unit {self.name} is not gathered"
-        return self._weights
-
-    def release(self) -> None:
-        """As `ShardedUnit.release`."""
-        if self._buffer is not None:
-            self.wait_gather()
-            self._pools[0].give(self._buffer)
-            self._buffer = None
-        self.gathered = self._common or not self.strategy.shards_parameters
-
-    def gradients(self) -> Views:
-        """As `ShardedUnit.gradients`."""
-        if not self.unit.trainable:
-            return {}
-        if self._gradients is None:
-            self.wait_reduce()
-            in_place = self._own_gradient or (self._in_place and self.contributions == 0)
-            if not in_place:
-                self._gradient_buffer = self._pools[1].take(floats(self.unit.length, self._kinds.reduce))
-            self.script.room.moved += self._kinds.reduce.itemsize * self.unit.length  # it is set to zero
-            self._gradients = self._to_add
-        return self._gradients
-
-    def start_reduce(self, contributors: int) -> None:
-        """As `ShardedUnit.start_reduce`."""
-        self.gradients()
-        self._gradients = None
-        self._reduce = Transfer(self.script, ALLREDUCE if self._allreduces else REDUCE, self.number)
-        self.contributions += 1
-
-    def wait_reduce(self) -> None:
-        """As `ShardedUnit.wait_reduce`."""
-        if self._reduce is not None:
-            self._reduce.wait()
-            self._reduce = None
-            if self._gradient_buffer is not None:
-                self._pools[1].give(self._gradient_buffer)
-                self._gradient_buffer = None
-
-    def start_gradient_gather(self) -> Handle:
-        """As `ShardedUnit.start_gradient_gather`."""
-        return Transfer(self.script, GATHER_SUMS, self.number) if self._gathers_gradient else DONE
-
-    def reset(self) -> None:
-        """As `ShardedUnit.reset`."""
-        self.wait_reduce()
-        self.contributions = 0
+    def allreduce(self, array: Array, label: str = "") -> Handle:
+        return Transfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])
 
 
-class ImaginedModule(ShardedModule):
-    """The loops of a module, over units without memory; the base's `__init__` would make real ones."""
+class Rehearser:
+    """A module as it is, over a transport and a device without memory, and the steps that it takes."""
 
-    comm: Imagined
+    def __init__(self, case: Case, kernels: Compiled | None = None) -> None:
+        self.case, self.room = case, Room(kernels or kernels_of(case))
+        self.script = Script(self.room)
+        with without_memory(self.room):
+            self.module = ShardedModule(
+                case.model.stages(case.recompute),
+                RehearsedComm(case, self.script, case.ranks),
+                case.strategy,
+                prefetch=case.prefetch,
+                bucket_mb=case.bucket_mb,
+                frozen=case.frozen,
+                precision=case.precision,
+            )
 
-    def __init__(self, case: Case, script: Script) -> None:
-        layout = case.layout
-        self.stages, self.strategy, self.script = case.model.stages(case.recompute), case.strategy, script
-        self._uses, self.schedule = layout.uses, layout.schedule
-        self.comm = self.owners = Imagined(case)
-        self.precision, self.loss_scale = case.precision, LossScale()
-        self.parameter_pool, self.gradient_pool = BufferPool(where=HOST), BufferPool(where=HOST)
-        units: list[Any] = [
-            ImaginedUnit(i, unit, self, case.shares_wholes) for i, unit in enumerate(layout.units)
-        ]
-        self.units = units
-        self._saved, self._synced = None, False
-        self._reducing = deque()
-
-    def step(self, rounds: int, tokens: tuple[int, int]) -> tuple[Event, ...]:
+    def step(self) -> tuple[Event, ...]:
         """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
-        in_use = device.in_use()
-        device.adopt(HOST)  # ghosts are nowhere; a GPU that is in use would take them for its own
-        try:
-            return self._step(rounds, tokens)
-        finally:
-            device.adopt(in_use)
+        with without_memory(self.room):
+            return self._step(len(self.case.rounds), (self.case.micro_batch, self.case.context))
 
     def _step(self, rounds: int, tokens: tuple[int, int]) -> tuple[Event, ...]:
+        module, script = self.module, self.script
         for number in range(rounds):
-            x, targets = (self.script.room.outside(tokens, np.int64) for _ in range(2))
-            self.forward_backward(x, targets, 1.0, last=number == rounds - 1)
+            x, targets = (self.room.outside(tokens, np.int64) for _ in range(2))
+            module.forward_backward(x, targets, 1.0, last=number == rounds - 1)
             del x, targets
-        self.script.note(TOTAL)
-        pending = self.overlapped_sync_gradients()
-        for unit in self.units:
-            unit.wait_reduce()
-        self.script.note(NORM)
+        script.note(TOTAL)
+        pending = module.overlapped_sync_gradients()
+        script.note(NORM)
         pending.wait()
-        self.drop_gathered()
-        self.script.note(UPDATE)
-        self.broadcast_updated_params()
-        self.zero_gradients()
-        return self.script.cut()
+        module.drop_gathered()
+        script.note(UPDATE)
+        module.broadcast_updated_params()
+        module.zero_gradients()
+        return script.cut()
 
 
 def kernels_of(case: Case) -> Compiled:
@@ -273,8 +195,8 @@ def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
 
 @lru_cache(maxsize=64)
 def _rehearse(case: Case) -> Rehearsal:
-    room = Room(kernels_of(case))
-    module = ImaginedModule(case, Script(room))
-    steps = tuple(module.step(len(case.rounds), (case.micro_batch, case.context)) for _ in range(STEPS))
+    rehearser = Rehearser(case)
+    steps = tuple(rehearser.step() for _ in range(STEPS))
+    module, room = rehearser.module, rehearser.room
     gathered, gradients = module.parameter_pool.nbytes, module.gradient_pool.nbytes
     return Rehearsal(steps, gathered, gradients, room.held, room.small, room.logits)

@@ -17,9 +17,10 @@ from zero_mpi.comm import Partition
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import NUMBER, chunks
 from zero_mpi.plan.ways import Way, ways_of
+from zero_mpi.sharding.actions import Gather
 from zero_mpi.sharding.unit import BYTES
 
-FLAGS = 2  # numbers that `train` adds to the losses: whether to stop, whether a save failed
+FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a save failed, whether to save
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,7 @@ def gathers_of(case: Case, unit: int) -> int:
 
 def gathers_in_round(case: Case) -> Counter[int]:
     """g_u: how often the schedule starts to gather each unit."""
-    schedule = case.layout.schedule
-    plans = [*schedule.forward, *schedule.backward[schedule.last_backward :]]
-    return Counter(unit for plan in plans for unit in plan.start)
+    return Counter(action.unit for action in case.layout.schedule.training if isinstance(action, Gather))
 
 
 def gathers_gradient(case: Case) -> bool:

@@ -263,7 +263,7 @@ class Chart {
       const x = this.across(curve.x(this.view.axis)[at]), inside = x >= 0 && x <= this.width - this.left - RIGHT;
       if (inside)
         this.cursorLayer.append(node("circle", {
-          class: `spot ${curve.run.colour}`, cx: this.left + x, cy: this.down(curve.mean[at]), r: 4,
+          class: `spot ${curve.run.colour} ${curve.series.dots ? "val" : "main"}`, cx: this.left + x, cy: this.down(curve.mean[at]), r: 4,
         }));
     }
     if (place !== null) {

@@ -6,14 +6,15 @@ written beside its place and renamed, so a browser never reloads half of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from zero_mpi.durable import write_whole
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import is_folder, shown
 from zero_mpi.inspect import write as show
 from zero_mpi.launch import World
 from zero_mpi.launch import run as launch
@@ -61,7 +62,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     paths = [Path(path) for path in options.runs]
     runs = read_runs(paths, max(LEAST, LIMIT * WHOLE // max(WHOLE, len(paths))))
     if options.text:
-        show(terminal(runs))
+        show(terminal(runs), keep="\x1b")
         return 0
     place = Path(options.out) if options.out is not None else default_place(runs)
     write(place, page(runs, datetime.now(UTC)))
@@ -76,17 +77,13 @@ def default_place(runs: Sequence[Run]) -> Path:
 
 def write(place: Path, text: str) -> None:
     """The file, whole or not at all; raises UsageError."""
-    if place.is_dir():
+    if is_folder(place):
         raise UsageError(f"--out {place}: expected a file to write, found a folder: name a file in it")
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(place)
+        write_whole(place, text, f"{os.getpid()}.partial")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise UsageError(
-            f"{place}: cannot be written: {error.strerror or error}; --out names another place"
+            f"{shown(place)}: cannot be written: {error.strerror or error}; --out names another place"
         ) from error
 
 

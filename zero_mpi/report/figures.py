@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.foreign import shown
 from zero_mpi.report.folder import LOST, Run, integer, text
-from zero_mpi.report.metrics import MEMORY, RECENT, is_number
+from zero_mpi.report.metrics import RECENT, is_number
 from zero_mpi.report.numbers import count, duration, percent, plain, size
 from zero_mpi.status import DONE, FAILED, RUNNING, STOPPED
+
+MOST_WORD = 60  # letters of what is said beside a figure
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def quality(run: Run) -> Iterator[Figure]:
         if key in run.metrics.last:
             least, _ = run.metrics.curves[key].extent
             yield Figure(
-                name, plain(run.metrics.last[key]), f"least {plain(least)}" if math.isfinite(least) else ""
+                name, plain(run.metrics.last[key]), f"best {plain(least)}" if math.isfinite(least) else ""
             )
     skipped = integer(run.metrics.recent[-1].get("skipped")) if run.metrics.recent else None
     if skipped:
@@ -87,12 +90,11 @@ def place(run: Run) -> Iterator[Figure]:
     parameters = integer(started.get("parameters")) or (newest.parameters if newest else 0)
     if parameters:
         yield Figure("Parameters", count(parameters), architecture(run))
-    _, most = run.metrics.curves[MEMORY].extent
     planned = integer(started.get("planned_bytes"))
-    if most > 0:
-        yield Figure(
-            "Memory of a rank", size(most), f"buffers planned: {size(planned)}" if planned else "the largest"
-        )
+    memory = run.memory
+    if memory:
+        plan = f"buffers planned: {size(planned)}" if planned else "the largest"
+        yield Figure("Memory of a rank", size(max(memory)), plan)
     elif planned:
         yield Figure("Memory of a rank", size(planned), "planned for buffers")
 
@@ -105,15 +107,20 @@ def about_ranks(run: Run, started: Mapping[str, Any]) -> Iterator[str]:
     threads = integer(started.get("threads"))
     if threads:
         yield f"{threads} thread{'s' * (threads != 1)} each"
-    yield from filter(None, (text(started.get(name)) for name in ("device", "precision")))
-    strategy = text(started.get("strategy")) or text(run.config.get("strategy"))
-    yield from filter(None, (strategy, text(started.get("transport")).partition(",")[0]))
+    yield from filter(None, (word(started.get(name)) for name in ("device", "precision")))
+    strategy = word(started.get("strategy")) or word(run.config.get("strategy"))
+    yield from filter(None, (strategy, word(started.get("transport")).partition(",")[0]))
 
 
 def architecture(run: Run) -> str:
     """The kind of model."""
     newest = next((one.architecture for one in reversed(run.checkpoints) if one.architecture), "")
-    return text(run.latest("started").get("arch")) or newest or text(run.config.get("arch"))
+    return word(run.latest("started").get("arch")) or word(newest) or word(run.config.get("arch"))
+
+
+def word(value: Any) -> str:
+    """A value that should be a short text."""
+    return shown(text(value), MOST_WORD)
 
 
 def recent(run: Run, name: str) -> float | None:

@@ -8,7 +8,7 @@ other types than expected count as missing.
 from __future__ import annotations
 
 import os
-import tomllib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,16 +18,22 @@ from typing import Any
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, STATE_DIGEST
+from zero_mpi.config import MOST_SETTINGS
 from zero_mpi.errors import UsageError
+from zero_mpi.foreign import FileError, exists, parse_json, parse_toml, read_file, read_lines, shown
+from zero_mpi.keys import GGUFKeys
 from zero_mpi.records import METRICS
-from zero_mpi.report.metrics import LIMIT, Metrics, is_number, parse_alone, read_metrics
+from zero_mpi.report.metrics import LIMIT, Metrics, is_number, read_metrics
 from zero_mpi.status import NAME as STATUS
-from zero_mpi.status import RUNNING
+from zero_mpi.status import RUNNING, read_status
 
 EVENTS, CONFIG = "events.jsonl", "config.toml"
 LOST = "lost"  # a run that says "running" and was not heard of for SILENCE
+MOST_KEYS = 500  # settings
+MOST_HISTORY = 8 << 20  # bytes of the newest events, which are those that are kept
 SILENCE = 60.0  # seconds; a living run renews its status every five
 
+MOST_COUNT = 1 << 63
 Event = Mapping[str, Any]
 
 
@@ -85,6 +91,15 @@ class Run:
         """Steps that the run should do."""
         return integer(self.status.get("steps")) or integer(self.config.get("steps"))
 
+    @property
+    def memory(self) -> Sequence[float]:
+        """Of the latest job's ranks, when it was last looked at; what an earlier job had is not its own."""
+        started = self.latest("started")
+        ranks = integer(started.get("ranks")) or integer(self.status.get("ranks"))
+        values, since = self.metrics.memory, integer(started.get("step")) or 0
+        is_its_own = self.metrics.memory_step > since and ranks in (None, len(values))
+        return values if is_its_own else ()
+
     def latest(self, event: str) -> Event:
         """The last event of a name; empty if there was none."""
         return next((found for found in reversed(self.events) if found["event"] == event), {})
@@ -97,7 +112,7 @@ def text(value: Any) -> str:
 
 def integer(value: Any) -> int | None:
     """A value that should be a count."""
-    return int(value) if is_number(value) and value >= 0 else None
+    return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
 
 
 def moment(value: Any) -> datetime | None:
@@ -138,14 +153,14 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
         return Run(
             path,
             metrics,
-            status=read_object(path / STATUS),
+            status=read_status(path / STATUS),
             config=read_config(path / CONFIG),
-            events=list(read_events(path / EVENTS)),
+            events=read_events(path / EVENTS),
             checkpoints=list(read_checkpoints(path)),
         )
     except OSError as error:
         raise UsageError(
-            f"{error.filename or path}: cannot be read: {error.strerror or error}; "
+            f"{shown(error.filename or path)}: cannot be read: {error.strerror or error}; "
             "the folder of a run must be readable"
         ) from error
 
@@ -153,41 +168,50 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
 def check_folder(path: Path) -> None:
     """Raise UsageError if `path` is not the folder of a run."""
     wanted = f"expected the folder of a run (what --out named), which holds {METRICS} or {STATUS}"
-    if not os.path.exists(path):
-        raise UsageError(f"{path}: {wanted}; found nothing there: give the path of a run")
+    if not exists(path):
+        raise UsageError(f"{shown(path)}: {wanted}; found nothing there: give the path of a run")
     if not os.path.isdir(path):
-        raise UsageError(f"{path}: {wanted}; found a file: give its folder")
+        raise UsageError(f"{shown(path)}: {wanted}; found a file: give its folder")
     if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
         return
     if os.path.exists(path / manager.MODEL):
         above = Path(os.path.realpath(path)).parent
-        raise UsageError(f"{path}: {wanted}; found a checkpoint: give the folder around it, {above}")
-    raise UsageError(f"{path}: {wanted}; found neither: give the path of a run")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object; empty if it is not one."""
-    found = parse_alone(path.read_bytes()) if path.exists() else None
-    return found if isinstance(found, dict) else {}
+        raise UsageError(f"{shown(path)}: {wanted}; found a checkpoint: give the folder around it, {above}")
+    raise UsageError(f"{shown(path)}: {wanted}; found neither: give the path of a run")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a run; empty if they cannot be read."""
     try:
-        return tomllib.loads(path.read_text()) if path.exists() else {}
+        found = parse_toml(read_file(path, MOST_SETTINGS))
+    except ValueError:  # FileError is one
+        return {}
+    return dict(list(found.items())[:MOST_KEYS])
+
+
+def read_events(path: Path) -> list[Event]:
+    """The newest events of a run, oldest first; a line that is none is left out."""
+    found, size = deque[tuple[int, Event]](), 0
+    try:
+        for line in read_lines(path):
+            event = event_of(line)
+            if event:
+                found.append((len(line), event))
+                size += len(line)
+            while size > MOST_HISTORY:
+                size -= found.popleft()[0]
+    except FileError:
+        pass
+    return [event for _, event in found]
+
+
+def event_of(line: bytes) -> Event:
+    """An event; empty for a line that is none."""
+    try:
+        found = parse_json(line, null_for_infinite=True)
     except ValueError:
         return {}
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, oldest first; a line that is none is left out."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            found = parse_alone(line)
-            if isinstance(found, dict) and text(found.get("event")):
-                yield found
+    return found if isinstance(found, dict) and text(found.get("event")) else {}
 
 
 def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
@@ -205,15 +229,15 @@ def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
 def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
     """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
     model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
-    keys = state.metadata
+    keys, own = (GGUFKeys(file.metadata, str(file.path)) for file in (state, model))
     return Checkpoint(
         folder.name,
         step,
         nbytes=model.nbytes + state.nbytes,
-        digest=text(keys.get(STATE_DIGEST)),
-        id=text(keys.get(ID)),
+        digest=keys.text(STATE_DIGEST) or "",
+        id=keys.text(ID) or "",
         parameters=sum(spec.size for spec in model.tensors.values()),
-        architecture=text(model.metadata.get("general.architecture")),
+        architecture=own.architecture or "",
         is_latest=is_latest,
-        problem="" if keys.get(ID) == model.metadata.get(ID) else "its two files are of two checkpoints",
+        problem="" if keys.text(ID) == own.text(ID) else "its two files are of two checkpoints",
     )

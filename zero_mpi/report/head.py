@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_mpi.foreign import shown
 from zero_mpi.report.figures import Figure, figures, state_line
 from zero_mpi.report.folder import Run, moment
 from zero_mpi.report.markup import row, safe, scrolling, tag
 from zero_mpi.report.svg import colour
 
+MOST_STATE = 20  # letters of a state
 AXES = {"step": "Steps", "seconds": "Time", "tokens": "Tokens"}
 
 
@@ -39,7 +41,7 @@ def single(run: Run) -> str:
 
 def badge(run: Run) -> str:
     """The state in a word."""
-    state = run.state or "unknown"
+    state = shown(run.state or "unknown", MOST_STATE)
     return tag("span", safe(state), class_=f"badge {state}")
 
 

@@ -1,44 +1,38 @@
 """Text from files made safe for a page, and small pieces of HTML.
 
 Names, settings, samples and reasons come from files that anybody may have written: all of them go through
-`safe`. Pieces return markup, and take markup where they say so.
+`safe`, which also cuts them. Pieces return markup, and take markup where they say so.
 """
 
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Sequence
 
-SYMBOLS = 0x2400  # where Unicode shows control characters
+from zero_mpi.foreign import LONGEST_LINE, cut, readable
+
 VOID = ("input", "meta", "link")  # elements without content
-CATEGORIES = ("Cc", "Cs", "Cf")  # control characters, half characters, marks that turn the direction of text
 
 
-def visible(text: str) -> str:
+def visible(text: str, most: int = LONGEST_LINE) -> str:
     """Text without characters that a page may not hold or that could make it look like something else."""
-    return "".join(map(shown, text)) if not text.isascii() or not text.isprintable() else text
+    return readable(cut(text, most))
 
 
-def shown(letter: str) -> str:
-    """A character, or a sign in its place."""
-    code = ord(letter)
-    if letter in "\n\t" or unicodedata.category(letter) not in CATEGORIES:
-        return letter
-    if letter in "\u200d\u200c":  # joiners: needed in some scripts, and harmless
-        return letter
-    return chr(SYMBOLS + code) if code < 32 else "\N{REPLACEMENT CHARACTER}"
+def safe(text: object, most: int = LONGEST_LINE) -> str:
+    """Text as markup for contents, in at most so many letters."""
+    return html.escape(visible(str(text), most))
 
 
-def safe(text: object) -> str:
-    """Text as markup, for contents and for attributes in double quotes."""
-    return html.escape(visible(str(text)))
+def attribute(value: object) -> str:
+    """A value as markup in double quotes; it is not cut, for it may be a drawing."""
+    return html.escape(readable(str(value)))
 
 
 def tag(name: str, /, *content: str, **attributes: object) -> str:
     """An element around markup; `class_` is class, `data_run` is data-run, and None is not there."""
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{safe(value)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{attribute(value)}"'
         for key, value in attributes.items()
         if value is not None
     )

@@ -18,14 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from zero_mpi.foreign import read_lines
+from zero_mpi.records import MOST_STEPS
+
 LIMIT = 2000  # columns of a run
 PIECE = 1 << 22  # bytes of lines that are read at a time
-RECENT = 100  # last records that are kept whole
-MOST_STEPS = 1 << 52  # a larger number is no step
+RECENT = 100  # last records that are kept
+LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 ABSENT = math.inf  # stands for a number that is not there; JSON has no such number
 NUMBERS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "sent_bytes")
 WAITS, MEMORY = "wait_share", "memory_bytes"  # made from others; one number a rank
 CURVES = (*NUMBERS, WAITS, MEMORY)
+OF_RECENT = ("tokens_per_second", "mfu", "wait_seconds", "step_seconds", "skipped")  # what is kept of records
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -105,7 +109,8 @@ class Metrics:
         self.at = {name: Curve(self.limit) for name in ("step", "seconds", "tokens")}
         self.last: dict[str, float] = {}
         self.seconds: float | None = None
-        self.memory: list[float] = []  # of the ranks, when it was last looked at
+        self.memory: list[float] = []  # of the ranks, when it was last looked at, after
+        self.memory_step = 0
         self.recent: deque[Row] = deque(maxlen=RECENT)
 
     @property
@@ -138,7 +143,7 @@ class Metrics:
                 self.last[name] = float(there[-1])
         kept = [row for row, good in zip(rows, sound, strict=True) if good]
         self.add_memory(places, kept)
-        self.recent.extend(kept[-RECENT:])
+        self.recent.extend({name: row[name] for name in OF_RECENT if name in row} for row in kept[-RECENT:])
         self.records += len(kept)
 
     def columns_of(self, steps: Places) -> Places:
@@ -163,33 +168,48 @@ class Metrics:
         for place, row in zip(places, rows, strict=True):
             values = row.get(MEMORY)
             if isinstance(values, list) and values and all(is_number(value) for value in values):
-                self.memory = [float(value) for value in values]
+                self.memory, self.memory_step = [float(value) for value in values], int(row["step"])
                 span = np.array([min(self.memory)]), np.array([max(self.memory)])
                 self.curves[MEMORY].add(np.array([place]), *span)
                 self.last[MEMORY] = max(self.memory)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    """Whether a value of JSON is a number that a run may have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def column(rows: Sequence[Row], name: str) -> Floats:
     """A number of every record: nan for null and for what is no number, ABSENT where it is not there."""
     values = [row.get(name, ABSENT) for row in rows]
     try:
-        return np.array(values, np.float64)  # None becomes nan
+        found = np.array(values, np.float64)  # None becomes nan
     except (TypeError, ValueError, OverflowError):
-        return np.array([v if is_number(v) or v is ABSENT else math.nan for v in values], np.float64)
+        found = np.zeros(())
+    if found.shape == (len(rows),):
+        return np.where((np.abs(found) >= LARGEST) & (found != ABSENT), math.nan, found)
+    return np.array([v if is_number(v) or v is ABSENT else math.nan for v in values], np.float64)
 
 
 def read_metrics(path: Path, limit: int = LIMIT) -> Metrics:
     """All records of a file; lines that are none, such as one cut off by a crash, are left out."""
     metrics = Metrics(limit)
-    with path.open("rb") as file:
-        while lines := file.readlines(PIECE):
-            metrics.add(list(rows_of(lines)))
+    for lines in in_pieces(read_lines(path, "a file of records")):
+        metrics.add(list(rows_of(lines)))
     return metrics
+
+
+def in_pieces(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines in lists of about PIECE bytes."""
+    held, size = list[bytes](), 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 def rows_of(lines: Sequence[bytes]) -> Iterator[Row]:

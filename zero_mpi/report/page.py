@@ -60,7 +60,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
     main = tag("main", curves, pictures, *sections(runs, charts))
     body = tag(
         "body",
-        tag("div", head(runs), main, footer(runs, now), class_="wrap"),
+        tag("div", head(runs), main, footer(runs, now), class_="wrap lone" if len(runs) == 1 else "wrap"),
         f'<script type="application/json" id="data">{payload(runs, charts)}</script>\n',
         f"<script>{script}</script>\n",
     )

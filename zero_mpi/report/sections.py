@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
+from zero_mpi import foreign
 from zero_mpi.config import FIELDS
 from zero_mpi.report.charts import Chart, about
 from zero_mpi.report.folder import Event, Run, integer, moment, text
@@ -20,6 +21,7 @@ from zero_mpi.report.numbers import duration, shown, size
 from zero_mpi.report.svg import bars
 
 MOST_EVENTS, MOST_SAMPLES, MOST_CHECKPOINTS = 200, 3, 100  # of a run
+MOST_TEXT = 20_000  # letters of a sample
 
 
 def sections(runs: Sequence[Run], charts: Sequence[Chart]) -> Iterator[str]:
@@ -56,12 +58,13 @@ def series_title(chart: Chart, title: str) -> str:
 
 
 def memory_of(run: Run, number: int, runs: int) -> str:
-    """A bar for each rank, of the last time that memory was looked at."""
-    values = run.metrics.memory
+    """A bar for each rank of the latest job, of the last time that its memory was looked at."""
+    values = run.memory
     if len(values) < 2:
         return ""
     name = tag("figcaption", swatch(number), safe(run.name)) if runs > 1 else ""
-    span = f"{len(values):,} ranks, {size(min(values))} to {size(max(values))}, when it was last looked at"
+    span = f"{len(values):,} ranks, {size(min(values))} to {size(max(values))}, after step"
+    span += f" {run.metrics.memory_step:,}"
     return tag("figure", name, bars(values, run.name, number), tag("p", span, class_="note"), class_="ranks")
 
 
@@ -86,7 +89,7 @@ def checkpoints(runs: Sequence[Run]) -> str:
                 row(
                     tag("code", safe(one.folder)),
                     *([label(runs, number)] * (len(runs) > 1)),
-                    tag("code", safe(one.digest), class_="hash", title=one.digest),
+                    tag("code", safe(one.digest), class_="hash", title=foreign.shown(one.digest)),
                     size(one.nbytes) if one.nbytes else "",
                     seconds_of(took.get(one.folder)),
                     ", ".join(notes),
@@ -112,7 +115,7 @@ def samples(runs: Sequence[Run]) -> Iterator[str]:
             yield tag(
                 "figure",
                 tag("figcaption", whose, f"after step {integer(event.get('step')) or 0:,}"),
-                tag("pre", tag("b", safe(prompt)), safe(written), dir="auto"),
+                tag("pre", tag("b", safe(prompt)), safe(written, MOST_TEXT), dir="auto"),
                 class_="sample",
             )
 
@@ -131,7 +134,7 @@ def history(runs: Sequence[Run]) -> str:
             f"{tag('time', f'{when:%Y-%m-%d}')} {tag('time', f'{when:%H:%M:%S}')}" if when else "",
             *([label(runs, number)] * (len(runs) > 1)),
             f"{integer(event.get('step')) or 0:,}",
-            tag("span", safe(told(event)), class_=f"event {event['event']}"),
+            tag("span", safe(told(event)), class_=f"event {foreign.shown(event['event'], 20)}"),
         )
         for when, number, _, event in found[:MOST_EVENTS]
     ]
@@ -191,8 +194,8 @@ def is_default(name: str, value: object) -> bool:
 
 def as_text(value: object) -> str:
     """A setting for people."""
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return " ".join(value) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else str(value)
+    return "" if value is None else foreign.shown(value, foreign.LONGEST_LINE)

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.report.charts import SAVED, Chart, charts_of, marks, points
+from zero_mpi.foreign import LONGEST_LINE, cut, printable, shown
+from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points
 from zero_mpi.report.figures import figures, state_line
 from zero_mpi.report.folder import Run
-from zero_mpi.report.markup import visible
 from zero_mpi.report.metrics import Floats
-from zero_mpi.report.numbers import count, shown, ticks
+from zero_mpi.report.numbers import count, ticks
+from zero_mpi.report.numbers import shown as shown_number
 from zero_mpi.report.svg import span
 
 COLOURS = (33, 208, 36, 170, 178, 137, 245, 99)  # of 256, like those of the page
@@ -66,16 +67,17 @@ def coloured(library: ModuleType) -> bool:
 
 def about(run: Run, number: int, width: int) -> Iterator[str]:
     """State and figures of a run."""
-    yield visible(f"{run.name}: {state_line(run)}")
+    yield shown(f"{run.name}: {state_line(run)}", LONGEST_LINE)
     found = figures(run)
     name_width, value_width = (max(len(getattr(one, name)) for one in found) for name in ("name", "value"))
     for one in found:
-        yield visible(f"  {one.name:{name_width}}  {one.value:{value_width}}  {one.note}").rstrip()[:width]
+        yield printable(f"  {one.name:{name_width}}  {one.value:{value_width}}  {one.note}").rstrip()[:width]
     moments = sorted((mark for mark in marks(run) if mark.kind != SAVED), key=lambda mark: mark.step)[
         -LAST_MARKS:
     ]
     for place, mark in enumerate(moments):
-        yield visible(f"  {'' if place else 'Events':{name_width}}  step {mark.step:,}: {mark.about}")[:width]
+        what = printable(cut(mark.about, MOST))
+        yield f"  {'' if place else 'Events':{name_width}}  step {mark.step:,}: {what}"[:width]
 
 
 def curves(library: ModuleType, chart: Chart, runs: Sequence[Run], width: int) -> Iterator[str]:
@@ -98,7 +100,7 @@ def curves(library: ModuleType, chart: Chart, runs: Sequence[Run], width: int) -
         sign = (
             SIGNS[number % len(SIGNS)] if series.dots or (len(runs) > 1 and not coloured(library)) else None
         )
-        plot(figure, one.step, one.mean, COLOURS[number % len(COLOURS)], sign)
+        plot(figure, one.step, one.mean, colour_of(number, series, len(runs)), sign)
     yield ", ".join(filter(None, [chart.title, chart.unit.partition(";")[0]]))
     yield from (line.rstrip(" \u2800") for line in figure.show().splitlines()[1:])  # the first names the axis
     if len(found) > 1:
@@ -115,7 +117,7 @@ def blank(library: ModuleType, chart: Chart, width: int) -> Any:
     figure.width = width - MARGINS
     figure.x_label, figure.y_label = "step", ""
     figure.x_ticks_fkt = lambda low, high: count(round(low))
-    figure.y_ticks_fkt = lambda low, high: f"{shown(low, chart.form):>{LABEL - 2}}"
+    figure.y_ticks_fkt = lambda low, high: f"{shown_number(low, chart.form):>{LABEL - 2}}"
     return figure
 
 
@@ -153,12 +155,17 @@ def plot(figure: Any, steps: Floats, values: Floats, colour: int, sign: str | No
             figure.scatter(steps[few].tolist(), values[few].tolist(), lc=colour, marker=sign)
 
 
+def colour_of(number: int, series: Series, runs: int) -> int:
+    """The colour of a run; validation of a lone one has another, as on the page."""
+    return COLOURS[(number + (runs == 1 and series.dots)) % len(COLOURS)]
+
+
 def legend(library: ModuleType, found: Sequence[Any], runs: int) -> Iterator[str]:
     """Whose curve is which."""
     for number, run, series, _ in found:
         sign = SIGNS[number % len(SIGNS)] if series.dots or (runs > 1 and not coloured(library)) else "\u2014"
         shown_sign = library.color(
-            sign, fg=COLOURS[number % len(COLOURS)], mode="byte", no_color=not coloured(library)
+            sign, fg=colour_of(number, series, runs), mode="byte", no_color=not coloured(library)
         )
         name = " ".join([run.name] * (runs > 1) + [series.title])
-        yield f"{' ' * LABEL}{shown_sign} {visible(name)}"
+        yield f"{' ' * LABEL}{shown_sign} {shown(name)}"

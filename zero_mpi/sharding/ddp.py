@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_mpi.arguments import whole
 from zero_mpi.comm import Comm
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.layout import BUCKET_MB
@@ -24,11 +25,11 @@ class DDP(ShardedModule):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give every rank the parameters of `root`. Collective; raises ValueError for a rank out of range."""
-        if not 0 <= root < self.comm.size:
-            raise ValueError(
-                f"broadcast_parameters: root {root} is not a rank; expected 0 to {self.comm.size - 1}"
-            )
-        handles = [self.comm.broadcast(unit.kept[0], root, f"parameters {unit.name}") for unit in self.units]
+        root = whole("broadcast_parameters: root", root, 0, self.comm.size)
+        handles = [
+            self.comm.broadcast(unit.parameters.kept[0], root, f"parameters {unit.name}")
+            for unit in self.units
+        ]
         for unit, handle in zip(self.units, handles, strict=True):
             handle.wait()
-            unit.round()
+            unit.parameters.round()

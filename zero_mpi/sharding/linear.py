@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_mpi.arguments import instance, whole
 from zero_mpi.comm import Comm
 from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.linear import Linear
@@ -24,6 +25,8 @@ class ShardedLinear(ShardedModule):
     def __init__(
         self, comm: Comm, inputs: int, outputs: int, *, bias: bool = True, name: str = "linear"
     ) -> None:
+        instance("ShardedLinear: name", name, str, "a text")
+        inputs, outputs = (whole("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs))
         layer = Linear(name, inputs, outputs, bias=bias)
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 

@@ -7,12 +7,15 @@ number of ranks. Methods marked "collective" must be called on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import numpy as np
 
 from zero_mpi import device
+from zero_mpi.arguments import array, came, instance, same_names, whole
 from zero_mpi.arrays import Array
 from zero_mpi.comm import Comm
+from zero_mpi.comm.agree import agreed
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.initialize import initial_values
@@ -40,12 +43,21 @@ class ShardedState:
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self.loss_scale = loss_scale or LossScale()
         self._home = {name: unit for unit in units for name in unit.unit.params}
-        self._chunk_places = self._number_chunks()
 
     # ------------------------------------------------------------------------------------------- write
 
     def initialize(self, seed: int) -> None:
-        """Fill parameters by (seed, name): the same values at any number of ranks."""
+        """Fill parameters by (seed, name): the same values at any number of ranks. Collective.
+
+        Raises ValueError for a seed that is no whole number, and UsageError where ranks have different ones,
+        unless each keeps all parameters: then `DDP.broadcast_parameters` may follow.
+        """
+
+        def look() -> tuple[int, dict[str, object]]:
+            number = whole("initialize: seed", seed)
+            return number, {"seed": number if self.strategy.shards_moments else "of each rank"}
+
+        seed = agreed(self.comm, "initialize", look)
         self.load_slices(lambda name, start, stop: initial_values(name, self.params[name], seed, start, stop))
 
     def load_slices(self, read: Read) -> None:
@@ -56,7 +68,7 @@ class ShardedState:
         self.drop_gathered()
         try:
             for unit in self.units:
-                for target, part in unit.filled:
+                for target, part in unit.parameters.filled:
                     fill(unit, target, part, read)
         finally:  # a rank that cannot read must not leave the others waiting
             self.owners.publish()
@@ -74,24 +86,22 @@ class ShardedState:
             if self.strategy.shards_parameters:
                 unit.release()
             else:
-                unit.wait_update()
-        if any(unit.in_use for unit in self.units):
+                unit.parameters.wait_update()
+        if any(unit.parameters.in_use for unit in self.units):
             self.owners.await_readers()
             self._all_met()
 
     def _all_met(self) -> None:
         """No rank uses parameters now, and all know it."""
         for unit in self.units:
-            unit.in_use = False
+            unit.parameters.in_use = False
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Fill parameters from whole arrays by name. Raises ValueError for wrong names or shapes."""
-        if state.keys() != self.params.keys():
-            odd = sorted(state.keys() ^ self.params.keys())
-            raise ValueError(f"state does not fit the model: {', '.join(odd[:3])} missing or surplus")
+        """Fill parameters from whole arrays by name. Raises ValueError for wrong names, shapes or types."""
+        instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
+        same_names("load_state_dict: the state does not fit the model", state, self.params)
         for name, param in self.params.items():
-            if tuple(state[name].shape) != param.shape:
-                raise ValueError(f"{name}: expected shape {param.shape}, got {tuple(state[name].shape)}")
+            array(f"load_state_dict: {name}", state[name], param.shape)
         self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop])
 
     def update_shards(self, flat: Array) -> None:
@@ -101,6 +111,7 @@ class ShardedState:
         """
         shards = self.parameters()
         wanted = sum(int(shard.size) for shard in shards)
+        array("update_shards", flat)
         if flat.ndim != 1 or flat.size != wanted:
             raise ValueError(
                 f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
@@ -111,10 +122,10 @@ class ShardedState:
         for unit, shard in zip(self.units, shards, strict=True):
             device.in_use().copy(shard, flat[start : start + shard.size])
             start += shard.size
-            unit.round()
+            unit.parameters.round()
             if not self.strategy.shards_parameters:
-                unit.start_update()
-                unit.wait_update()
+                unit.parameters.start_update()
+                unit.parameters.wait_update()
         self.owners.publish()
 
     # -------------------------------------------------------------------------------------------- read
@@ -124,13 +135,13 @@ class ShardedState:
 
         Whoever writes calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
         """
-        return [unit.shard for unit in self.units]
+        return [unit.parameters.shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """(name, this rank's elements of that parameter as a flat view), for what it owns any of."""
         for unit in self.units:
             for segment in unit.unit.segments(unit.part):
-                yield segment.name, unit.shard[segment.where]
+                yield segment.name, unit.parameters.shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
         """Name -> which elements of the parameter this rank owns, in the model's order."""
@@ -142,14 +153,14 @@ class ShardedState:
 
         Raises ValueError for unknown names.
         """
-        if name not in self._home:
+        if not isinstance(name, str) or name not in self._home:
             raise ValueError(
-                f"parameter {name!r} is not known; names are like {', '.join(list(self.params)[:3])}"
+                f"parameter {came(name)} is not known; names are like {', '.join(list(self.params)[:3])}"
             )
         unit = self._home[name]
-        if unit.precision.is_low:
+        if unit.parameters.master is not None:
             return self._gather_master(unit)[name]
-        was_gathered = unit.gathered
+        was_gathered = unit.parameters.whole is not None
         unit.start_gather()
         unit.wait_gather()
         whole = unit.weights()[name].copy()
@@ -159,8 +170,8 @@ class ShardedState:
 
     def _gather_master(self, unit: ShardedUnit) -> Mapping[str, Array]:
         """The unit's parameters in float32, which are never gathered in training. Collective."""
-        whole = device.home_of(unit.shard).empty(unit.unit.length)
-        self.owners.allgather(unit.shard, whole, unit.partition, f"parameters {unit.name}").wait()
+        whole = device.home_of(unit.parameters.shard).empty(unit.unit.length)
+        self.owners.allgather(unit.parameters.shard, whole, unit.partition, f"parameters {unit.name}").wait()
         return unit.unit.views(whole)
 
     def state_dict(self) -> dict[str, Array]:
@@ -172,27 +183,27 @@ class ShardedState:
     @property
     def shard_memory_bytes(self) -> int:
         """Bytes of parameters that this rank keeps between steps."""
-        return sum(int(unit.kept[0].nbytes) for unit in self.units)
+        return sum(int(unit.parameters.kept[0].nbytes) for unit in self.units)
 
     @property
     def replicated_memory_bytes(self) -> int:
         """Bytes of parameters that a rank would keep without sharding."""
-        return sum(unit.unit.length * unit.shard.itemsize for unit in self.units)
+        return sum(unit.unit.length * unit.parameters.shard.itemsize for unit in self.units)
 
-    def _number_chunks(self) -> dict[int, Array]:
-        """Per trainable unit: the places of its slice's chunks in the vector over the whole model."""
+    @cached_property
+    def _chunks(self) -> tuple[int, list[Array]]:
+        """How many chunks the gradient's norm is summed over; per unit, the places of its slice's chunks."""
         first, end = {}, 0
         for name in self.params:
             unit = self._home[name].unit
             first[name] = end
             end += unit.chunks(name) if unit.trainable else 0
-        self.chunk_count = end
-        places = {}
-        for number, sharded in enumerate(self.units):
+        places = []
+        for sharded in self.units:
             unit, quantum = sharded.unit, sharded.unit.quantum
             whole = np.concatenate([first[name] + np.arange(unit.chunks(name)) for name in unit.params])
-            places[number] = whole[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
-        return places
+            places.append(whole[sharded.part.start // quantum : -(-sharded.part.stop // quantum)])
+        return end, places
 
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole summed gradient, the same bits on every rank. Collective.
@@ -202,16 +213,17 @@ class ShardedState:
         Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
         in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
         """
-        sums, places, squares = np.zeros(self.chunk_count), [], []
-        for number, unit in enumerate(self.units):
+        count, chunks = self._chunks
+        sums, places, squares = np.zeros(count), [], []
+        for unit, of_unit in zip(self.units, chunks, strict=True):
             unit.wait_reduce()
-            if unit.unit.trainable and unit.gradient.size:
-                places.append(self._chunk_places[number])
-                squares.append(chunk_squares(unit.gradient, unit.unit.quantum))
+            if unit.unit.trainable and unit.gradient.sum.size:
+                places.append(of_unit)
+                squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
         for place, found in zip(places, device.in_use().all_to_host(squares), strict=True):
             sums[place] = found
         total = self.owners.sum_vector(sums)
-        if self.chunk_count:  # no rank has the sum before all have come here
+        if count:  # no rank has the sum before all have come here
             self._all_met()
         return float(np.sqrt(total.sum())) / self.loss_scale.factor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_mpi.arguments import instance
 from zero_mpi.errors import UsageError
 
 
@@ -27,6 +28,20 @@ class Strategy:
     shards_moments: bool
     buckets: bool
     within_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        instance("Strategy: name", self.name, str, "a text")
+        for name in ("shards_parameters", "shards_moments", "buckets", "within_nodes"):
+            instance(f"Strategy: {name}", getattr(self, name), bool, "True or False")
+        if self.shards_parameters and not self.shards_moments:
+            raise ValueError(
+                f"Strategy {self.name}: expected shards_moments where parameters are sharded: a rank updates "
+                "what it keeps"
+            )
+        if self.within_nodes and not self.shards_parameters:
+            raise ValueError(
+                f"Strategy {self.name}: within_nodes: expected shards_parameters, of which nodes keep copies"
+            )
 
 
 FULL_SHARD = Strategy("full-shard", shards_parameters=True, shards_moments=True, buckets=False)

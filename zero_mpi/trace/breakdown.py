@@ -100,7 +100,7 @@ def share_of(lane: Lane, steps: set[int]) -> Share:
         if place == STEP:
             share.steps[each.step] = each.ended - each.begun
         elif place == FLIGHT and each.step in steps:
-            share.sent[each.family] += int(each.about.get("bytes", 0))
+            share.sent[each.family] += each.nbytes
         if each.ended > each.begun:
             marks += [(each.begun, 1, number, place), (each.ended, 0, number, place)]
     under_way: UnderWay = {place: [] for place in range(len(CLAIMS) + 2)}

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
-import zlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_mpi.errors import UsageError
-from zero_mpi.spans import STEPS
+from zero_mpi.foreign import FileError, shown
+from zero_mpi.spans import MOST, STEPS
 from zero_mpi.trace.events import FIRST
+from zero_mpi.trace.stream import PackingError, members
 
-GZIP = b"\x1f\x8b"
+MOST_OF_RANK = 4 * MOST  # events; a rank records a quarter of that, and what one micro-batch adds
+MOST_RANKS, MOST_STEPS, MOST_BYTES = 1 << 20, 1 << 52, 1 << 62
+LATEST = 1e15  # microseconds: 31 years
+LONGEST_NAME = 100
 
 
 class Slice(NamedTuple):
-    """One event: `family` is its track, or what kind of transfer it is."""
+    """One event: `family` is its track, or what kind of transfer it is.
+
+    kind    what it is: "forward", "update", "allgather", ...
+    unit    the unit or stage that it is about, or nothing
+    step    of the training, from 1
+    nbytes  of a transfer
+    """
 
     family: str
     name: str
     begun: float
     ended: float
-    about: dict[str, Any]
-
-    @property
-    def kind(self) -> str:
-        """What it is: "forward", "update", "allgather", ..."""
-        return str(self.about.get("kind", ""))
-
-    @property
-    def unit(self) -> str:
-        """The unit or stage that it is about, or nothing."""
-        return str(self.about.get("unit", ""))
-
-    @property
-    def step(self) -> int:
-        """Of the training, from 1."""
-        return int(self.about["step"])
+    kind: str
+    unit: str
+    step: int
+    nbytes: int
 
 
 @dataclass
@@ -73,55 +70,96 @@ def is_step(each: Slice) -> bool:
 
 def read(path: Path) -> Recorded:
     """The time line in a file, compressed or not. Raises UsageError for what is none of ours."""
-    found = parse(path)
-    about, events = found.get("otherData"), found.get("traceEvents")
-    if not isinstance(events, list):
-        raise UsageError(f"{path}: not a trace: it has no traceEvents; expected a file of --trace")
-    if not isinstance(about, dict) or "zero_mpi" not in about:
-        raise UsageError(f"{path}: a trace of another program; expected a file of --trace")
     lanes: dict[int, Lane] = {}
+    about: Any = None
+    has_events = False
     try:
-        for event in events:
-            take(event, lanes)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: broken: an event lacks what it should have ({error!r})") from error
+        for name, value in members(path):
+            if name == "traceEvents" and isinstance(value, Iterator):
+                has_events = True
+                for event in value:
+                    take(event, lanes)
+            elif name == "otherData":
+                about = value
+    except FileError:
+        raise
+    except PackingError as error:
+        raise UsageError(f"{shown(path)}: broken, {error}") from None
+    except EventError as error:
+        raise UsageError(f"{shown(path)}: broken: an event lacks what it should have ({error})") from None
+    except ValueError as error:
+        raise UsageError(f"{shown(path)}: not a trace: {error}; expected a file of --trace") from None
+    return checked(path, lanes, about, has_events)
+
+
+def checked(path: Path, lanes: dict[int, Lane], about: Any, has_events: bool) -> Recorded:
+    """What was read, if it is a time line of ours; else UsageError."""
+    if not has_events:
+        raise UsageError(f"{shown(path)}: not a trace: it has no traceEvents; expected a file of --trace")
+    if not isinstance(about, dict) or "zero_mpi" not in about:
+        raise UsageError(f"{shown(path)}: a trace of another program; expected a file of --trace")
     recorded = Recorded(path, [lanes[rank] for rank in sorted(lanes)], about)
     if not recorded.steps:
         raise UsageError(
-            f"{path}: has no step that is whole; trace again, fewer steps if there were too many"
+            f"{shown(path)}: has no step that is whole; trace again, fewer steps if there were too many"
         )
     return recorded
 
 
-def parse(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UsageError."""
-    try:
-        data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data.startswith(GZIP) else data)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a trace: {error}; expected a file of --trace") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path}: broken, it cannot be unpacked: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: not a trace: nested too deeply") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: not a trace: it has no traceEvents; expected a file of --trace")
-    return found
+class EventError(ValueError):
+    """An event that none of our traces has."""
 
 
 def take(event: Any, lanes: dict[int, Lane]) -> None:
     """Add an event to the lane of its rank."""
-    rank = int(event["pid"]) - FIRST
+    about = entry(event, "args", dict, {})
+    rank = whole(entry(event, "pid", int), MOST_RANKS) - FIRST
     lane = lanes.setdefault(rank, Lane(rank))
-    if event["ph"] == "X":
-        begun, lasted = float(event["ts"]), float(event["dur"])
-        if not (math.isfinite(begun) and 0 <= lasted < math.inf):
-            raise ValueError(f"a time of {begun} and {lasted}")
-        int(event["args"]["step"])  # which every event has
+    if event.get("ph") == "X":
+        if len(lane.slices) >= MOST_OF_RANK:
+            raise EventError(f"more than {MOST_OF_RANK} of one rank")
+        begun, lasted = (time_of(event, name) for name in ("ts", "dur"))
+        if lasted < 0:
+            raise EventError(f"a time of {lasted}")
         lane.slices.append(
-            Slice(str(event["cat"]), str(event["name"]), begun, begun + lasted, dict(event["args"]))
+            Slice(
+                name_of(event, "cat"),
+                name_of(event, "name"),
+                begun,
+                begun + lasted,
+                name_of(about, "kind", ""),
+                name_of(about, "unit", ""),
+                whole(entry(about, "step", int), MOST_STEPS),
+                whole(entry(about, "bytes", int, 0), MOST_BYTES),
+            )
         )
-    elif event["name"] == "process_name":
-        lane.name = str(event["args"]["name"])
+    elif event.get("name") == "process_name":
+        lane.name = name_of(about, "name")
+
+
+def entry(of: Any, name: str, kind: type, default: Any = None) -> Any:
+    """The value of a kind under a name; EventError for another."""
+    value = of.get(name, default) if isinstance(of, dict) else None
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    raise EventError(f"{name} is {shown(value, LONGEST_NAME)}" if isinstance(of, dict) else "no object")
+
+
+def whole(value: int, most: int) -> int:
+    """A count that can be."""
+    if not 0 <= value <= most:
+        raise EventError(f"a count of {shown(value, LONGEST_NAME)}")
+    return value
+
+
+def time_of(event: Any, name: str) -> float:
+    """Microseconds."""
+    value = event.get(name)
+    if isinstance(value, int | float) and abs(value) <= LATEST:
+        return float(value)
+    raise EventError(f"{name} is {shown(value, LONGEST_NAME)}")
+
+
+def name_of(of: Any, name: str, default: str | None = None) -> str:
+    """A short text, kept once however often it comes."""
+    return sys.intern(shown(entry(of, name, str, default), LONGEST_NAME))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from zero_mpi.foreign import shown
 from zero_mpi.trace.breakdown import (
     COLUMNS,
     Share,
@@ -13,7 +14,7 @@ from zero_mpi.trace.breakdown import (
     straggler,
 )
 from zero_mpi.trace.events import FAMILIES
-from zero_mpi.trace.read import Recorded
+from zero_mpi.trace.read import LATEST, Recorded
 
 UNITS = 5  # of those that are waited for longest
 MEANING = (
@@ -27,7 +28,7 @@ def table(recorded: Recorded) -> Iterator[str]:
     found, steps = shares(recorded), recorded.steps
     ranks = f"{len(found)} rank{'s' if len(found) > 1 else ''}"
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    yield f"{recorded.path}: {which} of {ranks}, zero_mpi {recorded.about['zero_mpi']}"
+    yield f"{shown(recorded.path)}: {which} of {ranks}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
     yield "milliseconds a step, and their share of it"
     yield ""
     yield from by_rank(found)
@@ -90,11 +91,11 @@ def moved(found: Sequence[Share]) -> Iterator[str]:
 
 def doubts(recorded: Recorded) -> Iterator[str]:
     """What is not known for certain."""
-    wrong = float(recorded.about.get("clock_error_us") or 0)
-    if wrong:
+    wrong = recorded.about.get("clock_error_us")
+    if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
         yield f"clocks of different hosts are aligned to {wrong:.0f} us"
     if recorded.about.get("ends_in") is not None:
-        yield f"recording ended in step {recorded.about['ends_in']}: there were too many events"
+        yield f"recording ended in step {shown(recorded.about['ends_in'], 40)}: there were too many events"
 
 
 def comparison(first: Recorded, second: Recorded) -> Iterator[str]:

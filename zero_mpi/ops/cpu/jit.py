@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import llvmlite.binding
 import numba
 import numpy as np
 from numba import types
 
 from zero_mpi.arrays import Array
 from zero_mpi.ops import code_cache
+from zero_mpi.ops.rowsums import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +62,17 @@ def helper(function: F) -> F:
     """A function that kernels call and that is compiled into them."""
     compiled: F = numba.njit(inline="always", fastmath=LIBERTIES, error_model="numpy")(function)
     return compiled
+
+
+def fixed_helper(function: F) -> F:
+    """A helper without liberties, called from kernels: the order of its sums stays as it is written."""
+    compiled: F = numba.njit(fastmath=False, error_model="numpy")(function)
+    return compiled
+
+
+def target() -> str:
+    """The processor that kernels are compiled for, by LLVM's name: this one unless numba is told another."""
+    return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
 
 
 def single(*arrays: Array) -> bool:
@@ -124,3 +137,19 @@ def row_most(row: Array) -> Any:
         element = in_order(bits[j])
         most = element if element > most else most
     return in_order(most).view(np.float32)
+
+
+@helper
+def lanes_of(width: int) -> Array:
+    """Room for `rowsums.column_sums`: row i goes to lane i mod LANES; the last line is their sum so far."""
+    return np.zeros((LANES + 1, width), np.float32)
+
+
+@fixed_helper
+def settle(lanes: Array, i: int, n: int) -> None:
+    """Close the lanes (LANES + 1, O) after row i of n if it is time: add them up, and let them begin anew."""
+    if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
+        return
+    for j in range(lanes.shape[1]):
+        lanes[LANES, j] += (lanes[0, j] + lanes[1, j]) + (lanes[2, j] + lanes[3, j])
+    lanes[:LANES] = ZERO

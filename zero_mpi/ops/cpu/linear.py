@@ -7,8 +7,21 @@ import numpy as np
 from zero_mpi.arrays import Array, recycled
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
-from zero_mpi.ops.cpu.jit import FLOAT32, ONE, ZERO, filled, flat, given, kernel, matrix, single
+from zero_mpi.ops.cpu.jit import (
+    FLOAT32,
+    ONE,
+    ZERO,
+    filled,
+    flat,
+    given,
+    kernel,
+    lanes_of,
+    matrix,
+    settle,
+    single,
+)
 from zero_mpi.ops.reference import rows
+from zero_mpi.ops.rowsums import LANES
 
 
 @kernel(given(1), filled(2))
@@ -29,10 +42,15 @@ def add_row_and(b: Array, plus: Array, y: Array) -> None:
 
 @kernel(given(2), filled(1))
 def add_columns(x: Array, out: Array) -> None:
-    """out (O,) += the sum of x (N, O) over its rows, first to last."""
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[j] += x[i, j]
+    """out (O,) += the sum of x (N, O) over its rows, in the order of `rowsums.column_sums`."""
+    n, width = x.shape
+    lanes = lanes_of(width)
+    for i in range(n):
+        lane, row = lanes[i % LANES], x[i]
+        for j in range(width):
+            lane[j] += row[j]
+        settle(lanes, i, n)
+    out += lanes[LANES]
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:

@@ -17,9 +17,12 @@ from zero_mpi.ops.cpu.jit import (
     flat,
     given,
     kernel,
+    lanes_of,
     matrix,
+    settle,
     single,
 )
+from zero_mpi.ops.rowsums import LANES
 
 
 @kernel(given(2), given(1), FLOAT, filled(2), filled(1))
@@ -42,8 +45,9 @@ def rms_backward(
 ) -> None:
     """dx = r (d - n mean(d n)) with d = dy w and n = x r, + plus if `adds`; dw += sums of dy n over rows."""
     n, width = x.shape
+    lanes = lanes_of(width)
     for i in range(n):
-        q = r[i]
+        q, lane = r[i], lanes[i % LANES]
         along = ZERO
         for j in range(width):
             along += dy[i, j] * w[j] * x[i, j]
@@ -51,7 +55,9 @@ def rms_backward(
         for j in range(width):
             inner = q * w[j] * dy[i, j] - c * x[i, j]
             dx[i, j] = plus[i, j] + inner if adds else inner
-            dw[j] += dy[i, j] * x[i, j] * q
+            lane[j] += dy[i, j] * x[i, j] * q
+        settle(lanes, i, n)
+    dw += lanes[LANES]
 
 
 @kernel(given(2), given(1), given(1), FLOAT, filled(2), filled(1), filled(1))
@@ -92,8 +98,10 @@ def layer_backward(
     dw, db += sums over rows.
     """
     n, width = x.shape
+    weights, biases = lanes_of(width), lanes_of(width)
     for i in range(n):
         q, middle = r[i], mean[i]
+        weight, bias = weights[i % LANES], biases[i % LANES]
         total, along = ZERO, ZERO
         for j in range(width):
             d = dy[i, j] * w[j]
@@ -105,8 +113,12 @@ def layer_backward(
             centred = x[i, j] - middle
             inner = q * (dy[i, j] * w[j] - total - centred * along)
             dx[i, j] = plus[i, j] + inner if adds else inner
-            dw[j] += dy[i, j] * centred * q
-            db[j] += dy[i, j]
+            weight[j] += dy[i, j] * centred * q
+            bias[j] += dy[i, j]
+        settle(weights, i, n)
+        settle(biases, i, n)
+    dw += weights[LANES]
+    db += biases[LANES]
 
 
 def spare(dw: Array | None, w: Array) -> Array:

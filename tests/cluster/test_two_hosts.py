@@ -1,0 +1,121 @@
+"""Two jobs on two hosts want one run folder: one runs to its end, the other says who runs, and on which host.
+
+`locks`: the hosts are containers of one machine, so locks of the system hold. `none`: the file system has no
+locks and the hosts are taken for machines, so only signs of life tell.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import installed, why_no_hosts
+from jobs import clean_environment, end
+from test_command_bits import fields, write_text
+from test_two_jobs import SMALL, assert_refused, status_of
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.timeout_seconds(120),
+]
+# Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
+WAITING = """
+import os, platform, time
+from pathlib import Path
+from zero_mpi import hold, lock, train
+
+if {none}:
+    lock.lock, lock.BOOT, lock.PATIENCE = lambda handle: None, Path("/nowhere"), 6.0
+step = train.Trainer.step
+
+def step_on(self):
+    if self.progress.step == 3 and self.world.rank == 0:
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+    return step(self)
+
+train.Trainer.step = step_on
+train.main()
+"""
+DELAYS = [0.0, 0.0, random.Random(7).random() * 5, 5.0]
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture(params=["locks", "none"])
+def start(request, four_hosts, common_path) -> Iterator[Start]:
+    """Starts a job of two ranks on a host; what still runs ends with the test."""
+    script, started = common_path / "job.py", list[subprocess.Popen[str]]()
+    script.write_text(WAITING.format(none=request.param == "none"))
+    flags = [*SMALL, "--data", *write_text(common_path), "--out", str(common_path / "out")]
+    python, launcher = installed("mpich")
+
+    def run(host: str) -> subprocess.Popen[str]:
+        command = four_hosts.on(host, launcher, "-n", "2", python, script, *flags)
+        process = subprocess.Popen(
+            command, cwd=common_path, env=clean_environment(), text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    (common_path / "go").touch()
+    for process in started:
+        end(process)
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Status, stdout, stderr."""
+    printed, errors = process.communicate(timeout=60)
+    return process.returncode, printed, errors
+
+
+@pytest.mark.parametrize("number", range(len(DELAYS)))
+def test_of_two_jobs_on_two_hosts_one_runs(number, start, common_path):
+    out, jobs = common_path / "out", [start("h1")]
+    time.sleep(DELAYS[number])
+    jobs.append(start("h2"))
+    until = time.monotonic() + 60
+    while all(job.poll() is None for job in jobs) and time.monotonic() < until:
+        time.sleep(0.05)
+    (common_path / "go").touch()
+    done = {host: outcome(job) for host, job in zip(("h1", "h2"), jobs, strict=True)}
+    loser, winner = sorted(done, key=lambda host: -done[host][0])
+    assert (done[winner][0], done[winner][2]) == (0, ""), done
+    said = status_of(out)
+    assert (said["state"], said["host"]) == ("done", winner)
+    assert_refused(done[loser], out, said["pid"])
+    assert f" on {winner}, since " in done[loser][2]
+    assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
+    assert not list(out.glob(".*"))
+
+
+def test_a_job_takes_over_from_a_killed_one_on_another_host(start, common_path):
+    out, first = common_path / "out", start("h1")
+    until = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or len(fields(out)) < 3:
+        assert first.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    kill_ranks(common_path / "job.py")
+    (common_path / "go").touch()
+    status, printed, errors = outcome(start("h2"))
+    assert (status, errors) == (0, ""), printed
+    assert "resuming from" in printed
+    assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
+
+
+def kill_ranks(script: Path) -> None:
+    """Those that run this script, which is in this test's own folder."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and str(script) in (entry / "cmdline").read_text().split("\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (OSError, ValueError):
+            continue

@@ -1,0 +1,135 @@
+"""Token files that lie: headers of every kind, lengths, types, ids, and what is no .npy at all."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import wild
+
+ARRAYS: list[Any] = [
+    np.zeros((3, 3), np.uint16), np.zeros(9), np.array([{}, "x"], object), np.zeros((), np.uint16),
+    np.zeros(9, ">u2"), np.zeros((4, 4), np.uint16, order="F"), np.zeros(0, np.uint16),
+    np.zeros(3, [("a", "<u2"), ("b", "<f4")]), np.array(["a", "b"]), np.zeros(9, "M8[s]"), np.zeros(5, "V7"),
+]  # fmt: skip
+
+
+def header(text: bytes, version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
+    """Magic, version, length and text."""
+    width = "<H" if version == (1, 0) else "<I"
+    said = (len(text) if length is None else length) % 2 ** (8 * struct.calcsize(width))
+    return b"\x93NUMPY" + bytes(version) + struct.pack(width, said) + text
+
+
+def usual(descr: Any = "<u2", order: Any = False, shape: Any = (500,)) -> bytes:
+    """The text that NumPy writes."""
+    text = f"{{'descr': {descr!r}, 'fortran_order': {order!r}, 'shape': {shape!r}, }}"
+    return text.encode("utf-8", "surrogatepass").ljust(117) + b"\n"
+
+
+IDS = (np.arange(500, dtype=np.uint16) % 61).tobytes()
+ODD_HEADERS = (
+    *(b"", b"\\", b"\\\n" * 50, b"\\" + b"\n" * 60, b"\n" * 117, b"\0" * 117, b"{", b"}", b"{}", b"[]", b"1"),
+    *(
+        b"(" * 5000,
+        b"{'descr': " + b"[" * 5000,
+        b"-" * 9000 + b"1",
+        b"'" * 3,
+        b'"""',
+        b"lambda: 0",
+        b"9" * 9000,
+    ),
+    *(
+        b"__import__('os').system('true')",
+        b"{**{}}",
+        b"{'descr': '<u2'}",
+        b"{'descr': '<u2', 'shape': (500,)}",
+    ),
+    *(
+        b"# -*- coding: nonsense -*-\n{}",
+        b"\xff\xfe",
+        b"f'{1}'",
+        b"0x" + b"f" * 5000,
+        b"1e999",
+        b"{1: {2: 3}}",
+    ),
+)
+
+
+def file(random: Random) -> bytes:
+    """The bytes of a token file of some kind."""
+    kind = random.randrange(9)
+    version = random.choice([(1, 0), (1, 0), (2, 0), (3, 0), (0, 0), (255, 255)])
+    if kind == 0:
+        return header(random.choice(ODD_HEADERS), version) + IDS
+    if kind == 1:
+        descr = random.choice(
+            ["<u4", ">u2", "|u1", "<i8", "O", "|O", "u2,u2", "", "<u999", wild.text(random), 5]
+        )
+        return header(usual(descr), version) + IDS
+    if kind == 2:
+        count = random.choice(wild.INTEGERS)
+        shape = random.choice(
+            [(count,), (500, 1), (), (1,) * 70, count, [500], "500", (500.0,), (True,), None]
+        )
+        return header(usual(shape=shape), version) + IDS
+    if kind == 3:
+        return header(usual(order=random.choice([True, None, 1, "x", []])), version) + IDS
+    if kind == 4:
+        return header(usual(), version, random.choice([0, 1, 64, 65535, 2**31, 2**32 - 1])) + IDS
+    if kind == 5:
+        return wild.edited(random, header(usual()) + IDS)
+    if kind == 6:
+        return (header(usual()) + IDS)[: random.randrange(1200)]
+    if kind == 7:
+        return header(usual()) + random.randbytes(1000)
+    return header(wild.edited(random, usual()), version) + IDS
+
+
+def command(folder: Path, random: Random) -> list[str]:
+    """A step of training on the ids, from scratch."""
+    sizes = ["--dim", "8", "--layers", "1", "--heads", "2", "--context", "16", "--vocab-size", "61"]
+    steps = ["--sample", "0", "--steps", "1", "--batch-size", "1", "--micro-batch", "1", "--out", "out"]
+    data = random.choice([["ids.npy"], ["ids.npy", "./ids.npy"]])
+    return ["-m", "zero_mpi.train", "--data", *data, *sizes, *steps]
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """As it should be."""
+    (folder / "ids.npy").write_bytes(header(usual()) + IDS)
+    return command(folder, random)
+
+
+def bytes_of(random: Random, folder: Path) -> list[str]:
+    """Any header and any bytes."""
+    (folder / "ids.npy").write_bytes(file(random))
+    return command(folder, random)
+
+
+def arrays(random: Random, folder: Path) -> list[str]:
+    """Arrays that NumPy wrote, of other types and shapes; archives."""
+    path = folder / "ids.npy"
+    if random.random() < 0.2:
+        with path.open("wb") as out:
+            np.savez(out, a=np.zeros(9, np.uint16))
+    else:
+        np.save(path, random.choice(ARRAYS), allow_pickle=True)
+    return command(folder, random)
+
+
+def special(random: Random, folder: Path) -> list[str]:
+    """Something else in its place, or a header before 8 GiB of nothing."""
+    path = folder / "ids.npy"
+    if random.random() < 0.4:
+        path.write_bytes(header(usual(shape=(random.choice([500, 2**40, 2**32 - 64 + 2**20]),))))
+        os.truncate(path, 8 << 30)
+    else:
+        wild.special(random, path)
+    return command(folder, random)
+
+
+CASES = {"sound": sound, "bytes": bytes_of, "arrays": arrays, "special": special}

@@ -1,0 +1,140 @@
+"""Settings in TOML that lie, given to `train --config ... --dry-run` and to `plan`.
+
+Sizes of a model stay moderate here: what a run of a size needs is another question than what a file says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import tomli_w
+import wild
+
+from zero_mpi.config import FIELDS
+
+SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
+ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["text.txt"]}
+MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
+BIG = {
+    *SIZES,
+    "prefetch",
+    "batch_size",
+    "micro_batch",
+    "eval_windows",
+}  # where a large number costs by itself
+
+
+def settings(random: Random) -> dict[str, Any]:
+    """Settings of which some are odd."""
+    found: dict[str, Any] = dict(ALWAYS)
+    for _ in range(random.choice([1, 1, 2, 5])):
+        name = random.choice(list(FIELDS))
+        choices = FIELDS[name].metadata["choices"]
+        if name in BIG:
+            found[name] = random.choice(MODERATE)
+        elif choices and random.random() < 0.5:
+            found[name] = random.choice([*choices, choices[0].upper(), choices[0] + "\n"])
+        elif name != "data":
+            found[name] = wild.value(random)
+    if random.random() < 0.3:
+        found[wild.name(random, list(FIELDS))] = wild.value(random)
+    return found
+
+
+def as_toml(content: Any) -> str:
+    """TOML of a table, without what TOML cannot say."""
+    return tomli_w.dumps(sayable(content))
+
+
+def sayable(value: Any) -> Any:
+    """A value without null, halves of pairs and the like."""
+    if isinstance(value, dict):
+        return {clean(key): sayable(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [sayable(one) for one in value if one is not None]
+    return clean(value) if isinstance(value, str) else value
+
+
+def clean(text: str) -> str:
+    """A text that UTF-8 can hold."""
+    return text.encode(errors="ignore").decode()
+
+
+def command(random: Random, folder: Path) -> list[str]:
+    """One of the commands that take --config, which see `run.toml`."""
+    (folder / "text.txt").write_text("a text to train on\n" * 40)
+    config = ["--config", "run.toml"]
+    if random.random() < 0.5:
+        return ["-m", "zero_mpi.plan", *config]
+    return ["-m", "zero_mpi.train", *config, "--dry-run", "--out", "out", "--device", "cpu"]
+
+
+def types(random: Random, folder: Path) -> list[str]:
+    """Values of other types and sizes."""
+    (folder / "run.toml").write_text(as_toml(settings(random)))
+    return command(random, folder)
+
+
+def broken(random: Random, folder: Path) -> list[str]:
+    """What is no TOML any more, or TOML that hurts."""
+    raw = as_toml(ALWAYS).encode()
+    many = random.choice([10, 1000, 100_000])
+    kinds = (
+        lambda: raw[: random.randrange(len(raw) + 1)],
+        lambda: wild.edited(random, raw),
+        lambda: b"a." * many + b"b = 1\n",
+        lambda: b"lr = " + b"[" * many,
+        lambda: b"lr = " + b"[" * 150 + b"]" * 150,
+        lambda: b"lr = " + b"{a=" * many,
+        lambda: b"lr = " + b"9" * many,
+        lambda: b"seed = 0x" + b"f" * many,
+        lambda: b"lr = 0." + b"1" * many + b"e" + b"9" * 100,
+        lambda: b"".join(b"[t%d]\n" % i for i in range(many // 10)),
+        lambda: b"[[a]]\n" * many,
+        lambda: b"[" + b"a." * many + b"b]\n",
+        lambda: raw + b"lr = 1\n" + raw,
+        lambda: b"\xef\xbb\xbf" + raw,
+        lambda: raw.decode().encode("utf-16"),
+        lambda: b'out = "' + b"x" * many * 10 + b'"\n',
+        lambda: b"data = [" + b'"text.txt",' * many + b"]\n",
+        lambda: b'"' + b"k" * many * 10 + b'" = 1\n',
+        lambda: b"#" * (random.choice([1, 70]) << 20),
+        lambda: raw.replace(b"layers", b"lay\xffers"),
+        lambda: b"seed = 1979-05-27T07:32:00Z\n" + raw,
+        lambda: b"\0" * many,
+    )
+    (folder / "run.toml").write_bytes(random.choice(kinds)())
+    return command(random, folder)
+
+
+def places(random: Random, folder: Path) -> list[str]:
+    """Something else than a file, and odd names."""
+    args = command(random, folder)
+    if random.random() < 0.5:
+        wild.special(random, folder / "run.toml")
+        return args
+    name = clean(wild.text(random)).replace("\0", "") or "x"
+    flag = random.choice(["--config", "--config", "--out", "--init", "--tokenizer", "--data", "--resume"])
+    (folder / "run.toml").write_text(as_toml(ALWAYS))
+    return [*args, f"{flag}={name[:60_000]}"]
+
+
+def flags(random: Random, folder: Path) -> list[str]:
+    """Odd values on the command line."""
+    args = command(random, folder)
+    (folder / "run.toml").write_text(as_toml(ALWAYS))
+    name = random.choice([name for name in FIELDS if name not in BIG])
+    odd = clean(wild.text(random)).replace("\0", "")[:60_000]
+    flag = "--" + name.replace("_", "-")
+    return [*args, random.choice([f"{flag}={odd}", f"--{odd}", odd, f"{flag}{odd}"])]
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """Settings that nothing is wrong with."""
+    (folder / "run.toml").write_text(as_toml(ALWAYS))
+    return command(random, folder)
+
+
+CASES = {"sound": sound, "types": types, "broken": broken, "places": places, "flags": flags}

@@ -1,0 +1,137 @@
+"""Time lines that lie, given to `trace`: events of other types, bombs, holes, special files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import timelines
+import wild
+
+TRACKS = (
+    "steps",
+    "compute",
+    "optimizer",
+    "between stages",
+    "waits",
+    "data",
+    "checkpoint",
+    "gathers",
+    "stalls",
+)
+COMMAND = ["-m", "zero_mpi.trace"]
+
+
+def time_line(random: Random) -> dict[str, Any]:
+    """A time line as a run writes it, of some ranks and steps."""
+    events = []
+    for rank in range(random.choice([1, 2, 3])):
+        events.append({"name": "process_name", "ph": "M", "pid": rank + 1, "args": {"name": f"rank {rank}"}})
+        for step in range(1, random.choice([2, 3])):
+            start = 100.0 * step
+            events.append(timelines.event(rank, "steps", "step", start, start + 100, step=step))
+            for _ in range(random.choice([0, 3, 20])):
+                begun = start + random.uniform(0, 90)
+                about = {"unit": "blk.0", "bytes": random.randrange(1000)}
+                family = random.choice(TRACKS[1:])
+                events.append(
+                    timelines.event(rank, family, "allgather", begun, begun + 5, step=step, **about)
+                )
+    about = {"zero_mpi": "0.1.0", "ranks": 2, "clock_error_us": 1.5, "ends_in": None}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+def named(random: Random, folder: Path, raw: bytes) -> list[str]:
+    """The command on a file of these bytes, packed or not; at times beside a sound one."""
+    packed = random.random() < 0.3
+    path = folder / ("trace.json.gz" if packed else "trace.json")
+    path.write_bytes(gzip.compress(raw, 1) if packed else raw)
+    other = []
+    if random.random() < 0.2:
+        (folder / "other.json").write_bytes(wild.as_text(time_line(random)))
+        other = ["other.json"]
+    return [*COMMAND, path.name, *other]
+
+
+def types(random: Random, folder: Path) -> list[str]:
+    """Values that were swapped, dropped, renamed or repeated."""
+    return named(random, folder, wild.as_text(wild.changed_json(random, time_line(random)), random))
+
+
+def events(random: Random, folder: Path) -> list[str]:
+    """Values of events that are odd numbers and texts, all the rest sound."""
+    found = time_line(random)
+    for _ in range(random.choice([1, 1, 3])):
+        event = random.choice(found["traceEvents"])
+        if random.random() < 0.4 and event["ph"] == "X":
+            event["args"][random.choice(["step", "bytes", "unit", "kind"])] = wild.value(random, 1)
+        else:
+            odd = random.choice([wild.number, wild.text])(random)
+            event[random.choice(["pid", "ts", "dur", "name", "cat", "ph", "tid"])] = odd
+    if random.random() < 0.3:
+        found["otherData"][random.choice(["zero_mpi", "ends_in", "clock_error_us"])] = wild.value(random, 2)
+    return named(random, folder, wild.as_text(found, random))
+
+
+def broken(random: Random, folder: Path) -> list[str]:
+    """What is no JSON any more, or JSON that hurts; pieces of a large file end anywhere."""
+    if random.random() < 0.6:
+        return named(random, folder, wild.broken_json(random, time_line(random)))
+    raw = json.dumps(time_line(random), indent=random.choice([None, 1])).encode()
+    blanks = b" " * random.choice([262_130, 262_144, 500_000, 2_000_000])
+    place = random.choice([raw.find(b"["), raw.find(b"{"), raw.rfind(b","), raw.rfind(b"]")])
+    return named(random, folder, raw[:place] + blanks + raw[place:])
+
+
+def bombs(random: Random, folder: Path) -> list[str]:
+    """Little on disk, much to read."""
+    raw = json.dumps(time_line(random)).encode()
+    head, tail = raw[:-2], b"]}"
+    event = b"," + json.dumps(timelines.event(0, "compute", "forward", 100, 101)).encode()
+    kinds: list[Callable[[], bytes]] = [
+        lambda: b"\0" * (100 << 20),
+        lambda: b" " * (100 << 20) + raw,
+        lambda: b"[" * (50 << 20),
+        lambda: b'{"traceEvents": [' + b"[]," * (20 << 20),
+        lambda: head + b",1" * (20 << 20) + tail,
+        lambda: head + event * random.choice([1000, 20_000, 400_000]) + tail,
+        lambda: b'{"a": "' + b"x" * (100 << 20) + b'"}',
+        lambda: raw[:-1] + b', "b": 1' * (5 << 20) + b"}",
+        lambda: gzip.compress(b"\0" * (100 << 20), 1),
+    ]
+    path = folder / "trace.json.gz"
+    path.write_bytes(gzip.compress(random.choice(kinds)(), random.choice([1, 1, 9])))
+    if random.random() < 0.3:
+        os.truncate(path, int(path.stat().st_size * random.random()))
+    return [*COMMAND, path.name]
+
+
+def places(random: Random, folder: Path) -> list[str]:
+    """Something else than a file, holes of many gigabytes, odd names."""
+    path = folder / "trace.json"
+    kind = random.randrange(4)
+    if kind == 0:
+        wild.special(random, path)
+    elif kind == 1:
+        path.write_bytes(wild.as_text(time_line(random)))
+        os.truncate(path, 8 << 30)
+    elif kind == 2:
+        path.write_bytes(gzip.compress(wild.as_text(time_line(random))))
+        os.truncate(path, 8 << 30)
+    else:
+        name = wild.text(random).encode(errors="ignore").decode().replace("\0", "")[:60_000] or "x"
+        return [*COMMAND, *random.choice([[name], [name, name], [name] * 3])]
+    return [*COMMAND, path.name]
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """A time line that nothing is wrong with."""
+    return named(random, folder, wild.as_text(time_line(random)))
+
+
+CASES = {"sound": sound, "types": types, "events": events, "broken": broken, "bombs": bombs, "places": places}

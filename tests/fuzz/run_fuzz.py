@@ -1,0 +1,336 @@
+"""Fuzzing from outside: files that lie, given to the commands, which refuse them in one line or take them.
+
+    python tests/fuzz/run_fuzz.py --seconds 600 [--only gguf,safetensors] [--seed 7]
+
+Each `fuzz_*.py` beside this file has CASES: name -> function(random, folder) that writes files into an empty
+folder and returns a command, e.g. ["-m", "zero_mpi.inspect", "x.gguf"], which is run in that folder; a case
+named "sound" changes nothing and must succeed. A case that failed is kept with its seed;
+`--only gguf.types --number 12 --seed 7` makes and runs it again.
+
+This process imports the package once; files are made, and the command is run, each in a process forked for
+it, so that a run costs milliseconds and what it takes is the system's count of its own time and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import re
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+SETTINGS = {  # one process with one thread, and no compiled operations: they take seconds to load
+    "ZERO_MPI_OPS": "reference",
+    **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",  # the library warns of threads after a fork
+}
+COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace")
+
+Case = Callable[[Random, Path], list[str]]
+
+MOST_CPU = 5.0  # seconds of a run's own work
+MOST_WAIT = 40.0  # seconds by the clock: a run that waits for something; generous, for machines are busy
+MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
+MOST_HELD = 2 << 30  # bytes beyond which a run is not given more, for the machine's sake
+MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
+MOST_MADE = 16 << 30  # bytes of a file of a case: sparse ones
+LONGEST_LINE = 2000  # letters of a line of error; paths are in it
+SHOWN = 1 << 20  # bytes of output that are looked at
+KEPT = 3  # failures of one kind that are kept
+
+FINE = {0, 2}
+SOUND = "sound"  # a case of this name must be taken: what the others change must have been whole
+ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1}}  # not sound, not the same: what was asked for
+FREE_OUTPUT = {"generate"}  # prints what a model says, whatever that is
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # what does not make another kind of failure
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: ", re.MULTILINE)
+
+
+@dataclass
+class Ending:
+    """How a run ended: its exit status (or "signal N"), what it said, what it took."""
+
+    status: int | str
+    printed: str
+    said: str
+    cpu: float
+    wall: float
+    growth: int
+
+
+def problems(command: str, end: Ending) -> Iterator[str]:
+    """What a run did that none may do, a line each."""
+    if "Traceback (most recent call last)" in end.said + end.printed:
+        last = [line for line in end.said.splitlines() if line and not line.startswith("zero_mpi: ")][-1:]
+        yield f"traceback: {last[0][:200] if last else ''}"
+    if end.status not in FINE | ALSO_FINE.get(command, set()):
+        yield f"status {end.status}"
+    if end.cpu > MOST_CPU or end.wall > MOST_WAIT:
+        yield f"slow: {end.cpu:.1f} s of work, {end.wall:.1f} s by the clock"
+    if end.growth > MOST_GROWTH:
+        yield f"memory: {end.growth >> 20} MiB more"
+    if end.status == 2 and (end.said.count("\n") != 1 or not end.said.endswith("\n")):
+        yield f"{end.said.count(chr(10))} lines where one is promised"
+    if (longest := max(map(len, end.said.splitlines()), default=0)) > LONGEST_LINE:
+        yield f"a line of {longest} letters"
+    if found := CONTROL.search(end.said + ("" if command in FREE_OUTPUT else end.printed)):
+        yield f"control letter {found[0]!r}"
+    if WARNING.search(end.said):
+        yield "warning"
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
+    """action() in a forked process that stands in `folder`; what it prints goes to files at `output`.
+
+    `written`: the longest file that it may write.
+    """
+    before, begun = resident(), time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            become_child(folder, output, written)
+            action()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except BaseException:
+                    status = status or 1
+            os._exit(status)
+    code, used = wait_for(pid, begun)
+    printed, said = (text_of(output.with_suffix(suffix)) for suffix in (".out", ".err"))
+    status = os.waitstatus_to_exitcode(code)
+    growth = used.ru_maxrss * 1024 - before
+    wall = time.monotonic() - begun
+    cpu = used.ru_utime + used.ru_stime
+    return Ending(status if status >= 0 else f"signal {-status}", printed, said, cpu, wall, growth)
+
+
+def become_child(folder: Path, output: Path, written: int) -> None:
+    """A session of its own, bounds, and files in the place of the terminal."""
+    os.setsid()
+    os.chdir(folder)
+    for number, path in ((1, output.with_suffix(".out")), (2, output.with_suffix(".err"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    bound(resource.RLIMIT_DATA, data_size() + MOST_HELD)
+    bound(resource.RLIMIT_FSIZE, written)
+    bound(resource.RLIMIT_CORE, 0)
+    bound(resource.RLIMIT_CPU, int(MOST_CPU) + 1)
+
+
+def bound(what: int, most: int) -> None:
+    """Set a limit, below what stands."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
+    """The end of a child, which is killed with all of its session when its time is up."""
+    pause = 0.0005
+    while True:
+        found, code, used = os.wait4(pid, os.WNOHANG)
+        if found:
+            return code, used
+        if time.monotonic() - begun > MOST_WAIT + 1:
+            os.killpg(pid, signal.SIGKILL)
+            _, code, used = os.wait4(pid, 0)
+            return code, used
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def data_size() -> int:
+    """Bytes of memory that count against RLIMIT_DATA."""
+    return int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def text_of(path: Path) -> str:
+    """The beginning of what a child printed; bytes that are no text as halves of pairs, which show."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        text = file.read(SHOWN).decode("utf-8", "surrogateescape")
+    return text.rstrip("".join(map(chr, range(0xDC80, 0xDD00)))) if path.stat().st_size > SHOWN else text
+
+
+def run_command(args: list[str]) -> None:
+    """What `python ARGS...` does: `-m MODULE ...` by a call of its main, else a script."""
+    if args[0] == "-m":
+        sys.argv = [args[1], *args[2:]]
+        importlib.import_module(args[1]).main()
+    else:
+        sys.argv = args
+        runpy.run_path(args[0], run_name="__main__")
+
+
+def run_alone(args: list[str]) -> None:
+    """The same in a fresh interpreter, which takes a second or two to start."""
+    os.execv(sys.executable, [sys.executable, *args])
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def find_cases(only: str, folder: Path) -> dict[str, Case]:
+    """MODULE.CASE -> function, of all modules of a folder or of those named: "gguf" or "gguf.types"."""
+    found: dict[str, Case] = {}
+    sys.path.insert(0, str(folder))
+    for path in sorted(folder.glob("fuzz_*.py")):
+        kind = path.stem.removeprefix("fuzz_")
+        found |= {f"{kind}.{name}": case for name, case in importlib.import_module(path.stem).CASES.items()}
+    wanted = [name for name in only.split(",") if name]
+    chosen = {
+        name: case
+        for name, case in found.items()
+        if not wanted or any(name == one or name.startswith(f"{one}.") for one in wanted)
+    }
+    if not chosen:
+        raise SystemExit(f"--only {only}: none of {', '.join(found)}")
+    return chosen
+
+
+@dataclass
+class Fuzz:
+    """A series of runs: what there was, and what is kept of it."""
+
+    keep: Path
+    seed: int
+    alone: bool = False
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    slowest: tuple[float, str] = (0.0, "")
+    largest: tuple[int, str] = (0, "")
+
+    def run(self, name: str, case: Case, number: int) -> list[str]:
+        """Make and run one case. Returns what was wrong."""
+        place = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        folder, label = place / "files", f"{name} --number {number}"
+        folder.mkdir()
+        try:
+            args = self.made(name, case, number, place)
+            if isinstance(args, Ending):
+                return self.failed(label, place, ["the fuzzer itself failed"], args)
+            action = (lambda: run_alone(args)) if self.alone else (lambda: run_command(args))
+            end = run_in_child(action, folder, place / "run", MOST_WRITTEN)
+            command = args[1].rpartition(".")[2] if args[0] == "-m" else ""
+            self.outcomes[f"{name} {end.status}"] += 1
+            self.slowest = max(self.slowest, (end.cpu, label))
+            self.largest = max(self.largest, (end.growth, label))
+            wrong = list(problems(command, end))
+            if name.endswith(f".{SOUND}") and end.status:
+                wrong.append(f"status {end.status} for what is sound")
+            return self.failed(label, place, wrong, end) if wrong else []
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def made(self, name: str, case: Case, number: int, place: Path) -> list[str] | Ending:
+        """The files of a case, made in a process of their own: its memory is not the command's."""
+
+        def action() -> None:
+            args = case(Random(f"{self.seed} {name} {number}"), place / "files")
+            (place / "args.json").write_text(json.dumps(list(map(str, args))))
+
+        end = run_in_child(action, place / "files", place / "make", MOST_MADE)
+        return json.loads((place / "args.json").read_text()) if end.status == 0 else end
+
+    def failed(self, label: str, place: Path, wrong: list[str], end: Ending) -> list[str]:
+        """Keep a failure, unless there are enough of its kind, and say so."""
+        kind = f"{label.split()[0]}: {KIND.sub('N', '; '.join(wrong))}"
+        self.failures[kind] += 1
+        if self.failures[kind] > KEPT:
+            return wrong
+        kept = self.keep / f"{label.replace(' --number ', '-')}-seed-{self.seed}"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(place, kept)
+        again = f"--seed {self.seed} --only {label}"
+        print(f"FAILED {label}: {'; '.join(wrong)}\n  again: {again}\n  files: {kept}", flush=True)
+        print("".join(f"  | {line}\n" for line in end.said.splitlines()[-4:]), end="", flush=True)
+        return wrong
+
+
+def prepare() -> None:
+    """Settings, then the imports of all commands, before anything is forked. MPI is not started here."""
+    os.environ.update(SETTINGS)
+    for name in COMMANDS:
+        importlib.import_module(f"zero_mpi.{name}")
+
+
+def main() -> int:
+    """Run cases in turn until the time is up. Returns 0 if nothing was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60, help="stop after so long")
+    parser.add_argument("--rounds", type=int, help="stop after each case was run so often")
+    parser.add_argument("--only", default="", help="modules or cases, with commas: gguf,toml.nesting")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of all that is drawn")
+    parser.add_argument("--number", type=int, help="run this one of each case, and no other")
+    parser.add_argument("--keep", type=Path, help="where failures are kept")
+    parser.add_argument("--cases", type=Path, default=HERE, help="the folder with fuzz_*.py")
+    parser.add_argument("--alone", action="store_true", help="each run in an interpreter of its own")
+    options = parser.parse_args()
+    prepare()
+    cases = find_cases(options.only, options.cases.absolute())
+    keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
+    fuzz, begun = Fuzz(keep.absolute(), options.seed, options.alone), time.monotonic()
+    numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))
+    for number in numbers if options.number is None else [options.number]:
+        for name, case in cases.items():
+            if time.monotonic() - begun > options.seconds:
+                break
+            fuzz.run(name, case, number)
+        else:
+            continue
+        break
+    report(fuzz, time.monotonic() - begun)
+    if not fuzz.failures and not options.keep:
+        keep.rmdir()
+    return 1 if fuzz.failures else 0
+
+
+def report(fuzz: Fuzz, seconds: float) -> None:
+    """What was run, how it ended, and what was wrong."""
+    for outcome, count in sorted(fuzz.outcomes.items()):
+        print(f"{count:7} {outcome}")
+    print(f"slowest: {fuzz.slowest[0]:.2f} s, {fuzz.slowest[1]}")
+    print(f"largest: {fuzz.largest[0] >> 20} MiB, {fuzz.largest[1]}")
+    for kind, count in fuzz.failures.most_common():
+        print(f"FAILED {count} times: {kind}")
+    total = sum(fuzz.outcomes.values())
+    print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""The trial of the operations (`zero_mpi.trial`) is one of the GPU's operations where a GPU computes."""
+
+from zero_mpi import device, ops, trial
+
+
+def test_a_trial_on_a_gpu_repeats_and_sees_the_gpus_operations(gpu, monkeypatch):
+    first = trial.digest()
+    assert trial.digest() == first
+    found = []
+    monkeypatch.setattr(ops, "gelu", lambda x: (found.append(x), x)[1])
+    assert trial.digest() != first
+    assert all(device.is_cupy(x) for x in found)
+    assert found

@@ -1,0 +1,474 @@
+"""What a careless user may write: a ValueError that says what is wrong, on all ranks, and nobody left behind.
+
+Each case is a call of a public name. After it all ranks meet in a collective of the same communicator: who
+had started something else by then would hang there, or bring another value.
+"""
+
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import tiny
+from mpi4py import MPI
+
+from zero_mpi import (
+    DDP,
+    FULL_SHARD,
+    NO_SHARD,
+    GradAccum,
+    MPIComm,
+    Partition,
+    ShardedAdamW,
+    ShardedLinear,
+    ShardedModule,
+    Strategy,
+    UsageError,
+    clip_grad_norm,
+    connect,
+    cross_entropy,
+    tracing,
+)
+from zero_mpi.models import GPT2, Llama
+from zero_mpi.nn import GELU, Chain, Layer, Linear, Param, RMSNorm, Stage
+from zero_mpi.sharding.precision import BF16
+
+SIZES = {"layers": 1, "dim": 8, "heads": 2, "context": 4, "vocab_size": 16}
+MODEL = Llama.from_flags(SIZES)
+TOKENS = np.arange(8).reshape(2, 4)
+SIZE = MPI.COMM_WORLD.Get_size()
+RANK = MPI.COMM_WORLD.Get_rank()
+ODD = SIZE - 1
+several = pytest.mark.world(2, 3, 4, 8)
+
+
+class Odd(Layer):
+    """A layer with the parameters that a test gives it."""
+
+    def __init__(self, **params):
+        self._params = params
+
+    def params(self):
+        return self._params
+
+    def forward(self, p, x):
+        return x, None
+
+
+class Kit:
+    """A module and what works on it."""
+
+    def __init__(self, comm, strategy=FULL_SHARD):
+        self.comm = comm
+        self.module = ShardedModule(MODEL.stages(), comm, strategy)
+        self.module.initialize(seed=0)
+        self.optimizer = ShardedAdamW(self.module, lr=1e-2)
+        self.accum = GradAccum(self.module, steps=SIZE + 1)  # two rounds, in the second rank 0 is alone
+        self.state = self.module.state_dict()
+
+    def round(self):
+        """One round, as it should be."""
+        criterion = partial(cross_entropy, targets=TOKENS, scale=1e-2)
+        idle = self.accum.next_micro_batch is None
+        self.accum.accumulate(None if idle else TOKENS, criterion)
+
+    def rounds(self, times=1):
+        """Whole steps without an update."""
+        for _ in range(2 * times):
+            self.round()
+
+    def forward(self):
+        """Logits."""
+        return self.module.forward(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def comm():
+    return MPIComm()
+
+
+@pytest.fixture
+def kit(comm):
+    return Kit(comm)
+
+
+def fails(comm, call, message):
+    """All ranks get the error, and go on together."""
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert comm.allgather_object("on") == ["on"] * comm.size
+
+
+def stages(**params):
+    return [Stage("odd", Odd(**params))]
+
+
+MODULES = {
+    "no stages": (
+        lambda c: ShardedModule([], c),
+        r"stages: expected a list of Stage\(scope, layer\).*got none",
+    ),
+    "stages: None": (lambda c: ShardedModule(None, c), "expected a list of Stage.*got None"),
+    "stages: a text": (lambda c: ShardedModule("llama", c), "expected a list of Stage.*got 'llama'"),
+    "stages: a model": (lambda c: ShardedModule(MODEL, c), "expected a list of Stage.*got a Llama"),
+    "stages: a layer": (
+        lambda c: ShardedModule(Linear("a", 2, 2), c),
+        "expected a list of Stage.*got a Linear",
+    ),
+    "stages: layers": (lambda c: ShardedModule([GELU()], c), r"stages\[0\]: expected a Stage.*got a GELU"),
+    "no layer": (
+        lambda c: ShardedModule([Stage("a", None)], c),
+        r"stages\[0\]\.layer: expected a Layer, got None",
+    ),
+    "scope": (lambda c: ShardedModule([Stage(1, GELU())], c), r"stages\[0\]\.scope: expected a name, got 1"),
+    "no parameters": (lambda c: ShardedModule([Stage("a", GELU())], c), "expected a model with parameters"),
+    "comm: None": (lambda c: ShardedModule(MODEL.stages(), None), r"comm: expected a communicator.*got None"),
+    "strategy: name": (
+        lambda c: ShardedModule(MODEL.stages(), c, "no-shard"),
+        "a Strategy such as.*'no-shard'",
+    ),
+    "strategy: None": (lambda c: ShardedModule(MODEL.stages(), c, None), "a Strategy such as.*None"),
+    "precision": (
+        lambda c: ShardedModule(MODEL.stages(), c, precision="bf16"),
+        "a Precision such as.*'bf16'",
+    ),
+    "prefetch: half": (
+        lambda c: ShardedModule(MODEL.stages(), c, prefetch=0.5),
+        "prefetch: .*whole.*got 0.5",
+    ),
+    "prefetch: text": (lambda c: ShardedModule(MODEL.stages(), c, prefetch="1"), "prefetch: .*got '1'"),
+    "prefetch: True": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=True), "prefetch: .*got True"),
+    "bucket: 0": (
+        lambda c: DDP(MODEL.stages(), c, bucket_mb=0),
+        "bucket_mb: expected a number above 0.*got 0",
+    ),
+    "bucket: nan": (lambda c: DDP(MODEL.stages(), c, bucket_mb=np.nan), "bucket_mb: .*got nan"),
+    "bucket: text": (lambda c: DDP(MODEL.stages(), c, bucket_mb="25"), "bucket_mb: .*got '25'"),
+    "frozen: a text": (
+        lambda c: ShardedModule(MODEL.stages(), c, frozen="blk.*"),
+        r"a list of.*got 'blk\.\*'",
+    ),
+    "frozen: None": (
+        lambda c: ShardedModule(MODEL.stages(), c, frozen=None),
+        "list of name patterns, got None",
+    ),
+    "frozen: numbers": (lambda c: ShardedModule(MODEL.stages(), c, frozen=[0]), "name patterns, got 0"),
+    "offload": (
+        lambda c: ShardedModule(MODEL.stages(), c, precision=BF16, offload_masters=True),
+        "expected a GPU",
+    ),
+    "0-d": (
+        lambda c: ShardedModule(stages(w=Param(())), c),
+        r"parameter w: .*at least one dimension.*got \(\)",
+    ),
+    "0-d by rows": (lambda c: ShardedModule(stages(w=Param(())), c, by_rows=True), "at least one dimension"),
+    "float size": (lambda c: ShardedModule([Stage("a", Linear("a", 2.0, 3))], c), r"a\.weight: .*got 2\.0"),
+    "size 0": (
+        lambda c: ShardedModule([Stage("a", RMSNorm("a", 0, 1e-5))], c),
+        r"a\.weight: .*at least 1, got 0",
+    ),
+    "size -1": (lambda c: ShardedModule(stages(w=Param((2, -1))), c), "w: .*at least 1, got -1"),
+    "a list": (lambda c: ShardedModule(stages(w=Param([2, 2])), c), "w: .*got a list"),
+    "a number": (lambda c: ShardedModule(stages(w=Param(7)), c), "w: .*got 7"),
+    "no Param": (
+        lambda c: ShardedModule(stages(w=np.ones(3)), c),
+        r"parameter w: expected Param.*got a ndarray",
+    ),
+    "init": (lambda c: ShardedModule(stages(w=Param((3,), "one")), c), "init 'one' is not known"),
+    "std": (lambda c: ShardedModule(stages(w=Param((3,), std=np.nan)), c), "parameter w: std: .*got nan"),
+    "linear: 0": (lambda c: ShardedLinear(c, 0, 3), "ShardedLinear: .*at least 1, got 0"),
+    "linear: float": (lambda c: ShardedLinear(c, 4.0, 3), "ShardedLinear: .*got 4.0"),
+    "linear: comm": (lambda c: ShardedLinear(None, 4, 3), "comm: expected a communicator"),
+    "linear: name": (lambda c: ShardedLinear(c, 4, 3, name=None), "name: expected a text, got None"),
+    "shapes": (
+        lambda c: ShardedModule([Stage("a", Linear("a", 2, 3)), Stage("b", Linear("a", 3, 2))], c),
+        r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
+    ),
+    "mpi: comm": (
+        lambda c: MPIComm("world"),
+        "MPIComm: comm: expected a communicator of mpi4py, got 'world'",
+    ),
+    "mpi: piece": (lambda c: MPIComm(exact_piece=0), "exact_piece: .*at least 1, got 0"),
+    "trace: comm": (lambda c: tracing(None, "a.json").__enter__(), "tracing: comm: expected"),
+    "trace: path": (
+        lambda c: tracing(c, None).__enter__(),
+        "tracing: path: expected the name of a file, got None",
+    ),
+    "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
+    "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),
+    "connect: negative": (lambda c: connect(timeout=-1), "connect: timeout: .*got -1"),
+    "connect: check": (lambda c: connect(check="yes"), "connect: check: expected True or False, got 'yes'"),
+}
+
+
+@pytest.mark.parametrize("case", [name for name in MODULES if not name.startswith("connect")])
+def test_what_cannot_be_made_is_refused(comm, case):
+    fails(comm, partial(MODULES[case][0], comm), MODULES[case][1])
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("case", [name for name in MODULES if name.startswith("connect")])
+def test_connect_refuses(comm, case):
+    """At several ranks it would watch over the tests: tests/serial/test_script.py."""
+    fails(comm, partial(MODULES[case][0], comm), MODULES[case][1])
+
+
+USES = {
+    "accum: module": (
+        lambda k: GradAccum(MODEL, 4),
+        "GradAccum: module: expected a ShardedModule, got a Llama",
+    ),
+    "accum: text": (lambda k: GradAccum(k.module, "4"), "GradAccum: micro-batches.*whole number.*got '4'"),
+    "accum: 0": (lambda k: GradAccum(k.module, 0), "GradAccum: micro-batches.*at least 1, got 0"),
+    "accum: -1": (lambda k: GradAccum(k.module, -1), "at least 1, got -1"),
+    "accum: float": (lambda k: GradAccum(k.module, 2.0), "got 2.0"),
+    "accum: None": (lambda k: GradAccum(k.module, None), "got None"),
+    "accum: True": (lambda k: GradAccum(k.module, True), "got True"),
+    "adam: module": (
+        lambda k: ShardedAdamW(k.module.parameters()),
+        "module: expected a ShardedModule, got a list",
+    ),
+    "adam: lr text": (lambda k: ShardedAdamW(k.module, lr="0.1"), "ShardedAdamW: lr: .*got '0.1'"),
+    "adam: lr nan": (lambda k: ShardedAdamW(k.module, lr=np.nan), "lr: .*got nan"),
+    "adam: lr -1": (lambda k: ShardedAdamW(k.module, lr=-1), "lr: expected a number of at least 0.*got -1"),
+    "adam: lr None": (lambda k: ShardedAdamW(k.module, lr=None), "lr: .*got None"),
+    "adam: one beta": (lambda k: ShardedAdamW(k.module, betas=0.9), "betas: expected two numbers, got 0.9"),
+    "adam: short": (lambda k: ShardedAdamW(k.module, betas=(0.9,)), "betas: expected two numbers"),
+    "adam: beta 1": (lambda k: ShardedAdamW(k.module, betas=(0.9, 1.0)), "betas: .*below 1, got 1.0"),
+    "adam: eps": (lambda k: ShardedAdamW(k.module, eps=0), "eps: .*above 0.*got 0"),
+    "adam: decay": (lambda k: ShardedAdamW(k.module, weight_decay=-0.1), "weight_decay: .*got -0.1"),
+    "adam: offload": (lambda k: ShardedAdamW(k.module, offload="gpu"), "--offload gpu: expected one of"),
+    "step at first": (
+        lambda k: k.optimizer.step(),
+        "step: there are no gradients yet; call GradAccum.accumulate",
+    ),
+    "step in between": (
+        lambda k: (k.round(), k.optimizer.step()),
+        "step: gradients of the step's last round",
+    ),
+    "step twice": (lambda k: (k.rounds(), k.optimizer.step(), k.optimizer.step()), "no gradients yet"),
+    "step: lr": (lambda k: (k.rounds(), k.optimizer.step(lr="0.1")), "step: lr: .*got '0.1'"),
+    "step: norm": (lambda k: (k.rounds(), k.optimizer.step(max_norm=0)), "step: max_norm: .*above 0.*got 0"),
+    "clip at first": (lambda k: clip_grad_norm(k.module, 1.0), "clip_grad_norm: there are no gradients yet"),
+    "clip: module": (lambda k: clip_grad_norm(None, 1.0), "clip_grad_norm: module: expected a ShardedModule"),
+    "clip: norm": (lambda k: (k.rounds(), clip_grad_norm(k.module, None)), "max_norm: .*got None"),
+    "one round more": (lambda k: k.rounds(2), "all 2 rounds of this step are done; call ShardedAdamW.step"),
+    "no criterion": (lambda k: k.accum.accumulate(TOKENS), "accumulate needs a criterion"),
+    "criterion": (lambda k: k.accum.accumulate(TOKENS, 3.0), "criterion: expected a function.*got 3.0"),
+    "no micro-batch": (lambda k: k.accum.accumulate(None), "needs a micro-batch; pass its input"),
+    "a list": (lambda k: k.accum.accumulate(TOKENS.tolist(), len), "forward: expected an array, got a list"),
+    "a text": (lambda k: k.module.forward("text"), "forward: expected an array, got 'text'"),
+    "backward at first": (lambda k: k.module.backward(None), "backward needs a forward"),
+    "backward twice": (
+        lambda k: (k.module.backward(k.forward()), k.module.backward(1)),
+        "backward needs a forward",
+    ),
+    "backward None": (
+        lambda k: (k.forward(), k.module.backward(None)),
+        "had an input; expected a gradient.*None",
+    ),
+    "contributors": (
+        lambda k: k.module.backward(k.forward(), contributors=-1),
+        f"contributors: expected a whole number from 0 to {SIZE}, got -1",
+    ),
+    "seed None": (lambda k: k.module.initialize(None), "initialize: seed: .*got None"),
+    "seed text": (lambda k: k.module.initialize("0"), "initialize: seed: .*got '0'"),
+    "seed float": (lambda k: k.module.initialize(0.5), "initialize: seed: .*got 0.5"),
+    "state None": (
+        lambda k: k.module.load_state_dict(None),
+        "expected a mapping of names to arrays, got None",
+    ),
+    "state empty": (lambda k: k.module.load_state_dict({}), "missing token_embd.weight.* more; surplus none"),
+    "state surplus": (
+        lambda k: k.module.load_state_dict(k.state | {"a": 1, 2: 3}),
+        "missing none; surplus a, 2",
+    ),
+    "state lists": (
+        lambda k: k.module.load_state_dict({name: value.tolist() for name, value in k.state.items()}),
+        "token_embd.weight: expected an array, got a list",
+    ),
+    "state shape": (
+        lambda k: k.module.load_state_dict({name: value.T[None] for name, value in k.state.items()}),
+        r"token_embd.weight: expected shape \(16, 8\), got \(1, 8, 16\)",
+    ),
+    "state type": (
+        lambda k: k.module.load_state_dict({name: value.astype(complex) for name, value in k.state.items()}),
+        "token_embd.weight: expected an array of real numbers, got one of complex128",
+    ),
+    "shards None": (lambda k: k.module.update_shards(None), "update_shards: expected an array, got None"),
+    "shards text": (lambda k: k.module.update_shards(np.array("a")), "update_shards: .*got one of str"),
+    "shards size": (lambda k: k.module.update_shards(np.zeros(1)), "update_shards: expected a flat array of"),
+    "name": (
+        lambda k: k.module.all_gather_param("w"),
+        "parameter 'w' is not known; names are like token_embd",
+    ),
+    "name None": (lambda k: k.module.all_gather_param(None), "parameter None is not known"),
+    "name list": (lambda k: k.module.all_gather_param([]), "parameter a list is not known"),
+    "prefetch twice": (
+        lambda k: (k.module.prefetch_forward_params(), k.module.prefetch_forward_params()),
+        "already started",
+    ),
+    "plain: array": (
+        lambda k: k.optimizer.step_on_params(np.ones(3), [np.ones(3)]),
+        "params: expected a list",
+    ),
+    "plain: numbers": (
+        lambda k: k.optimizer.step_on_params([1.0], [1.0]),
+        r"params\[0\]: expected an array, got 1",
+    ),
+    "plain: whole": (
+        lambda k: k.optimizer.step_on_params([np.ones(2, int)], [np.ones(2)]),
+        "floating numbers, got",
+    ),
+    "plain: fewer": (lambda k: k.optimizer.step_on_params([np.ones(2)], []), "gradients differ"),
+    "logits list": (lambda k: cross_entropy([[1.0]], TOKENS), "logits: expected an array, got a list"),
+    "logits whole": (lambda k: cross_entropy(np.ones((2, 4, 16), int), TOKENS), "logits: .*floating numbers"),
+    "targets float": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS * 1.0), "targets: .*whole numbers"),
+    "targets shape": (
+        lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS[0]),
+        r"expected shape \(2, 4\), got \(4,",
+    ),
+    "targets above": (lambda k: cross_entropy(np.ones((2, 4, 7)), TOKENS), "targets from 0 to 6.*got 0 to 7"),
+    "targets below": (
+        lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS - 1),
+        "targets from 0 to 15.*got -1",
+    ),
+    "no targets": (lambda k: cross_entropy(np.ones((0, 16)), np.ones(0, int)), "at least one target"),
+    "scale": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, "1"), "scale: .*got '1'"),
+    "scale nan": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, np.nan), "scale: .*got nan"),
+    "strategy": (lambda k: Strategy("mine", True, False, False), "mine: expected shards_moments"),
+    "strategy nodes": (
+        lambda k: Strategy("mine", False, True, False, True),
+        "within_nodes: expected shards_param",
+    ),
+    "strategy type": (
+        lambda k: Strategy("mine", 1, True, False),
+        "shards_parameters: expected True or False, got 1",
+    ),
+    "partition": (lambda k: Partition(-1, 2), "Partition: length: .*at least 0, got -1"),
+    "partition parts": (lambda k: Partition(4, 0), "Partition: parts: .*at least 1, got 0"),
+    "partition float": (lambda k: Partition(4.0, 2), "Partition: length: .*got 4.0"),
+}
+
+
+@pytest.mark.parametrize("case", USES)
+def test_wrong_use_is_refused(kit, case):
+    fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
+
+
+@pytest.mark.parametrize("root", [-1, SIZE, "0", None, 0.0])
+def test_no_rank_to_broadcast_from(comm, root):
+    replicas = DDP(MODEL.stages(), comm)
+    fails(comm, lambda: replicas.broadcast_parameters(root), rf"root: .* from 0 to {SIZE - 1}, got {root!r}")
+
+
+def test_nothing_to_prefetch(comm):
+    fails(comm, Kit(comm, NO_SHARD).module.prefetch_forward_params, "nothing to gather")
+
+
+FLAGS = {
+    "another name": ({"layer": 2}, r"missing layers, dim, heads and 2 more; surplus layer"),
+    "surplus": (SIZES | {"kv_head": 2}, "missing none; surplus kv_head"),
+    "float": (SIZES | {"dim": 48.0}, "--dim: expected a whole number, got 48.0"),
+    "text": (SIZES | {"layers": "2"}, "--layers: expected a whole number, got '2'"),
+    "None": (SIZES | {"heads": None}, "--heads: expected a whole number, got None"),
+    "True": (SIZES | {"heads": True}, "--heads: expected a whole number, got True"),
+    "0": (SIZES | {"context": 0}, "--context 0: expected at least 1"),
+    "negative": (SIZES | {"vocab_size": -5}, "--vocab-size -5: expected at least 1"),
+    "kv_heads": (SIZES | {"kv_heads": 1.5}, "--kv-heads: expected a whole number, got 1.5"),
+    "ffn": (SIZES | {"ffn": "wide"}, "--ffn: expected a whole number, got 'wide'"),
+    "no mapping": ([2, 48], "expected a mapping such as {'layers': 2}, got a list"),
+}
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("kind", [Llama, GPT2])
+def test_sizes_that_cannot_be(kind, case):
+    with pytest.raises(UsageError, match=FLAGS[case][1]):
+        kind.from_flags(FLAGS[case][0])
+
+
+def test_numbers_of_numpy_are_numbers(comm):
+    model = Llama.from_flags({name: np.int64(value) for name, value in SIZES.items()})
+    assert model == MODEL
+    module = ShardedModule(model.stages(), comm, prefetch=np.int32(1), bucket_mb=np.float32(1))
+    module.initialize(np.uint8(0))
+    ShardedAdamW(module, lr=np.float32(0.1), betas=np.array([0.9, 0.95]))
+    assert len(GradAccum(module, np.int64(SIZE)).rounds) == 1
+    ShardedModule([Stage("a", Chain(Linear("a", np.int64(2), np.int64(3))))], comm)
+
+
+def test_a_step_that_was_forgotten_begins_anew(comm):
+    """zero_gradients between two rounds: the step that follows has its losses and gradients, no others."""
+    plain, anew = Kit(comm), Kit(comm)
+    anew.round()
+    anew.module.zero_gradients()
+    for kit in (plain, anew):
+        kit.rounds()
+    assert anew.accum.total_loss() == plain.accum.total_loss()
+    assert anew.optimizer.step() == plain.optimizer.step()
+    assert tiny.digest(anew.module.state_dict()) == tiny.digest(plain.module.state_dict())
+
+
+def test_a_module_can_be_used_after_into_inner(kit):
+    before = tiny.digest(kit.module.into_inner()[1])
+    kit.rounds()
+    kit.optimizer.step(max_norm=np.inf)
+    assert tiny.digest(kit.module.into_inner()[1]) != before
+
+
+# ------------------------------------------------------------------------------------ ranks that differ
+
+mine = partial(lambda usual, odd: odd if RANK == ODD else usual)
+ALONE = f"on rank {ODD}, where {'rank 0 has' if SIZE == 2 else f'{SIZE - 1} of {SIZE} ranks have'}"
+OTHER = Llama.from_flags(SIZES | {"ffn": 64})
+DEEP = Llama.from_flags(SIZES | {"layers": 2})
+DIFFERENT = {
+    "strategy": (lambda c: ShardedModule(MODEL.stages(), c, mine(FULL_SHARD, NO_SHARD)), "the strategy is"),
+    "precision": (
+        lambda c: ShardedModule(MODEL.stages(), c, **mine({}, {"precision": BF16})),
+        "the precision is",
+    ),
+    "prefetch": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=mine(1, 2)), "prefetch is 2"),
+    "bucket": (lambda c: DDP(MODEL.stages(), c, bucket_mb=mine(25, 1)), "bucket_mb is 1.0"),
+    "rows": (lambda c: ShardedModule(MODEL.stages(), c, by_rows=mine(False, True)), "by_rows is True"),
+    "shapes": (lambda c: ShardedModule(mine(MODEL, OTHER).stages(), c), "parameter blk.0.ffn_gate.weight is"),
+    "depth": (lambda c: ShardedModule(mine(MODEL, DEEP).stages(), c), "stage 2 is blk.1"),
+    "frozen": (
+        lambda c: ShardedModule(MODEL.stages(), c, frozen=mine([], ["output.*"])),
+        "parameter output.weight is .*frozen",
+    ),
+    "class": (lambda c: mine(ShardedModule, DDP)(MODEL.stages(), c), "the strategy is"),
+    "micro-batches": (
+        lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, 5)),
+        "this GradAccum: the number of micro-batches is 5",
+    ),
+    "lr": (lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, 0.2)), "lr is 0.2"),
+    "betas": (
+        lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), betas=mine((0.9, 0.95), (0.9, 0.99))),
+        r"betas is \(0.9, 0.99\)",
+    ),
+    "seed": (lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, 1)), "seed is 1"),
+}
+
+
+@several
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_all_learn_of_it(comm, case):
+    call, message = DIFFERENT[case]
+    fails(comm, partial(call, comm), f"the ranks differ in .*{message}.*{re.escape(ALONE)}")
+
+
+@several
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: ShardedModule(mine(MODEL.stages(), []), c),
+        lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, "4")),
+        lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, None)),
+        lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, "0")),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(comm, call):
+    fails(comm, partial(call, comm), "expected" if RANK == ODD else f"^rank {ODD}: .*expected")

@@ -1,0 +1,54 @@
+"""A Hugging Face folder trained on ids: its tokenizer comes along, so what is written can make text."""
+
+import json
+
+import hf_models
+import numpy as np
+import pytest
+from test_command_bits import needs_mpiexec, train
+from test_export import export
+
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.data import ByteTokenizer, tokenizer_from_json, tokenizer_json
+
+pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+pytestmark = needs_mpiexec
+CONFIG = hf_models.CONFIGS["llama"] | {"vocab_size": 260}
+RUN = ["--batch-size", "2", "--micro-batch", "1", "--context", "16", "--steps", "1", "--sample", "0"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of bytes as a folder, without a tokenizer; and ids beside it."""
+    np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 256)
+    return hf_models.write_folder(tmp_path / "model", CONFIG, hf_models.random_tensors(CONFIG))
+
+
+def trained(folder, ranks=1):
+    """(keys of the checkpoint, what was said, the checkpoint) after a step on ids."""
+    out, ids = folder.parent / "out", folder.parent / "ids.npy"
+    said = train(ranks, out, "--init", str(folder), "--data", str(ids), *RUN)
+    model = out / "latest" / "model.gguf"
+    return GGUFFile.open(model).metadata, said, model
+
+
+def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
+    """Into the checkpoint, from there to a folder again; and `generate` takes text."""
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer().metadata())))
+    keys, _, model = trained(folder, ranks=2)
+    expected = tokenizer_from_json(folder / "tokenizer.json", 260).metadata()
+    assert {key: keys[key] for key in expected if "token_type" not in key} == {
+        key: value for key, value in expected.items() if "token_type" not in key
+    }
+    assert keys["tokenizer.ggml.token_type"].tolist() == expected["tokenizer.ggml.token_type"].tolist()
+    export(model, tmp_path / "again")
+    assert tokenizer_from_json(tmp_path / "again" / "tokenizer.json").tokens == keys["tokenizer.ggml.tokens"]
+
+
+@pytest.mark.parametrize("content", [None, "{}"], ids=["none", "unknown kind"])
+def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    keys, said, _ = trained(folder)
+    assert keys["tokenizer.ggml.model"] == "none", "by which llama.cpp opens a file without a tokenizer"
+    assert "checkpoints will have no tokenizer" in said

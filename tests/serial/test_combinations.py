@@ -1,0 +1,119 @@
+"""Flags that others contradict or leave without effect, case by case; and what a start says of flags."""
+
+import re
+
+import pytest
+
+from zero_mpi import environment
+from zero_mpi.combinations import CONTRADICTIONS, IDLE, Setting, without_effect
+from zero_mpi.config import Config, parse, write_toml
+from zero_mpi.errors import UsageError
+from zero_mpi.remarks import remarks, threads_within
+
+REFUSED = {
+    "trace_steps": ("--trace-steps 2:5", "--trace-steps 2:5: .*--trace FILE", "--trace t.json"),
+    "min_lr": ("--lr 0.01 --min-lr 0.1", "--min-lr 0.1: expected at most --lr 0.01", "--lr 0.2"),
+}
+IDLE_CASES = {  # flags without effect: what is said, and what gives them one again
+    "--min-lr 0 --schedule constant": (
+        "--min-lr 0.0 has no effect: --schedule constant",
+        "--schedule linear",
+    ),
+    "--bucket-mb 5": ("--bucket-mb 5.0 has no effect: only --strategy no-shard", "--strategy no-shard"),
+    "--prefetch 2 --strategy no-shard": ("--prefetch 2 has no effect: --strategy no-shard", "--prefetch 1"),
+    "--prefetch 2 --strategy shard-grad-op": ("--prefetch 2 has no", "--strategy full-shard"),
+    "--eval-every 5 --val-fraction 0": (
+        "--eval-every 5 has no effect: --val-fraction 0",
+        "--val-fraction 0.1",
+    ),
+    "--eval-windows 5 --val-fraction 0": ("--eval-windows 5 has no", "--val-fraction 0.1"),
+    "--prompt x --sample 0": ("--prompt x has no effect: --sample 0", "--sample 9"),
+    "--micro-batch 8 --batch-size 4": ("--micro-batch 8 has no effect: .* --batch-size 4", "--batch-size 8"),
+    "--warmup 9 --steps 8": ("--warmup 9: --steps 8 end before the rate reaches --lr 0.004", "--steps 9"),
+}
+IDLE_WITH_TOKENS = {
+    "--prompt x": ("--prompt x has no effect: --data are token files", ""),
+    "--sample 9": ("--sample 9 has no effect: --data are token files", "--sample 0"),
+    "--tokenizer byte": ("--tokenizer byte has no effect: --data are token files", ""),
+}
+
+
+def said(*flags, is_text=True):
+    """The lines on flags without effect."""
+    return list(without_effect(Setting(parse(" ".join(flags).split()), is_text)))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_never_happen_is_refused(name):
+    flags, expected, remedy = REFUSED[name]
+    with pytest.raises(UsageError, match=f"^{expected}"):
+        parse(flags.split())
+    parse([*flags.split(), *remedy.split()])
+
+
+@pytest.mark.parametrize("flags", IDLE_CASES)
+def test_what_does_nothing_is_said_in_a_line(flags):
+    expected, remedy = IDLE_CASES[flags]
+    (line,) = said(flags)
+    assert re.match(expected, line)
+    assert said(flags, remedy) == []
+
+
+@pytest.mark.parametrize("flags", IDLE_WITH_TOKENS)
+def test_what_is_for_text_does_nothing_for_tokens(flags):
+    expected, remedy = IDLE_WITH_TOKENS[flags]
+    (line,) = said(flags, is_text=False)
+    assert line.startswith(expected)
+    assert said(flags) == said(remedy, is_text=False) == []
+
+
+def test_every_row_of_the_tables_has_a_case():
+    tried = {flag.partition(" ")[0] for flag in (*IDLE_CASES, *IDLE_WITH_TOKENS)}
+    assert tried >= {f"--{row.name.replace('_', '-')}" for row in IDLE}
+    assert REFUSED.keys() == {row.name for row in CONTRADICTIONS}
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--val-fraction", "0"], ["--strategy", "no-shard"], ["--sample", "0"]]
+)
+def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
+    """Also where OUT/config.toml of a run gives them all."""
+    (tmp_path / "all.toml").write_text(write_toml(parse(flags)))
+    assert said("--config", str(tmp_path / "all.toml")) == said(*flags) == []
+
+
+# what is said at a start
+
+
+def test_a_model_that_is_trained_further_has_another_rate_and_it_is_said():
+    config = parse(["--init", "m.gguf", "--data", "text"])
+    assert config.lr == 5e-5
+    assert list(remarks(config, is_text=True)) == [
+        "--lr 5e-05: the default with --init, for weights that are trained already"
+    ]
+    assert parse(["--init", "m.gguf", "--lr", "0.01"]).lr == 0.01
+    assert list(remarks(parse(["--init", "m.gguf", "--data", "text", "--lr", "0.01"]), is_text=True)) == []
+    assert parse([]).lr == 4e-3
+
+
+def test_a_model_that_is_trained_further_on_nothing_that_was_named():
+    (_, line) = remarks(parse(["--init", "m.gguf"]), is_text=True)
+    assert line.startswith("--init without --data: trains the model on Python's own library in ")
+
+
+def test_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: 4)
+    assert [threads_within(count) for count in (None, 0, 1, 4)] == [None, 0, 1, 4]
+    with pytest.raises(UsageError, match=r"^--threads 5: this rank may run on 4 cores: give as many or less"):
+        threads_within(5)
+
+
+def test_variables_of_more_threads_than_cores(monkeypatch):
+    for name in environment.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "cores", lambda: 4)
+    monkeypatch.setenv("MKL_NUM_THREADS", "4")
+    assert list(remarks(Config(), is_text=True)) == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    (line,) = remarks(Config(), is_text=True)
+    assert line.startswith("OMP_NUM_THREADS=1000: this rank may run on 4 cores")

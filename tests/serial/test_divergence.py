@@ -1,0 +1,97 @@
+"""A diverged run ends with 1 and says so; single steps that are not finite, and the search of fp16, pass."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+from test_command_bits import fields, needs_mpiexec, write_text
+
+from zero_mpi.divergence import MOST, Divergence, check_recorded
+from zero_mpi.errors import JobError
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+GOOD, SKIPPED, SEARCHED, LOST = (
+    (1.0, False, False),
+    (1.0, True, False),
+    (1.0, True, True),
+    (math.nan, True, True),
+)
+
+
+def steps(*made: tuple[float, bool, bool]) -> Divergence:
+    """After some steps."""
+    found = Divergence()
+    for number, step in enumerate(made, 1):
+        found.saw(number, *step)
+    return found
+
+
+@pytest.mark.parametrize("bad", [SKIPPED, LOST, (math.inf, False, False)])
+def test_many_steps_in_a_row_that_are_not_finite_end_a_run(bad):
+    steps(*[bad] * (MOST - 1), GOOD, *[bad] * (MOST - 1))
+    with pytest.raises(JobError, match=f"in {MOST} steps in a row, up to step {MOST + 1}, .* --lr"):
+        steps(GOOD, *[bad] * MOST)
+
+
+def test_a_search_for_the_factor_of_float16_does_not():
+    found = steps(*[SEARCHED] * (2 * MOST))
+    found.check_end(2 * MOST)
+    steps(*[SKIPPED] * (MOST - 1), SEARCHED, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ([GOOD, LOST], "the loss of the last step (2) is not finite"),
+        ([SKIPPED, SKIPPED], "no step up to 2 had a finite gradient"),
+        ([GOOD, SKIPPED], ""),
+        ([LOST, GOOD], ""),
+        ([], ""),
+    ],
+)
+def test_a_run_that_ends_so_is_not_done(made, reason):
+    found = steps(*made)
+    if not reason:
+        found.check_end(2)
+        return
+    with pytest.raises(JobError) as caught:
+        found.check_end(2)
+    assert str(caught.value).startswith(reason)
+
+
+def test_what_is_recorded_is_remembered(tmp_path):
+    check_recorded(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n')
+    check_recorded(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": null}\n')
+    with pytest.raises(JobError, match=r"the last step \(3\)"):
+        check_recorded(tmp_path, 3)
+
+
+def outcome(out: Path) -> tuple[str, str]:
+    """State and reason in status.json."""
+    said = json.loads((out / "status.json").read_text())
+    return said["state"], said["reason"]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("total", "reason"), [(8, "the loss of the last step (8)"), (999, f"in {MOST} steps in a row")]
+)
+def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
+    """Weights as large as float32 has them; the same once more when the same command is given again."""
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--lr", "1e38"]
+    for _ in range(2):
+        status, printed, errors = run_job(
+            2, ["-m", "zero_mpi.train", *flags, "--steps", str(total)], timeout=30
+        )
+        assert status == 1, printed
+        (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns as well
+        assert "Traceback" not in errors
+        assert reason in line
+        assert outcome(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))
+    assert fields(tmp_path / "out")[-1][1] is None
+    assert not list((tmp_path / "out").glob("*step-*")), "a checkpoint of weights that are not sound"

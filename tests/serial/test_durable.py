@@ -1,0 +1,150 @@
+"""Small files of a run are whole at every moment: each call that writes one is refused, or is the last."""
+
+import errno
+import itertools
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_mpi.config import Config
+from zero_mpi.durable import write_whole
+from zero_mpi.errors import JobError
+from zero_mpi.foreign import FileError
+from zero_mpi.records import append_whole, keep_until
+from zero_mpi.replay import write_config
+from zero_mpi.status import DONE, Status
+
+CALLS = ("open", "write", "fsync", "replace")
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "any": lambda out: write_whole(out / "any", "new " * 999),
+    "config.toml": lambda out: write_config(out, Config(steps=7)),
+    "metrics.jsonl": lambda out: keep_until(out / "metrics.jsonl", 1),
+    "status.json": lambda out: Status(out, 0, 1, 5).end(DONE),
+}
+OLD = '{"step": 1}\n{"step": 2}\n'
+
+
+class Stopping:
+    """Counts the calls and does `action` in place of number `stop_at`; a write does half of it before."""
+
+    def __init__(self, stop_at: int, action: Callable[[], object]) -> None:
+        self.count, self.stop_at, self.action = 0, stop_at, action
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Stand between the package and the system."""
+        for name in CALLS:
+            patch.setattr(os, name, self.watching(name, getattr(os, name)))
+
+    def watching(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
+        """A call, counted."""
+
+        def call(*arguments: object, **more: object) -> object:
+            self.count += 1
+            if self.count == self.stop_at:
+                if name == "write":
+                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                self.action()
+            return real(*arguments, **more)
+
+        return call
+
+
+def refuse() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(params=WRITERS)
+def name(request, tmp_path) -> str:
+    (tmp_path / request.param).write_text(OLD)
+    return request.param
+
+
+def written(name: str, folder: Path) -> str:
+    """What the file is to hold in the end, but for times."""
+    folder.mkdir()
+    (folder / name).write_text(OLD)
+    WRITERS[name](folder)
+    return (folder / name).read_text().replace(str(folder), "OUT")
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """What it raises, if it does."""
+    try:
+        action()
+    except (OSError, JobError, FileError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_whose_writing_is_refused_is_as_it_was(name, tmp_path):
+    for stop_at in itertools.count(1):
+        with pytest.MonkeyPatch.context() as patch:
+            stopping = Stopping(stop_at, refuse)
+            stopping.install(patch)
+            said = error_of(lambda: WRITERS[name](tmp_path))
+        for word in (str(tmp_path / name), os.strerror(errno.ENOSPC)):
+            assert not said or word in said
+        if stopping.count < stop_at:
+            break
+        content = (tmp_path / name).read_text()
+        assert content == OLD or name == "status.json", "only the last word is worth writing over another"
+        assert content.strip(), "an empty file"
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert stop_at > 4, "the sweep has not seen the calls of a write"
+
+
+def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path):
+    new = written(name, tmp_path / "whole")
+    (tmp_path / "out").mkdir()
+    for stop_at in itertools.count(1):
+        (tmp_path / "out" / name).write_text(OLD)
+        killed = killed_at(stop_at, lambda: WRITERS[name](tmp_path / "out"))
+        content = (tmp_path / "out" / name).read_text().replace(str(tmp_path / "out"), "OUT")
+        assert content in (OLD, new) or name == "status.json"
+        assert content[-2:] in (OLD[-2:], new[-2:]), "half a file"
+        if not killed:
+            break
+    assert stop_at > 4
+    assert content != OLD
+
+
+def killed_at(stop_at: int, action: Callable[[], object]) -> bool:
+    """Whether action(), in a process of its own, came to call `stop_at`, before which it is killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child does not need
+        child = os.fork()
+    if child == 0:
+        Stopping(stop_at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(pytest.MonkeyPatch())
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_a_record_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(OLD)
+    with path.open("ab", buffering=0) as file:
+        Stopping(1, refuse).install(monkeypatch)
+        with pytest.raises(OSError, match="No space left") as caught:
+            append_whole(file, b'{"step": 3}\n')
+        assert caught.value.filename == str(path)
+        assert path.read_text() == OLD
+        append_whole(file, b'{"step": 3}\n')
+    assert path.read_text() == OLD + '{"step": 3}\n'
+
+
+def test_what_lies_where_a_file_is_written_does_not_lead_elsewhere(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("safe")
+    for make in (lambda place: place.symlink_to(victim), os.mkfifo):
+        make(tmp_path / ".file.partial")
+        with pytest.raises(OSError, match=str(path)):
+            write_whole(path, "new")
+        assert victim.read_text() == "safe"
+        write_whole(path, "new")

@@ -1,0 +1,169 @@
+"""Keys of a GGUF file hold what they must, or one line names file, key, what was expected and what came."""
+
+import ast
+import random
+import struct
+from pathlib import Path
+
+import fuzz_gguf
+import numpy as np
+import pytest
+
+import zero_mpi
+from zero_mpi.checkpoint import index
+from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
+from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.errors import UsageError
+from zero_mpi.export import command as export
+from zero_mpi.generate import command as generate
+from zero_mpi.inspect import command as inspect
+from zero_mpi.keys import MERGES, GGUFKeys
+from zero_mpi.launch import World
+from zero_mpi.source import read_model
+
+ODD = {
+    "a number": fuzz_gguf.typed(4, 3),
+    "floats": fuzz_gguf.array(6, [1.5, 2.5]),
+    "no floats": fuzz_gguf.array(6, []),
+    "a bool": fuzz_gguf.typed(7, True),
+    "bools": fuzz_gguf.array(7, [True, False]),
+    "a text": fuzz_gguf.typed(8, "x\n\x1b[1m"),
+    "a long text": fuzz_gguf.typed(8, "x" * 3_000_000),
+    "texts": fuzz_gguf.array(8, ["a", "b"]),
+}
+HEAD = "tokenizer.ggml."
+WRONG = {  # the kinds above that a key may not hold
+    "general.architecture": [*(kind for kind in ODD if "text" not in kind), "texts"],
+    f"{HEAD}model": ["a number", "floats", "bools", "texts"],
+    f"{HEAD}pre": ["a number", "floats", "texts"],
+    f"{HEAD}tokens": ["a number", "a bool", "a text", "floats", "bools"],
+    f"{HEAD}merges": ["a number", "floats", "bools", "a long text"],
+    f"{HEAD}token_type": ["a number", "a text", "floats", "no floats", "bools", "texts"],
+    f"{HEAD}add_bos_token": ["a number", "a text", "floats", "bools", "texts"],
+    f"{HEAD}bos_token_id": ["a text", "floats", "no floats", "bools", "texts"],
+    "llama.block_count": ["a text", "floats", "a bool", "texts"],
+    "llama.attention.layer_norm_rms_epsilon": ["a long text", "floats", "a bool"],
+    "llama.attention.causal": ["a number", "texts"],
+}
+COMMANDS = {
+    "inspect": (inspect, []),
+    "export": (export, ["folder"]),
+    "generate": (generate, ["--tokens", "1"]),
+}
+
+
+def llama() -> fuzz_gguf.File:
+    """A sound model, its tokenizer a BPE with a merge."""
+    wanted = {"general.architecture": fuzz_gguf.typed(8, "llama"), MERGES: fuzz_gguf.array(8, ["a b"])}
+    drawn = (fuzz_gguf.model(random.Random(seed)) for seed in range(1000))
+    return next(
+        file for file in drawn if wanted.items() <= dict(file.keys).items() and len(file.tensors) == 11
+    )
+
+
+def write(path: Path, changes: dict[str, bytes]) -> Path:
+    file = llama()
+    file.keys = list((dict(file.keys) | changes).items())
+    path.write_bytes(file.bytes())
+    return path
+
+
+def test_the_model_is_sound(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x.gguf", {})
+    for action, more in COMMANDS.values():
+        assert action(World(0, 1), ["x.gguf", *more]) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kinds in WRONG.items() for kind in kinds])
+def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tmp_path, monkeypatch, capfd):
+    """`inspect` shows a model of sizes that nothing here can run, and says so; all else ends in a line."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x.gguf", {key: ODD[kind]})
+    line = refusal(*COMMANDS[name])
+    if name == "inspect" and key.startswith(("llama.", f"{HEAD}token_type", f"{HEAD}add_bos")):
+        assert line == ""
+        said = " ".join(capfd.readouterr().out.split())
+        assert not key.startswith("llama.") or f"zero_mpi cannot run it: the GGUF key {key}: expected" in said
+    else:
+        assert f"x.gguf: the GGUF key {key}: expected " in line
+        assert line.isprintable()
+        assert len(line) < 500
+
+
+def refusal(action, more):
+    """The line of a command that refuses x.gguf; empty where it takes it."""
+    try:
+        assert action(World(0, 1), ["x.gguf", *more]) == 0
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_numbers_have_ranges():
+    keys = GGUFKeys({"a": np.uint64(1 << 63), "b": np.float32("inf"), "c": np.int8(-1), "d": True}, "f")
+    for name in "acd":
+        with pytest.raises(UsageError, match=rf"^f: the GGUF key {name}: expected a whole number"):
+            keys.whole(name)
+    for name in "bd":
+        with pytest.raises(UsageError, match=rf"key {name}: expected a finite number"):
+            keys.number(name)
+    assert keys.number("c") == -1
+    assert (keys.whole("x"), keys.text("x"), keys.texts("x"), keys.flag("x")) == (None,) * 4
+
+
+def test_no_module_acts_on_a_key_that_it_did_not_read_with_its_type():
+    """`x.metadata[...]` and `x.metadata.get(...)` stand only where a value is copied or shown."""
+    free = {"keys.py", "config.py"}  # the typed reading itself; metadata of another kind
+    free |= {"inspection.py", "compare.py", "checkpoint/hfexport.py"}  # shown, written
+    free |= {f"checkpoint/{name}.py" for name in ("index", "packing", "reader")}  # of one exact width
+    free |= {"checkpoint/state.py", "session.py", "models/base.py"}  # compared as it is: any value will do
+    root = Path(zero_mpi.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".metadata"))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("metadata.get"))
+    }
+    assert found - free == set()
+
+
+# bounds
+
+
+@pytest.mark.parametrize(("name", "most"), [("keys", index.MAX_KEYS), ("tensors", index.MAX_TENSORS)])
+def test_more_keys_or_tensors_than_any_model_has_are_refused_before_they_are_read(name, most, tmp_path):
+    file = llama()
+    file.counts = {name: most + 1}
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file.bytes() + bytes(1 << 25))  # or there would be no room for so many
+    with pytest.raises(GGUFError, match=rf"at most {most if name == 'keys' else index.MAX_KEYS} keys and "):
+        GGUFFile.open(path)
+
+
+def test_more_items_than_any_vocabulary_has_are_refused(tmp_path):
+    many = struct.pack("<IIQ", fuzz_gguf.ARRAY, 0, index.MAX_ITEMS + 1) + bytes(index.MAX_ITEMS + 1)
+    with pytest.raises(GGUFError, match="key 'odd': expected at most 2097152 items in all arrays"):
+        GGUFFile.open(write(tmp_path / "x.gguf", {"odd": many}))
+
+
+def test_of_very_many_keys_the_first_are_shown_unless_all_are_wanted(tmp_path, capfd):
+    """And 300,000 of them are read in a second or two (of 25, once); that is not measured here."""
+    path = write(tmp_path / "x.gguf", {f"more.{place}": fuzz_gguf.typed(4, place) for place in range(20_000)})
+    assert inspect(World(0, 1), [str(path)]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("\n") < 300
+    assert "more: --keys shows all" in shown
+    assert inspect(World(0, 1), [str(path), "--keys"]) == 0
+    assert "more.19999 = 19,999" in capfd.readouterr().out
+
+
+def test_a_size_of_billions_costs_nothing(tmp_path):
+    huge = {
+        f"llama.{name}": fuzz_gguf.typed(4, 2**31 - 2) for name in ("feed_forward_length", "context_length")
+    }
+    source = open_weights(write(tmp_path / "x.gguf", huge | {"llama.attention.key_length": ODD["a number"]}))
+    with pytest.raises(UsageError, match=r"x\.gguf: "):
+        read_model(source)

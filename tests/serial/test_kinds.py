@@ -1,0 +1,161 @@
+"""What a file is by its first bytes: what is no text has a name and a remedy, and text of any kind passes."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import pickle
+import sqlite3
+import sys
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from zero_mpi.data.kinds import BEGINNINGS, BINARY, HEAD, kind_of
+
+TEXT = "Some text, with an é and a 漢, over several lines.\n" * 40
+RECORDS = [{"text": "one " * 9, "id": 1}, {"text": "two", "id": 2}, {"text": "three"}]
+JSONL = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+def zipped(**files):
+    """A zip archive; `__` in a name stands for a slash, `_` for a dot."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name.replace("__", "/").replace("_", "."), content)
+    return held.getvalue()
+
+
+def tar():
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"), io.BytesIO())
+    return held.getvalue()
+
+
+def saved(function, *arrays):
+    held = io.BytesIO()
+    function(held, *arrays)
+    return held.getvalue()
+
+
+def database():
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table texts (text)")
+    return connection.serialize()
+
+
+def model(path):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+DRAW = np.random.default_rng(0)
+FOREIGN = {
+    "gzip": (gzip.compress(TEXT.encode()), "gzip", "gunzip"),
+    "bzip2": (bz2.compress(TEXT.encode()), "bzip2", "bunzip2"),
+    "xz": (lzma.compress(TEXT.encode()), "xz", "unxz"),
+    "zstd": (b"\x28\xb5\x2f\xfd\x04\x58" + DRAW.bytes(50), "zstd", "zstd -d"),
+    "zip": (zipped(a_txt=TEXT), "a zip archive", "unzip"),
+    "docx": (zipped(word__document_xml=TEXT), "a Word document", "plain text"),
+    "npz": (saved(np.savez, np.arange(9)), "NumPy arrays", "1-D .npy"),
+    "npy of another name": (saved(np.save, np.arange(9)), "a NumPy array", ".npy"),
+    "PyTorch": (zipped(archive__data_pkl=b"x"), "a PyTorch file", "safetensors"),
+    "tar": (tar(), "a tar archive", "tar -xf"),
+    "Parquet": (b"PAR1\x15\x04\x15\x10" + DRAW.bytes(99) + b"PAR1", "a Parquet file", "pyarrow"),
+    "SQLite": (database(), "an SQLite database", "extract"),
+    "safetensors": (save({"a": np.zeros(3, np.float32)}), "a safetensors model", "--init"),
+    "pickle": (pickle.dumps(RECORDS), "a pickle", "UTF-8"),
+    "old pickle": (pickle.dumps(RECORDS, 2), "a pickle", "UTF-8"),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "a PDF document", "pdftotext"),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(9), "a PNG image", "text"),
+    "JPEG": (b"\xff\xd8\xff\xe0\0\x10JFIF", "a JPEG image", "text"),
+    "bitmap": (b"BM\x36\0\x0c\0" + bytes(20), "a BMP image", "text"),
+    "program": (Path(sys.executable).read_bytes(), "a program", "text"),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a pointer of Git LFS", "pull"),
+    "UTF-16 LE": (TEXT.encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 "),
+    "UTF-16 BE": (b"\xfe\xff" + TEXT.encode("utf-16-be"), "text in UTF-16", "iconv"),
+    "UTF-16 LE unmarked": (TEXT.encode("utf-16-le"), "text in UTF-16LE", "iconv -f UTF-16LE "),
+    "UTF-16 BE unmarked": (TEXT.encode("utf-16-be"), "text in UTF-16BE", "iconv -f UTF-16BE "),
+    "UTF-32": (TEXT.encode("utf-32"), "text in UTF-32", "iconv -f UTF-32 "),
+    "UTF-32 unmarked": (TEXT.encode("utf-32-be"), "text in UTF-32BE", "iconv -f UTF-32BE "),
+    "JSON Lines": (JSONL.encode(), "JSON Lines", "jq -r .text"),
+    "raw ids": (DRAW.integers(0, 50000, 999).astype(np.uint16).tobytes(), "binary data", "1-D .npy"),
+    "weights": (DRAW.normal(size=999).astype(ml_dtypes.bfloat16).tobytes(), "binary data", "UTF-8"),
+    "compressed": (zlib.compress(DRAW.bytes(400)).replace(b"\0", b""), "binary data", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_text_has_a_name_and_a_remedy(name):
+    data, expected, remedy = FOREIGN[name]
+    kind = kind_of(data[:HEAD], "file")
+    assert kind is not None
+    assert kind.name.startswith(expected)
+    assert remedy in kind.remedy
+
+
+def test_a_model_of_ours_too(tmp_path):
+    assert kind_of(model(tmp_path / "m")[:HEAD], "m").name == "a GGUF model"
+
+
+TEXTS = {
+    "nothing": b"",
+    "UTF-8": TEXT.encode(),
+    "UTF-8, cut in a letter": TEXT.encode()[: TEXT.encode().index(b"\xa9")],
+    "UTF-8 with a mark": TEXT.encode("utf-8-sig"),
+    "Latin-1": "Grüße, Füße, Öl und Äpfel\n".encode("latin-1") * 40,
+    "Windows": "„quoted“ — dashes… and €\n".encode("cp1252") * 40,
+    "Russian": "".join(map(chr, range(0x410, 0x450))).encode("koi8-r") * 40,
+    "Japanese": "吾輩は猫である。名前はまだ無い。\n".encode("shift_jis") * 40,
+    "Japanese mail": "吾輩は猫である。\n".encode("iso2022_jp") * 40,
+    "colours of a terminal": b"\x1b[31mred\x1b[0m\b\b\n" * 9,
+    "an object": json.dumps(RECORDS[0], indent=1).encode(),
+    "an object on a line": json.dumps(RECORDS[0]).encode() + b"\n",
+    "a list": json.dumps(RECORDS).encode(),
+    "source code": Path(__file__).read_bytes(),
+    "C": b"{ int a; }\n{ int b; }\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_is_text(name):
+    assert kind_of(TEXTS[name][:HEAD], "file") is None
+
+
+@pytest.mark.parametrize("begin", [each for each in BEGINNINGS if each.data.isascii()], ids=str)
+def test_a_text_may_begin_with_short_letters_of_a_format(begin):
+    """BM, GGUF or ORC are words; nobody begins a text with %PDF-."""
+    text = b" " * begin.at + begin.data + b" is how a text begins.\n"
+    if b"\0" not in begin.data and (len(begin.data) < 5 or begin.at):
+        assert kind_of(text, "file") is None
+    else:
+        assert kind_of(text, "file").name == begin.name
+
+
+def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
+    data = json.dumps({"text": "x" * 2 * HEAD}).encode()[:HEAD]
+    assert kind_of(data, "a.jsonl").name == kind_of(data, "a.ndjson").name == "JSON Lines"
+    assert kind_of(data, "a.json") is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_bytes_the_answer_is_a_kind_or_none(seed):
+    """Random bytes are binary data; of one file's beginning only, something that begins so."""
+    draw = np.random.default_rng(seed)
+    assert kind_of(draw.bytes(500), "file") == BINARY
+    kind_of(draw.choice([each.data for each in BEGINNINGS]) + draw.bytes(int(draw.integers(0, 30))), "file")

@@ -1,0 +1,264 @@
+"""A run folder has one holder, whoever comes when: processes that take it, drop it, die, stop and fork.
+
+They are told what to do through pipes. `locks` is a file system with locks, as here; `none` has none; `apart`
+has locks that count on each machine by itself. In the last two each process is on a machine of its own.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment
+
+from zero_mpi import lock
+from zero_mpi.lock import ROOM, Record, unpacked
+
+PATIENCE = 2.0
+CHILD = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+from zero_mpi import hold, lock
+from zero_mpi.errors import UsageError
+
+kind, name = sys.argv[1:]
+hold.EVERY, lock.LOOK, lock.PATIENCE, lock.SETTLE, lock.CLAIM = 0.05, 0.01, {PATIENCE}, 1.0, 1.0
+if kind != "locks":
+    lock.lock = {{"none": lambda handle: None, "apart": lambda handle: True}}[kind]
+    lock.BOOT, lock.platform.node = Path("/nowhere"), lambda: name
+for line in sys.stdin:
+    word, *more = line.split()
+    answer = "done"
+    if word == "take":
+        time.sleep(float(more[1]))
+        try:
+            held = hold.RunLock.take(Path(more[0]), f"Slurm job {{name}}")
+            answer = "took"
+        except UsageError as error:
+            answer = str(error)
+    elif word == "drop":
+        held.release()
+    elif word == "fork":
+        answer = os.fork()
+        if answer == 0:
+            time.sleep(60)
+            os._exit(0)
+    elif word == "exec":
+        answer = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL).pid
+    elif word == "lost":
+        while not held.lost:
+            time.sleep(0.02)
+        answer = held.lost
+    print(answer, flush=True)
+"""
+
+
+class Child:
+    """A process that takes folders."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", CHILD, kind, name or f"{id(self)}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment(),
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self.process.pid
+
+    def tell(self, *words: object) -> None:
+        """Let it do something."""
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """What came of it."""
+        return self.process.stdout.readline().strip()
+
+    def ask(self, *words: object) -> str:
+        """Both."""
+        self.tell(*words)
+        return self.answer()
+
+    def kill(self) -> None:
+        """End it at once; its output is not waited for, which others may have inherited."""
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def children() -> Iterator[Callable[[str, int], list[Child]]]:
+    """Starts processes, which end with the test."""
+    made: list[Child] = []
+
+    def start(kind: str, count: int, name: str = "") -> list[Child]:
+        new = [Child(kind, name) for number in range(count)]
+        made.extend(new)
+        return new
+
+    yield start
+    for child in made:
+        child.kill()
+        child.process.stdin.close()
+        child.process.stdout.close()
+
+
+def winner_of(folder: Path, rivals: list[Child], delays: list[float]) -> Child:
+    """The one that got the folder; the others were told who has it."""
+    for child, delay in zip(rivals, delays, strict=True):
+        child.tell("take", folder, delay)
+    answers = [child.answer() for child in rivals]
+    (winner,) = (child for child, said in zip(rivals, answers, strict=True) if said == "took")
+    for said in answers:
+        assert said == "took" or f"process {winner.pid} on " in said, answers
+        assert said == "took" or re.search(r" \(Slurm job \d+\), since 2\d{3}-", said)
+        assert said == "took" or f"remove {folder}/.lock and start again" in said
+    return winner
+
+
+@pytest.mark.parametrize("kind", ["locks", "none", "apart"])
+def test_of_those_that_come_at_once_one_gets_the_folder(kind, children, tmp_path):
+    rivals, draw = children(kind, 3), random.Random(kind)
+    for number in range(12):
+        delays = [0.0, 0.0, 0.0] if number % 2 else [draw.choice([0.0, draw.random() / 20]) for _ in rivals]
+        winner = winner_of(tmp_path, rivals, delays)
+        assert unpacked((tmp_path / ".lock").read_bytes()).pid == winner.pid
+        assert winner.ask("drop") == "done"
+        assert not list(tmp_path.iterdir()), "what a holder leaves"
+
+
+@pytest.mark.parametrize("kind", ["locks", "none", "apart"])
+def test_of_those_that_take_over_from_a_dead_one_one_gets_the_folder(kind, children, tmp_path):
+    first, *rivals = children(kind, 4)
+    assert first.ask("take", tmp_path, 0) == "took"
+    first.kill()
+    begun = time.monotonic()
+    winner = winner_of(tmp_path, rivals, [0.0, 0.0, 0.0])
+    if kind != "locks":
+        assert time.monotonic() - begun > PATIENCE, "it was not waited for a sign of life"
+    assert winner.ask("drop") == "done"
+
+
+def test_a_step_of_the_same_batch_job_waits_for_the_one_before(children, tmp_path):
+    first, second = children("locks", 2, "7")
+    assert first.ask("take", tmp_path, 0) == "took"
+    second.tell("take", tmp_path, 0)
+    time.sleep(0.5)  # in which the first gives some signs of life
+    assert first.ask("drop") == "done"
+    assert second.answer() == "took"
+
+
+@pytest.mark.parametrize("word", ["fork", "exec"])
+def test_a_child_of_the_holder_does_not_keep_the_folder(word, children, tmp_path):
+    first, second = children("locks", 2)
+    assert first.ask("take", tmp_path, 0) == "took"
+    grandchild = int(first.ask(word))
+    try:
+        first.kill()
+        assert second.ask("take", tmp_path, 0) == "took"
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
+    first, second = children("locks", 2)
+    assert first.ask("take", tmp_path, 0) == "took"
+    os.kill(first.pid, signal.SIGSTOP)
+    said = second.ask("take", tmp_path, 0)
+    assert f"process {first.pid} on " in said
+    assert "though it gives no sign of life for" in said
+
+
+def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):
+    """Without locks nobody could know better."""
+    first, second = children("none", 2)
+    assert first.ask("take", tmp_path, 0) == "took"
+    os.kill(first.pid, signal.SIGSTOP)
+    assert second.ask("take", tmp_path, 0) == "took"
+    os.kill(first.pid, signal.SIGCONT)
+    assert f"was taken over by process {second.pid} on " in first.ask("lost")
+    assert first.ask("drop") == "done"
+    assert unpacked((tmp_path / ".lock").read_bytes()).pid == second.pid, (
+        "it is not the first one's to remove"
+    )
+
+
+def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
+    first, second = children("locks", 2)
+    assert first.ask("take", tmp_path, 0) == "took"
+    (tmp_path / ".lock").unlink()
+    until = time.monotonic() + 20
+    while not (tmp_path / ".lock").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert f"process {first.pid} on " in second.ask("take", tmp_path, 0)
+
+
+@pytest.mark.parametrize("how", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("elsewhere"))])
+def test_a_folder_that_goes_is_noticed_and_not_made_again(how, children, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (first,) = children("locks", 1)
+    assert first.ask("take", folder, 0) == "took"
+    how(folder)
+    assert f"{folder} was moved or removed" in first.ask("lost")
+    assert first.ask("drop") == "done"
+    assert not folder.exists()
+
+
+STRANGE = [b"", b"no json", b"[" * 5000, b'{"since": 1}', b'{"pid": "1", "since": ""}', b"\xff" * 2000]
+
+
+def test_a_file_that_says_nothing_is_taken_over_when_it_stands_still(children, tmp_path):
+    folders = [tmp_path / str(number) for number in range(len(STRANGE))]
+    for folder, content in zip(folders, STRANGE, strict=True):
+        folder.mkdir()
+        (folder / ".lock").write_bytes(content)
+        assert unpacked(content[:ROOM]) is None
+    begun, rivals = time.monotonic(), children("locks", len(STRANGE))
+    for folder, child in zip(folders, rivals, strict=True):
+        child.tell("take", folder, 0)
+    assert [child.answer() for child in rivals] == ["took"] * len(STRANGE)
+    assert time.monotonic() - begun > PATIENCE
+
+
+def test_what_is_no_file_is_named(children, tmp_path):
+    (child,) = children("locks", 1)
+    for make in (lambda path: path.mkdir(), os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(tmp_path / ".lock")
+        assert "found a link, folder or device: remove it" in child.ask("take", tmp_path, 0)
+        with contextlib.suppress(OSError):
+            (tmp_path / ".lock").unlink()
+        with contextlib.suppress(OSError):
+            (tmp_path / ".lock").rmdir()
+
+
+def test_a_record_has_always_as_many_bytes_and_comes_back():
+    record = Record("2026-01-01T00:00:00Z", "Slurm job 7")
+    assert len(record.packed()) == ROOM
+    assert unpacked(record.packed()) == record
+    hostile = json.dumps({"since": "\x1b[2J\n", "host": "x" * 9000, "pid": 1}).encode()
+    said = str(unpacked(hostile))
+    assert said.isprintable()
+    assert len(said) < 300
+
+
+def test_of_two_claims_at_once_the_one_written_last_stays(tmp_path, monkeypatch):
+    """Both have watched a dead holder; the second writes while the first waits whether its own name stays."""
+    path = tmp_path / ".lock"
+    path.write_bytes(Record("2026-01-01T00:00:00Z").packed())
+    first, second = Record("2026-01-01T00:00:01Z"), Record("2026-01-01T00:00:02Z")
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: None)
+    with path.open("r+b", buffering=0) as file:
+        assert lock.Taking(path, first)._claim(file.fileno())
+        monkeypatch.setattr(lock.time, "sleep", lambda seconds: lock.write(file.fileno(), second))
+        assert not lock.Taking(path, first)._claim(file.fileno())

@@ -1,0 +1,137 @@
+"""Paths of flags that the system refuses: one line and status 2, from every command, for whatever reason.
+
+Root may read and write anything, so the commands give that right up. They run in forks of one process that
+has imported them, for each would take a second to start.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment, run_job
+from test_command_bits import needs_mpiexec, train, write_text
+
+OBEDIENT = Path(__file__).with_name("obedient.py")
+PLACES = {  # what is wrong -> a path, in a folder that has the things of `places`
+    "locked folder": "locked/in",
+    "locked": "secret",
+    "a locked folder": "locked",
+    "name too long": "x" * 300,
+    "path too long": "a/" * 2500 + "a",
+    "loop": "loop",
+    "below a loop": "loop/in",
+    "below a file": "text/in",
+    "empty": "",
+}
+SMALL = ["--layers", "1", "--dim", "8", "--heads", "2", "--context", "8", "--steps", "1", "--sample", "0"]
+TRAIN = ["zero_mpi.train", *SMALL, "--data", "text", "--out", "out"]
+READ = {  # commands that read the path in the place of PATH
+    "train --data": [*TRAIN, "--data", "PATH"],
+    "train --data, two": [*TRAIN, "--data", "text", "PATH"],
+    "train --init": [*TRAIN, "--init", "PATH"],
+    "train --tokenizer": [*TRAIN, "--tokenizer", "PATH"],
+    "train --resume": [*TRAIN, "--resume", "PATH"],
+    "train --config": [*TRAIN, "--config", "PATH"],
+    "train --dry-run --data": [*TRAIN, "--dry-run", "--data", "PATH"],
+    "plan --init": ["zero_mpi.plan", "--init", "PATH"],
+    "plan --config": ["zero_mpi.plan", "--config", "PATH"],
+    "plan --doctor": ["zero_mpi.plan", "--doctor", "PATH"],
+    "plan --tokenizer": ["zero_mpi.plan", "--tokenizer", "PATH"],
+    "generate": ["zero_mpi.generate", "PATH"],
+    "inspect": ["zero_mpi.inspect", "PATH"],
+    "export": ["zero_mpi.export", "PATH", "new.gguf"],
+    "report": ["zero_mpi.report", "PATH"],
+    "trace": ["zero_mpi.trace", "PATH"],
+    "hostfile": ["zero_mpi.hostfile", "PATH", "--for", "mpich"],
+}
+WRITE = {
+    "train --out": [*TRAIN, "--out", "PATH"],
+    "train --dry-run --out": [*TRAIN, "--dry-run", "--out", "PATH"],
+    "train --trace": [*TRAIN, "--trace", "PATH"],
+    "plan --json": ["zero_mpi.plan", *SMALL, "--json", "PATH"],
+    "doctor --json": ["zero_mpi.doctor", "--quick", "--json", "PATH"],
+    "report --out": ["zero_mpi.report", "run", "--out", "PATH"],
+    "export to": ["zero_mpi.export", "model.gguf", "PATH", "--format", "gguf"],
+    "export to a folder": ["zero_mpi.export", "model.gguf", "PATH", "--format", "safetensors"],
+}
+
+
+REPLACED = {"report --out: locked"}  # a page may be replaced whatever its mode: it is made beside and renamed
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A folder with sound things and locked ones."""
+    folder = tmp_path_factory.mktemp("places")
+    Path(write_text(folder, documents=1)[0]).rename(folder / "text")
+    train(1, folder / "run", "--data", str(folder / "text"), *SMALL, "--batch-size", "1")
+    shutil.copy(folder / "run" / "latest" / "model.gguf", folder)
+    (folder / "loop").symlink_to("loop")
+    (folder / "secret").write_text("text " * 99)
+    (folder / "locked").mkdir()
+    for name in ("secret", "locked"):
+        (folder / name).chmod(0)
+    yield folder
+    (folder / "locked").chmod(0o700)
+
+
+def run_all(commands, folder):
+    """[status, stdout, stderr] of each command at each place, in one process's forks."""
+    cases = {
+        f"{name}: {what}": [place if word == "PATH" else word for word in command]
+        for name, command in commands.items()
+        for what, place in PLACES.items()
+        if f"{name}: {what}" not in REPLACED
+    }
+    done = subprocess.run(
+        [sys.executable, OBEDIENT],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=clean_environment(),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("commands", [READ, WRITE], ids=["read", "write"])
+def test_one_line_and_status_2_wherever_the_system_says_no(commands, places):
+    found = run_all(commands, places)
+    wrong = {
+        name: said
+        for name, said in found.items()
+        if said[:2] != [2, ""] or not re.fullmatch(r"zero_mpi \w+: error: [^\n]{20,400}\n", said[2])
+    }
+    assert wrong == {}
+
+
+ON_ALL_RANKS = {
+    "train --out": "--out locked/in: cannot write there: Permission denied",
+    "train --data": "locked/in: cannot be looked at: Permission denied",
+    "train --init": "locked/in: cannot be looked at: Permission denied",
+    "train --config": "--config locked/in: Permission denied",
+}
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("name", ON_ALL_RANKS)
+def test_all_ranks_end_with_one_line(name, places):
+    command = ["locked/in" if word == "PATH" else word for word in (READ | WRITE)[name]]
+    status, printed, errors = run_job(3, [OBEDIENT, *command], cwd=places, timeout=30)
+    assert (status, printed, errors) == (2, "", f"zero_mpi train: error: {ON_ALL_RANKS[name]}\n")
+
+
+@needs_mpiexec
+def test_a_file_system_that_is_only_read(places):
+    """/proc stands for it: whoever one is, no file is made there."""
+    command = [*TRAIN, "--trace", "/proc/t.json"]
+    status, printed, errors = run_job(1, ["-m", *command], cwd=places, timeout=30)
+    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
+    assert "--trace /proc/t.json: cannot write there: " in errors

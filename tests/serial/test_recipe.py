@@ -1,0 +1,105 @@
+"""docs/recipe.md says what the code does: its defaults, rates, first weights, clipping, decay and windows."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero_mpi.config import Config
+from zero_mpi.data import Windows
+from zero_mpi.models import ARCHITECTURES
+from zero_mpi.ops import reference
+from zero_mpi.optim import clip_factor, make_schedule
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipe.md").read_text()
+SIZES = {"layers": 3, "dim": 12, "heads": 2, "context": 8, "vocab_size": 20, "tied": False}
+
+
+def section(title: str) -> str:
+    """The text of a section."""
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """The rows of tables of two columns, without heads."""
+    found = re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    return [row for row in found if row not in (("flag", "value"), ("s", "rate"))]
+
+
+def test_the_defaults_are_the_flags():
+    table, config = rows(section("Defaults")), Config()
+    assert len(table) > 10
+    for flag, value in table:
+        assert str(getattr(config, flag.strip("`-").replace("-", "_"))) == value, flag
+
+
+def test_the_rates_of_the_defaults():
+    config, text = Config(), section("Learning rate")
+    high = float(re.search(r"l = ([0-9.]+) and the other defaults", text)[1])
+    rate = make_schedule(config.schedule, lr=high, min_lr=high / 10, warmup=config.warmup, steps=config.steps)
+    table = [(int(step), float(value)) for step, value in rows(text) if step.isdigit()]
+    assert len(table) == 5
+    for step, value in table:
+        assert rate(step) == pytest.approx(value, rel=1e-4), step
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2),
+        ("linear", lambda x: 1 - x),
+        ("constant", lambda x: 1),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3, 50])
+def test_the_formula_of_the_rate(name, f, warmup):
+    high, low, steps = 0.3, 0.01, 20
+    rate = make_schedule(name, lr=high, min_lr=low, warmup=warmup, steps=steps)
+    for s in range(steps):
+        x = (s - warmup) / max(1, steps - warmup)
+        expected = high * (s + 1) / warmup if s < warmup else low + (high - low) * f(x)
+        assert rate(s) == pytest.approx(expected, rel=1e-12)
+
+
+def test_clipping():
+    for norm, most in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 2.0)):
+        assert clip_factor(norm, most) == min(1, most / (norm + 0.000001))
+    assert "min(1, c / (n + 0.000001))" in section("Clipping")
+
+
+def test_the_formula_of_an_update():
+    """In float64, with the page's own words for it."""
+    for line in ("m = b1 m + (1 - b1) g", "v = b2 v + (1 - b2) g^2", "p = p (1 - rate decay) - rate (m /"):
+        assert line in section("Update")
+    p, g, m = (np.random.default_rng(seed).standard_normal(6) for seed in range(3))
+    v, t, rate, b1, b2, eps, decay = np.ones(6), 3, 0.01, 0.9, 0.95, 1e-8, 0.1
+    found = p.copy(), m.copy(), v.copy()
+    rates = {"lr": rate, "beta1": b1, "beta2": b2, "eps": eps, "decay": np.array([decay])}
+    reference.adamw(found[0], g, *found[1:], grad_scale=1.0, step=t, **rates)
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+    p = p * (1 - rate * decay) - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    for one, other in zip(found, (p, m, v), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_first_weights_and_what_decays(arch):
+    for name, param in ARCHITECTURES[arch].from_flags(SIZES).params().items():
+        assert param.decays == (len(param.shape) == 2), name
+        if name.endswith("bias"):
+            assert param.init == "zeros", name
+        elif "norm" in name:
+            assert param.init == "ones", name
+        else:
+            inward = name.endswith(("attn_output.weight", "ffn_down.weight"))
+            assert (param.init, param.std) == ("normal", 0.02 / (2 * 3) ** 0.5 if inward else 0.02), name
+
+
+def test_windows_do_not_overlap_and_span_documents():
+    windows = Windows(np.arange(14), 4)
+    inputs, targets = windows.batch([0, 1, 2])
+    assert len(windows) == 3
+    assert inputs.ravel().tolist() == list(range(12))
+    assert np.array_equal(targets, inputs + 1)

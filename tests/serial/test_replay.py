@@ -1,0 +1,89 @@
+"""OUT/config.toml goes on with a run from any folder, and a run that is done says so and stays as it is."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+from test_command_bits import fields, needs_mpiexec, train, write_text
+
+from zero_mpi.config import Config, parse
+from zero_mpi.replay import recorded, write_config
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]
+SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+
+
+def test_what_is_of_one_start_is_not_recorded():
+    found = recorded(Config(resume="never", dry_run=True, steps=7))
+    assert (found.resume, found.dry_run, found.steps) == ("auto", False, 7)
+    assert recorded(Config(resume="runs/other/step-00000005")).resume == "auto"
+
+
+def test_paths_are_recorded_in_full_and_words_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = Config(out="run", init="m.gguf", data=["a", "b/../c"], tokenizer="t.json", trace="x.json")
+    found = recorded(given)
+    assert found.data == [f"{tmp_path}/a", f"{tmp_path}/c"]
+    paths = [found.out, found.init, found.tokenizer, found.trace]
+    assert paths == [f"{tmp_path}/{name}" for name in ("run", "m.gguf", "t.json", "x.json")]
+    for word in (None, "byte", "from-init"):
+        assert recorded(Config(tokenizer=word)).tokenizer == word
+    assert recorded(Config()).data == []
+
+
+def test_a_name_that_is_not_utf8_is_no_traceback(tmp_path):
+    write_config(tmp_path, Config(init=os.fsdecode(b"m\xff.gguf")))
+    assert b"m\xff.gguf" in (tmp_path / "config.toml").read_bytes()
+    with pytest.raises(ValueError, match=r"config\.toml"):
+        parse(["--config", str(tmp_path / "config.toml")])
+
+
+def snapshot(out: Path) -> dict[Path, bytes]:
+    """Every file's content, but for status.json."""
+    return {
+        path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "status.json"
+    }
+
+
+@needs_mpiexec
+def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
+    """Begun with a relative --init, --data and --out, and with --resume never."""
+    write_text(tmp_path)
+    train(1, tmp_path / "base", *SMALL, "--data", "text-0-0.txt", "--steps", "2", "--sample", "0")
+    flags = [
+        "--init",
+        "base/latest/model.gguf",
+        "--data",
+        "text-0-1.txt",
+        "--out",
+        "run",
+        "--resume",
+        "never",
+    ]
+    train(2, tmp_path / "run", *SMALL, *flags, "--steps", "3", "--sample", "0")
+    (tmp_path / "other").mkdir()
+    command = ["-m", "zero_mpi.train", "--config", str(tmp_path / "run" / "config.toml"), "--steps", "5"]
+    status, printed, errors = run_job(2, command, cwd=tmp_path / "other", timeout=30)
+    assert (status, errors) == (0, ""), printed
+    assert "step-00000003 at step 3" in printed
+    assert [step for step, *_ in fields(tmp_path / "run")] == ["1", "2", "3", "4", "5"]
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["resume"] == "auto"
+    assert not list((tmp_path / "other").iterdir())
+
+
+@needs_mpiexec
+def test_a_run_that_is_done_says_so_and_stays_as_it_is(tmp_path):
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--sample", "9"]
+    assert "sample of" in train(2, tmp_path / "run", *flags, "--steps", "3")
+    before = snapshot(tmp_path / "run")
+    for steps in ("3", "2"):
+        printed = train(2, tmp_path / "run", *flags, "--steps", steps)
+        (line,) = printed.splitlines()
+        assert f"nothing to do: {tmp_path}/run/step-00000003 is at step 3, and --steps is {steps}; " in line
+        assert "--out" in line
+        assert snapshot(tmp_path / "run") == before
+        said = json.loads((tmp_path / "run" / "status.json").read_text())
+        assert (said["state"], said["step"]) == ("done", 3)

@@ -1,0 +1,268 @@
+"""A trial of the operations finds ranks and resumes that compute other bits; names say what differs.
+
+Processors are exchanged by the variables of the libraries: OPENBLAS_CORETYPE chooses the kernels of products.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jobs import REFERENCE, launcher, run_command
+from test_command_bits import needs_mpiexec, train, write_text
+from test_uniform import FLAGS, RUN, refused
+
+from zero_mpi import log, ops, samebits, trial
+from zero_mpi.arrays import recycled_stats
+from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+
+MACHINE = {
+    "threads": 1,
+    "operations": "numpy",
+    "BLAS": "K 1",
+    "code for": "a",
+    "processor": "A",
+    "trial": "0",
+}
+NAMES = sorted(name for name, value in vars(ops).items() if hasattr(value, "registry"))
+KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that this runs on
+several_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"
+)
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of kernels are of x86-64")
+
+
+class Ranks:
+    """A world of several hosts, each with its machine."""
+
+    def __init__(self, *machines):
+        self.machines = machines
+
+    def everyone(self, _):
+        """Hosts and machines."""
+        return [(f"node{number}", found) for number, found in enumerate(self.machines)]
+
+
+# the trial
+
+
+def test_the_trial_repeats_and_leaves_no_memory():
+    first = trial.digest()
+    assert trial.digest() == first
+    assert len(first) == 16
+    held = ops_memory()
+    trial.digest()
+    assert ops_memory() <= held
+
+
+def ops_memory():
+    """Bytes that the pool of activations holds."""
+    return recycled_stats().held
+
+
+def nudged(name, operation):
+    """An operation whose first element, of its result or of what it adds to, is the next float."""
+
+    def nudge(*given, **named):
+        found = operation(*given, **named)
+        result = found[0] if isinstance(found, tuple) else found
+        if not isinstance(result, np.ndarray):  # a loss has its gradient beside it
+            result = found[1] if isinstance(found, tuple) else given[0 if name == "adamw" else -1]
+        result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
+        return found
+
+    return nudge
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operation_is_tried_and_one_bit_of_it_shows(name, monkeypatch):
+    before = trial.digest()
+    monkeypatch.setattr(ops, name, nudged(name, getattr(ops, name)))
+    assert trial.digest() != before
+
+
+DIGEST = """
+import json, zero_mpi
+from threadpoolctl import threadpool_limits
+from zero_mpi import samebits
+with threadpool_limits({threads}):
+    print(json.dumps(samebits.machine({threads})))
+"""
+
+
+def elsewhere(threads=1, **variables):
+    """What another process, under these variables, says of its machine."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", DIGEST.format(threads=threads)],
+        env=kept | {"ZERO_MPI_OPS": "reference", "OPENBLAS_NUM_THREADS": "2"} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@x86
+def test_other_kernels_of_products_are_other_bits_in_any_process():
+    here, again, other = elsewhere(), elsewhere(PYTHONHASHSEED="7"), elsewhere(**KERNELS)
+    assert here == again
+    assert [key for key in here if here[key] != other[key]] == ["BLAS", "trial"]
+
+
+@several_cores
+def test_another_number_of_threads_shows_in_the_trial():
+    assert elsewhere(1)["trial"] != elsewhere(2)["trial"]
+
+
+# between ranks
+
+
+def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
+    other = MACHINE | {"processor": "B", "code for": "b", "BLAS": "K 2"}
+    samebits.check_bits(Ranks(MACHINE, other, MACHINE), MACHINE, True, [])
+    samebits.check_bits(World(0, 1), MACHINE, True, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "here", "there"),
+    [
+        ({"threads": 2}, "threads 2", "threads 1"),
+        ({"trial": "1", "processor": "B"}, "processor B", "processor A"),
+        ({"trial": "1", "threads": 4, "BLAS": "K 2"}, "threads 4, BLAS K 2", "threads 1, BLAS K 1"),
+        ({"trial": "1"}, "trial 1", "trial 0"),
+        ({"trial": "1", "processor": "B\x1b\n"}, "processor B\\x1b\\n", "processor A"),
+    ],
+    ids=str,
+)
+def test_a_rank_of_other_bits_is_refused_by_what_is_known(change, here, there):
+    odd = MACHINE | change
+    with pytest.raises(UsageError) as refusal:
+        samebits.check_bits(Ranks(MACHINE, MACHINE, odd), MACHINE, True, [])
+    assert f"rank 2 on node2 has {here}, ranks 0-1 (on node0) {there}; give all ranks" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_fast_reductions_go_on_with_a_warning():
+    notes = []
+    samebits.check_bits(Ranks(MACHINE, MACHINE | {"threads": 2}), MACHINE, False, notes)
+    (note,) = notes
+    assert isinstance(note, log.Caution)
+    assert "rank 1 on node1 has threads 2, rank 0 (on node0) threads 1" in note
+
+
+def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
+    there = MACHINE | {"device": "a GPU"}
+    samebits.check_bits(Ranks(there, there | {"threads": 2}), there, True, [])
+
+
+# at a resume
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, None),
+        ({"processor": "B", "BLAS": "K 2", "code for": "b"}, None),
+        ({"threads": 2}, "threads 1, now 2"),
+        ({"trial": "1", "threads": 2}, "threads 1, now 2"),
+        ({"trial": "1", "processor": "B", "BLAS": "K 2"}, "BLAS K 1, now K 2; processor A, now B"),
+        (
+            {"trial": "1"},
+            "operations of other bits by a trial, under the same names of processor and libraries",
+        ),
+        ({"device": "a GPU"}, "device None, now a GPU"),
+    ],
+    ids=str,
+)
+def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
+    found = list(samebits.changes(MACHINE, MACHINE | change))
+    assert found == (
+        [f"the checkpoint was made with {expected}: the last bits may change"] if expected else []
+    )
+
+
+def test_a_checkpoint_without_a_trial_says_so():
+    before = {"threads": 1, "operations": "numpy"}
+    (line,) = samebits.changes(before, MACHINE)
+    assert "no trial of its operations" in line
+
+
+def test_the_processors_name_is_the_systems(tmp_path):
+    about = tmp_path / "cpuinfo"
+    about.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Another\n")
+    assert samebits.processor(about) == "Some CPU @ 2 GHz"
+    assert samebits.processor(tmp_path / "none")
+
+
+# in jobs
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """A small run."""
+    return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+
+
+@needs_mpiexec
+@several_cores
+def test_another_number_of_threads_on_one_rank_is_refused(flags, tmp_path):
+    one, two = (["env", f"OMP_NUM_THREADS={count}", *RUN, *flags] for count in (1, 2))
+    host = platform.node()
+    assert f"rank 1 on {host} has threads 2, ranks 0, 2 (on {host}) threads 1" in refused(one, two, tmp_path)
+
+
+@needs_mpiexec
+def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
+    """As where OpenBLAS has one name for the kernels of two processors."""
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import numpy as np\n"
+        "from zero_mpi import ops, samebits, train\n"
+        "gelu, samebits.processor = ops.gelu, lambda: 'Another 9000'\n"
+        "ops.gelu = lambda x: np.nextafter(gelu(x), np.float32(9))\n"
+        "train.main()\n"
+    )
+    said = refused([*RUN, *flags], [sys.executable, str(script), *flags], tmp_path)
+    assert f"rank 1 on {platform.node()} has processor Another 9000, ranks 0, 2" in said
+    assert "the ranks compute different bits" in said
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("io", ["gather", "parallel"])
+def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags, tmp_path):
+    """What ranks write together describes one machine, that of rank 0."""
+    script = tmp_path / "other.py"
+    script.write_text(
+        "from zero_mpi import samebits, train\n"
+        "samebits.processor = lambda: 'Another 9000 with a long name'\n"
+        "train.main()\n"
+    )
+    more = [*flags, "--checkpoint-io", io]
+    command = [*launcher(), "-n", "1", *RUN, *more, ":", "-n", "1", sys.executable, str(script), *more]
+    status, printed, errors = run_command(command, timeout=40, cwd=tmp_path)
+    assert (status, errors) == (0, ""), f"{printed}\n{errors}"
+    model, state = open_checkpoint(tmp_path / "out" / "latest")
+    check_digests(model, state, 0, 1)
+    assert json.loads(state.metadata["training.machine"])["processor"] == samebits.processor()
+
+
+@needs_mpiexec
+@x86
+def test_a_resume_with_other_kernels_says_so_and_one_with_the_same_does_not(flags, tmp_path):
+    out, more = tmp_path / "out", [*flags, "--schedule", "constant", "--save-every", "1"]
+    train(1, out, *more, "--steps", "1")
+    stored = GGUFFile.open(out / "latest" / "optimizer.gguf").metadata["training.machine"]
+    assert set(MACHINE) <= set(json.loads(stored))
+    assert "warning" not in train(2, out, *more, "--steps", "2")
+    for what in (["--dry-run"], []):
+        printed = train(1, out, *more, *what, "--steps", "3", operations=REFERENCE | KERNELS)
+        assert "the checkpoint was made with BLAS openblas" in printed
+    assert "warning: the checkpoint was made with BLAS openblas" in printed
+    assert "Nehalem: the last bits may change" in printed

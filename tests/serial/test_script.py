@@ -1,0 +1,250 @@
+"""Scripts of one's own: whatever one rank does, the job ends, soon and with a line that names it.
+
+Each job is a script as a user may write it. The parts that find out who waits in vain are looked at in one
+process below.
+"""
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+from jobs import run_command, run_job
+
+from zero_mpi import SerialComm
+from zero_mpi.comm.guarded import GuardedComm, Records, Started, ThreadError
+from zero_mpi.lookout import Note, Notes, Verdict, verdict
+from zero_mpi.script import time_limit
+from zero_mpi.watchdog import STATUS
+
+CONNECT = """
+import os, sys, threading, time
+import numpy as np
+from zero_mpi import *
+from zero_mpi.models import Llama
+comm = connect(TIMEOUT)
+one = comm.rank == 1
+meet = lambda: comm.sum_vector(np.zeros(1))
+def make():
+    sizes = {"layers": 2, "dim": 16, "heads": 2, "context": 8, "vocab_size": 16}
+    module = ShardedModule(Llama.from_flags(sizes).stages(), comm)
+    module.initialize(0)
+    return module
+def work(module):
+    module.forward(np.zeros((1, 8), int))
+    module.backward(np.ones((1, 8, 16), np.float32))
+    module.sync_gradients()
+"""
+
+
+def job(script, how="", **env):
+    """(status, what was printed, our lines on stderr, all of stderr) of three ranks, who leave no file."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"TMPDIR": folder, **env}
+        found = run_job(3, ["-c", CONNECT.replace("TIMEOUT", how) + script], timeout=60, env=env)
+        assert os.listdir(folder) == []
+    status, printed, errors = found
+    return status, printed, [line for line in errors.splitlines() if line.startswith("zero_mpi: ")], errors
+
+
+ENDED = {
+    "exit": (
+        "if one: sys.exit(3)\nmeet()",
+        3,
+        r"rank 1 has ended with exit status 3, .* for it in sum_vector",
+    ),
+    "end": ("if not one: meet()", 1, r"rank 1 has ended with exit status 0, while ranks? [02]"),
+    "state_dict": (
+        "module = make()\nif one: module.state_dict()",
+        1,
+        r"rank [02] has ended with .* while rank 1 waits for it in allgather of parameters token_embd \(1024",
+    ),
+    "others": (
+        "module = make()\nmodule.state_dict() if one else work(module)\nmeet()",
+        1,
+        r"ranks start different collectives: number \d+ \(from 0\) is allgather of parameters blk.0 .* on "
+        r"rank 1 and allgather of parameters blk.1 .* on rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_who_waits_in_vain_ends_the_job(name):
+    script, status, line = ENDED[name]
+    found, _, lines, errors = job(script)
+    assert (found, len(lines)) == (status, 1), errors
+    assert re.search(line, lines[0]), lines
+    assert lines[0].endswith("; ending the job")
+
+
+def test_other_models_are_an_error_on_all_ranks_that_is_said_once():
+    script = "print(end=str(comm.rank))\nShardedLinear(comm, 4, 4 + one)"
+    status, _, lines, errors = job(script)
+    assert status == 1
+    assert (
+        errors.count("UsageError: the ranks differ in this ShardedLinear: parameter linear.weight is ") == 1
+    )
+    assert "(5, 4), trained, in unit linear.weight on rank 1, where 2 of 3 ranks have (4, 4)" in errors
+    assert lines == ["zero_mpi: rank 0 of 3 failed with the error above; ending the job"]
+
+
+def test_two_threads_are_refused():
+    script = (
+        "started = threading.Barrier(2)\n"
+        "def run():\n"
+        "    started.wait(); module = make()\n"
+        "    for _ in range(100): work(module)\n"
+        "threads = [threading.Thread(target=run) for _ in range(2)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "meet()\n"
+    )
+    status, _, lines, errors = job(script)
+    assert status == 1
+    assert re.search(
+        r"ThreadError: rank 0: thread 'Thread-. \(run\)' starts \w+.*, but the collectives of this", errors
+    )
+    assert re.fullmatch(
+        r"zero_mpi: thread .* of rank 0 of 3 failed with the error above; ending the job", lines[0]
+    )
+
+
+def test_checked_collectives_name_what_differs_at_once():
+    status, _, lines, errors = job("comm.allreduce(np.zeros(5 if one else 4))", how="check=True")
+    assert status == 1
+    assert "is allreduce (5 float64) on rank 1, where 2 of 3 ranks start allreduce (4 float64)" in errors
+    assert lines == ["zero_mpi: rank 0 of 3 failed with the error above; ending the job"]
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_ranks_that_all_end_are_left_alone(status):
+    """One is later than the others, who have nothing to wait for but its end."""
+    script = f"work(make()); meet()\nif one: time.sleep(1.5)\nprint('all'); sys.exit({status})"
+    found, printed, lines, errors = job(script, ZERO_MPI_TIMEOUT="1")
+    assert (found, printed.count("all"), lines) == (status, 3, []), errors
+
+
+def test_a_wait_without_an_end_ends_by_the_watchdog():
+    status, _, lines, errors = job("if one: time.sleep(50)\nmeet()", how="timeout=2")
+    assert status == STATUS
+    assert re.search(r"no progress for 2.* s: rank 1 in no collective \(the script, for", lines[0]), errors
+    assert re.search(r"ranks 0, 2: the script, waiting in .* for 2", "\n".join(lines))
+    assert 'File "<string>"' in errors.partition("stacks of rank 1")[2]
+
+
+def test_who_computes_for_long_is_let_be():
+    """Nobody waits for it: the time limit is one of waits."""
+    status, printed, lines, errors = job("time.sleep(2.5)\nmeet(); print('on')", how="timeout=1")
+    assert (status, printed.count("on"), lines) == (0, 3, []), errors
+
+
+NOTEBOOK = """
+import atexit, os, signal, sys, threading, time
+before = sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT)
+from zero_mpi import connect
+atexit.register = None
+comm = connect()
+assert before == (sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
+assert threading.enumerate() == [threading.main_thread()]
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("in the cell")
+try:
+    sys.exit(3)
+except SystemExit:
+    print("still here", comm.sum_vector([1.0]))
+"""
+
+
+def test_in_a_notebook_nothing_ends_the_kernel():
+    """A process by itself keeps its hooks, signals and threads; an interrupt is one of the cell."""
+    found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
+    assert found == (0, "in the cell\nstill here [1.]\n", "")
+    assert signal.SIGINT  # what a notebook's interrupt is
+
+
+@pytest.mark.parametrize("told", ["long", "-1", "nan", "inf"])
+def test_a_time_limit_that_is_none(monkeypatch, told):
+    monkeypatch.setenv("ZERO_MPI_TIMEOUT", told)
+    with pytest.raises(ValueError, match=f"^ZERO_MPI_TIMEOUT={told}: expected seconds, or 0 for never$"):
+        time_limit(None)
+    assert time_limit(np.int64(7)) == 7.0
+
+
+# --------------------------------------------------------------------------------------- one process
+
+
+def started(*kinds, first=0):
+    """What a rank has started on one communicator."""
+    return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
+
+
+def test_nothing_is_wrong_while_ranks_may_get_on():
+    """One is behind, or waits for one that has taken part and ended."""
+    ahead, behind = Note([started("a", "b", "c")]), Note([started("a", "b")])
+    assert verdict({}) is None
+    assert verdict({0: ahead, 1: behind}) is None
+    assert verdict({0: behind, 1: Note([started("a", "b", "c")], ended=3)}) is None
+    assert verdict({0: Note([started("a"), []]), 1: Note([started("a")])}) is None
+    far = Note([started("x", "y", first=500)])  # the first ones are forgotten
+    assert verdict({0: far, 1: ahead}) is None
+
+
+def test_the_first_difference_is_found_in_any_communicator():
+    same = started("a")
+    notes = {
+        0: Note([same, started("b", "c")]),
+        2: Note([same, started("b", "d")]),
+        5: Note([same, started("b", "c")]),
+    }
+    found = verdict(notes)
+    assert found.status == 1
+    assert "number 1 (from 0) is d on rank 2 and c on ranks 0, 5" in found.reason
+
+
+def test_a_rank_that_failed_is_named_before_one_that_ended():
+    notes = {0: Note([started("a", "b")]), 1: Note([[]], ended=0), 2: Note([started("a")], ended=7)}
+    assert verdict(notes) == Verdict("rank 2 has ended with exit status 7, while rank 0 waits for it in b", 7)
+
+
+def test_notes_come_and_go(tmp_path):
+    boxes = [Notes(tmp_path / "notes", rank) for rank in range(4)]
+    assert boxes[0].read(all_ranks=True) == {}
+    waiting, ended = Note([started("a")]), Note([started("a")], ended=0)
+    for box in boxes[1:3]:
+        box.leave(waiting)
+    boxes[3].leave(ended)
+    assert boxes[0].read(all_ranks=False) == {1: waiting, 3: ended}
+    assert boxes[2].read(all_ranks=True) == {1: waiting, 3: ended}
+    assert [box.claim() for box in boxes[:2]] == [True, False]
+    boxes[0].clear()
+    boxes[1].leave(waiting)
+    boxes[1].take_back()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():
+    comm = GuardedComm(SerialComm(), Records())
+    first = threading.Thread(target=comm.barrier)
+    first.start()
+    first.join()
+    comm.barrier()
+    other = comm.background()
+    found = []
+
+    def run():
+        other.barrier()  # its own
+        with pytest.raises(ThreadError, match=r"thread 'second' starts barrier, .* of thread 'MainThread'"):
+            comm.barrier()
+        found.append(True)
+
+    second = threading.Thread(target=run, name="second")
+    second.start()
+    second.join()
+    assert found == [True]

@@ -1,0 +1,501 @@
+"""Signals from the first line of the program to its last: what is noted, who saves, what a person sees.
+
+Jobs run on a terminal of their own where a person would press keys. What launchers do with a signal: MPICH's
+hands it on, but a second Ctrl-C and a closed terminal make it kill its ranks; Open MPI's kills them whatever
+it gets but SIGUSR1, and is held back (`zero_mpi.reprieve`) until they have saved.
+"""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_resume import SMALL, wait_for_lines
+
+REQUEUE, INTERRUPTED, FAILED = 75, 130, 1
+STOPPING = "stopping after this step; once more to stop now"
+ENDLESS = ["--steps", "100000", "--schedule", "constant"]
+PYTHON = sys.executable
+TRAIN = [PYTHON, "-m", "zero_mpi.train"]
+CTRL_C = b"\x03"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    """A small model on a few small texts."""
+    return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+class Terminal:
+    """A command in the foreground of a terminal, and what it shows there."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.pid, self._handle = pty.fork()
+        if self.pid == 0:
+            os.execvpe(command[0], list(command), clean_environment())
+        self._seen, self.returncode = bytearray(), None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while text := os.read(self._handle, 4096):
+                self._seen += text
+
+    @property
+    def text(self) -> str:
+        """All that it has shown so far."""
+        return self._seen.decode(errors="replace")
+
+    def press(self, keys: bytes) -> None:
+        """What a person types."""
+        os.write(self._handle, keys)
+
+    def until(self, text: str, seconds: float = 40) -> None:
+        """Wait for a text."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.text}"
+            assert self.poll() is None, self.text
+            time.sleep(0.01)
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, seconds: float = 30) -> int:
+        """Its exit status, when it has ended and all is read."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None:
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.01)
+        self._reader.join(5)
+        assert self.returncode is not None
+        return self.returncode
+
+    def close(self) -> None:
+        """End what is left."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+                self.wait(5)
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+@contextlib.contextmanager
+def terminal(*command: str) -> Iterator[Terminal]:
+    """A command on a terminal, which is ended at the latest with the block."""
+    shown = Terminal(command)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+def told(out: Path) -> tuple[str, str]:
+    """State and reason in status.json."""
+    said = json.loads((out / "status.json").read_text())
+    return said["state"], said["reason"]
+
+
+def assert_saved(out: Path) -> int:
+    """The newest checkpoint is of the last step that was recorded, which is returned."""
+    done = len(fields(out))
+    assert os.readlink(out / "latest") == f"step-{done:08d}"
+    return done
+
+
+def start(command: Sequence[str], output: Any) -> subprocess.Popen[bytes]:
+    """A command in a session of its own."""
+    return subprocess.Popen(
+        command, env=clean_environment(), stdout=output, stderr=output, start_new_session=True
+    )
+
+
+# at a terminal
+
+
+@needs_mpiexec
+def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_path):
+    out = tmp_path / "out"
+    more = ["--out", str(out), *flags, "--schedule", "constant"]
+    with terminal(*launcher(), "-n", "2", *TRAIN, *more, *ENDLESS) as shown:
+        wait_for_lines(out / "metrics.jsonl", 5, shown)
+        shown.press(CTRL_C)
+        status = shown.wait()
+    assert "Traceback" not in shown.text
+    stopped = assert_saved(out)
+    assert 5 <= stopped < 100000
+    if hands_sigterm_on():
+        assert (status, told(out)) == (REQUEUE, ("stopped", "SIGINT"))
+        assert shown.text.count(STOPPING) == 1, shown.text
+    else:
+        assert (status, told(out)) == (FAILED, ("stopped", "SIGTERM"))
+        assert shown.text.count("stopping after this step") == 1, shown.text
+    train(2, out, *more[2:], "--steps", str(stopped + 2))
+    train(1, tmp_path / "unbroken", *more[2:], "--steps", str(stopped + 2))
+    assert_same_run(out, tmp_path / "unbroken")
+
+
+# A step that takes as long as a test needs: the fifth one.
+LONG_STEP = """
+import time
+from pathlib import Path
+from zero_mpi import train
+
+step = train.Trainer.step
+
+def long_step(self):
+    if self.progress.step == 4:
+        Path(r"{folder}", f"at-{{self.world.rank}}").touch()
+        time.sleep({seconds})
+    return step(self)
+
+train.Trainer.step = long_step
+train.main()
+"""
+
+
+def long_step(folder: Path, seconds: float) -> str:
+    """The script, written."""
+    script = folder / "long_step.py"
+    script.write_text(LONG_STEP.format(folder=folder, seconds=seconds))
+    return str(script)
+
+
+def wait_for_file(path: Path, seconds: float = 40) -> None:
+    """Until it exists."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.01)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
+    out = tmp_path / "out"
+    command = [PYTHON, long_step(tmp_path, 300), "--out", str(out), *flags, *ENDLESS, "--save-every", "2"]
+    with terminal(*command) as shown:
+        wait_for_file(tmp_path / "at-0")
+        shown.press(CTRL_C)
+        shown.until(STOPPING)
+        time.sleep(0.5)  # two within less are one
+        shown.press(CTRL_C)
+        assert shown.wait(10) == INTERRUPTED
+    assert "Traceback" not in shown.text
+    assert shown.text.count("stopped at once; what was saved is complete") == 1
+    assert os.readlink(out / "latest") == "step-00000004"
+    assert told(out) == ("failed", "SIGINT, twice")
+
+
+@needs_mpiexec
+def test_a_second_ctrl_c_ends_all_ranks(flags, tmp_path):
+    """Of one rank alone, so that it is not the launcher that ends them."""
+    out = tmp_path / "out"
+    ranks = PIDS.format(folder=tmp_path) + Path(long_step(tmp_path, 300)).read_text()
+    (tmp_path / "long_step.py").write_text(ranks)
+    script = str(tmp_path / "long_step.py")
+    command = [*launcher(), "-n", "2", PYTHON, script, "--out", str(out), *flags, *ENDLESS]
+    with (tmp_path / "log").open("wb") as log:
+        job = start(command, log)
+        try:
+            wait_for_file(tmp_path / "at-0")
+            wait_for_file(tmp_path / "at-1")
+            one = int((tmp_path / "rank-0").read_text())
+            os.kill(one, signal.SIGINT)
+            time.sleep(0.6)
+            os.kill(one, signal.SIGINT)
+            assert job.wait(20) == INTERRUPTED
+        finally:
+            end(job)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+PIDS = """
+import os
+from zero_mpi import environment
+with open(r"{folder}/rank-" + str(environment.launch_rank()), "w") as file:
+    file.write(str(os.getpid()))
+"""
+
+
+def test_a_closed_terminal_saves(flags, tmp_path):
+    """Nothing more can be written to it, which must not end the run before it has saved."""
+    out = tmp_path / "out"
+    script = tmp_path / "shell.py"
+    command = [*TRAIN, "--out", str(out), *flags, *ENDLESS]
+    # The terminal's other end is held by this process alone; that it ends is the terminal's end.
+    script.write_text(f"""
+import os, pty, sys, time
+pid, handle = pty.fork()
+if pid == 0:
+    os.execv({command[0]!r}, {command!r})
+print(pid, flush=True)
+sys.stdin.readline()
+os.close(handle)
+_, status = os.waitpid(pid, 0)
+print(os.waitstatus_to_exitcode(status), flush=True)
+""")
+    keeper = subprocess.Popen(
+        [PYTHON, str(script)],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert keeper.stdin is not None
+        wait_for_lines(out / "metrics.jsonl", 5, keeper)
+        printed, _ = keeper.communicate("\n", timeout=30)
+    finally:
+        keeper.kill()
+        keeper.wait()
+    assert printed.split()[1] == str(REQUEUE)
+    assert assert_saved(out) >= 5
+    assert told(out) == ("stopped", "SIGHUP")
+
+
+def test_a_run_under_nohup_goes_on(flags, tmp_path):
+    out = tmp_path / "out"
+    command = ["nohup", PYTHON, long_step(tmp_path, 0.5), "--out", str(out), *flags, "--steps", "6"]
+    job = start(command, subprocess.DEVNULL)
+    try:
+        wait_for_file(tmp_path / "at-0")
+        job.send_signal(signal.SIGHUP)
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+        job.wait()
+
+
+# from the first line on
+
+# Comes before all modules: signals this process when numpy is imported, which the package does late.
+EARLY = """
+import os, signal, sys, time
+
+class Early:
+    def find_spec(self, name, path, target=None):
+        if name == "{when}":
+            sys.meta_path.remove(self)
+            for number in {numbers}:
+                os.kill(os.getpid(), number)
+                time.sleep(0.6)
+
+sys.meta_path.insert(0, Early())
+"""
+
+
+def early(folder: Path, *numbers: int, when: str = "numpy") -> dict[str, str]:
+    """Variables with which a process is signalled while it imports."""
+    (folder / "early").mkdir(exist_ok=True)
+    text = EARLY.format(numbers=tuple(int(number) for number in numbers), when=when)
+    (folder / "early" / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": str(folder / "early")}
+
+
+WAYS = {
+    "module": TRAIN,
+    "package": [PYTHON, "-m", "zero_mpi", "train"],
+    "script": [str(Path(PYTHON).with_name("zero-mpi")), "train"],
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("module", "SIGINT"), ("package", "SIGTERM"), ("script", "SIGUSR1"), ("module", "SIGHUP")],
+)
+def test_a_signal_during_the_imports_ends_the_run_before_its_first_step(way, name, flags, tmp_path):
+    out = tmp_path / "out"
+    command = [*WAYS[way], "--out", str(out), *flags, *ENDLESS]
+    status, printed, errors = run_command(command, timeout=40, env=early(tmp_path, signal.Signals[name]))
+    assert (status, errors) == (REQUEUE, ""), printed
+    assert f"stopped by {name} before the first step: nothing to save" in printed
+    assert told(out) == ("stopped", f"{name} before the first step")
+    assert not list(out.glob("step-*"))
+
+
+def test_ctrl_c_twice_during_the_imports_ends_at_once(flags, tmp_path):
+    variables = early(tmp_path, signal.SIGINT, signal.SIGINT)
+    status, _, errors = run_command([*TRAIN, *flags], timeout=40, env=variables, cwd=tmp_path)
+    assert (status, errors) == (
+        INTERRUPTED,
+        "zero_mpi train: stopped at once; what was saved is complete\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_another_command_ends_at_once_without_a_traceback(command, tmp_path):
+    status, printed, errors = run_command(
+        [PYTHON, "-m", f"zero_mpi.{command}"], timeout=40, env=early(tmp_path, signal.SIGINT)
+    )
+    assert (status, printed, errors) == (INTERRUPTED, "", f"zero_mpi {command}: interrupted\n")
+
+
+AT_WORK = """
+import os, signal
+from zero_mpi import inspect, launch
+
+def command(world, arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    finally:
+        print("tidied up")
+
+launch.run("inspect", command, [])
+"""
+
+
+def test_a_command_that_is_interrupted_at_work_tidies_up():
+    status, printed, errors = run_command([PYTHON, "-c", AT_WORK], timeout=40)
+    assert (status, printed, errors) == (INTERRUPTED, "tidied up\n", "zero_mpi: interrupted\n")
+
+
+CELLS = """
+import code, os, signal, sys, threading
+
+before = [signal.getsignal(number) for number in (2, 15, 10, 1)]
+console = code.InteractiveConsole()
+console.push("import numpy as np, time, os, signal, threading; import zero_mpi, zero_mpi.train")
+console.push("from zero_mpi import connect; comm = connect()")
+assert [signal.getsignal(number) for number in (2, 15, 10, 1)] == before, "a library changes no signal"
+console.push("threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); time.sleep(30)")
+console.push("print('the next cell', comm.sum_vector(np.ones(2)))")
+"""
+
+
+def test_in_a_notebook_an_interrupt_is_one_of_the_cell():
+    status, printed, errors = run_command([PYTHON, "-c", CELLS], timeout=40)
+    assert (status, printed) == (0, "the next cell [1. 1.]\n"), errors
+    assert errors.strip().endswith("KeyboardInterrupt")
+
+
+# while a run is prepared
+
+BUSY = """
+import os, signal, time
+from zero_mpi import {module}, train
+
+def busy(*arguments):
+    {told}
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        pass
+
+{module}.{name} = busy
+train.main()
+"""
+MYSELF = "os.kill(os.getpid(), signal.{name})"
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
+        ("open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
+         + MYSELF.format(name="SIGUSR1")),
+        ("make_module", MYSELF.format(name="SIGINT")),  # where ranks may meet, so nothing is cut short
+    ],
+)  # fmt: skip
+def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
+    out, script = tmp_path / "out", tmp_path / "busy.py"
+    script.write_text(BUSY.format(module="session", name=name, told=who))
+    status, printed, errors = run_job(2, [str(script), "--out", str(out), *flags, *ENDLESS], timeout=40)
+    assert status == REQUEUE, errors
+    assert printed.count("before the first step: nothing to save") <= 1
+    assert "Traceback" not in errors
+    state, reason = told(out)
+    assert (state, reason.partition(" ")[2]) == ("stopped", "before the first step")
+
+
+def test_a_run_with_far_too_many_layers_hears_a_signal(flags, tmp_path):
+    more = ["--out", str(tmp_path / "out"), *flags, "--layers", "100000000"]
+    job = start([*TRAIN, *more], subprocess.DEVNULL)
+    try:
+        wait_for_file(tmp_path / "out" / "status.json")
+        job.send_signal(signal.SIGTERM)
+        status = job.wait(15)
+    finally:
+        job.kill()
+        job.wait()
+    assert status in (REQUEUE, 2), "75, or refused before it could be told"
+
+
+def test_a_sample_is_cut_short(flags, tmp_path):
+    """All is saved by then, so the run is done."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY.format(module="train", name="show_sample", told=MYSELF.format(name="SIGINT")))
+    command = [PYTHON, str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "2"]
+    status, printed, errors = run_command(command, timeout=40)
+    assert (status, errors) == (0, ""), printed
+    assert told(tmp_path / "out") == ("done", "")
+
+
+# jobs that follow each other
+
+
+def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
+    """As where a signal's lead is longer than the job's limit: it comes at the start of each."""
+    out, soon = tmp_path / "out", str(int(time.time()) + 170)
+    command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": "/nonexistent"}
+    told_at_once = job | early(tmp_path, signal.SIGUSR1)
+    assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
+    for _ in range(2):
+        status, _, errors = run_command(command, timeout=40, env=told_at_once)
+        (line,) = errors.splitlines()
+        assert status == FAILED
+        assert re.search(r"the signal came 1\d\d s before the end of Slurm job 17, .*--signal=B:USR1@", line)
+    assert run_command(command, timeout=40, env=job)[0] == 0
+    assert run_command([*command, "--steps", "5"], timeout=40, env=told_at_once)[0] == REQUEUE, (
+        "there was a step"
+    )
+
+
+def test_a_person_may_stop_runs_at_their_start_again_and_again(flags, tmp_path):
+    command = [*TRAIN, "--out", str(tmp_path / "out"), *flags, *ENDLESS]
+    for _ in range(2):
+        assert run_command(command, timeout=40, env=early(tmp_path, signal.SIGINT))[0] == REQUEUE
+
+
+# what is lost where nobody stops it
+
+SOON = """
+from zero_mpi import train
+train.SAVE_SECONDS, train.SAVE_PAUSE = 0.0, 0
+train.main()
+"""
+
+
+@needs_mpiexec
+def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_path):
+    """Whenever it saves, the bits are the same."""
+    script = tmp_path / "soon.py"
+    script.write_text(SOON)
+    more = [*flags, "--steps", "4", "--keep", "2"]
+    printed = train(2, tmp_path / "out", *more, script=script)
+    assert printed.count("saved ") == 4
+    assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep holds"
+    printed = train(2, tmp_path / "at-the-end", *more, "--save-every", "0", script=script)
+    assert printed.count("saved ") == 1
+    assert_same_run(tmp_path / "out", tmp_path / "at-the-end")
+    assert "save_every" not in (tmp_path / "out" / "config.toml").read_text()
+    assert "save_every = 0" in (tmp_path / "at-the-end" / "config.toml").read_text()

@@ -1,0 +1,83 @@
+"""What reaches a terminal: one line where one is promised, of bounded length, nothing that controls it."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from zero_mpi import cli, log, watchdog
+from zero_mpi.foreign import printable
+
+HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
+ARGUMENTS = {
+    "generate": [HOSTILE],
+    "inspect": [HOSTILE],
+    "export": [HOSTILE, "out.gguf"],
+    "plan": ["--doctor", HOSTILE],
+    "report": [HOSTILE],
+    "trace": [HOSTILE],
+    "hostfile": [HOSTILE, "--for", "mpich"],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("kind", ["value", "flag", "choice"])
+def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, tmp_path, capfd):
+    given = {"value": ARGUMENTS[name], "flag": [f"--{HOSTILE}"], "choice": ["hostfile", "--for", HOSTILE]}[
+        kind
+    ]
+    name = "hostfile" if kind == "choice" else name
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"zero_mpi.{name}").main()
+    printed, said = capfd.readouterr()
+    assert (end.value.code, printed, said.count("\n")) == (2, "", 1)
+    assert said.startswith(f"zero_mpi {name}: error: ")
+    assert said == printable(said, keep="\n")
+    assert len(said) < 2000
+    assert max(map(len, said.split())) <= 200
+
+
+def test_a_command_that_is_none_is_named_on_a_short_line(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["zero-mpi", HOSTILE])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capfd.readouterr().err
+    assert (end.value.code, said.count("\n")) == (2, 1)
+    assert said == printable(said, keep="\n")
+    assert len(said) < 400
+
+
+def test_a_log_line_is_one_line_and_a_text_keeps_its_lines(capsys):
+    log.install(0, 1)
+    try:
+        log.warning("a file says %s", HOSTILE)
+        log.info_text(f"sample of {HOSTILE[:20]}:", "def f():\n\treturn '\x1b[2J'\r\n")
+    finally:
+        log.remove()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(r"warning: a file says a\nb\r\x1b]0;title")
+    assert len(lines[0]) < 2000
+    assert lines[1:] == [
+        r"sample of a\nb\r\x1b]0;title\x07\x9b2J\u202exx:",
+        "def f():",
+        r"	return '\x1b[2J'\r",
+        "",
+    ]
+
+
+def test_the_watchdogs_words_and_a_traceback_control_nothing(capfd):
+    watchdog.say("zero_mpi: a\x1b[2J\nb\n")
+    assert capfd.readouterr().err == "zero_mpi: a\\x1b[2J\nb\n"
+    code = (
+        "from zero_mpi.launch import run\n"
+        "def fail(world, arguments): raise RuntimeError('a\\x1b[2J' + 'x' * 100_000)\n"
+        "run('it', fail, [], alone=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50, check=False)
+    said = ended.stderr.decode()
+    assert (ended.returncode, "Traceback" in said, r"RuntimeError: a\x1b[2Jxx" in said) == (1, True, True)
+    assert said == printable(said, keep="\n")
+    assert max(map(len, said.splitlines())) < 2000

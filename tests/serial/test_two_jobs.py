@@ -1,0 +1,162 @@
+"""Two jobs in one run folder: the one that has it runs to its end, the other says who, and touches nothing.
+
+The job that gets the folder waits at a step until the test lets it go on, so that both are there at once.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment, launcher, run_job
+from test_command_bits import fields, needs_mpiexec, train, write_text
+
+pytestmark = needs_mpiexec
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
+SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0"]
+# Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
+WAITING = """
+import os, time
+from zero_mpi import hold, train
+
+hold.EVERY = 0.2
+step = train.Trainer.step
+
+def step_on(self):
+    if self.progress.step == 3 and self.world.rank == 0:
+        open("waits", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+    return step(self)
+
+train.Trainer.step = step_on
+train.main()
+"""
+
+
+@pytest.fixture
+def job(tmp_path) -> list[str]:
+    """A job that waits."""
+    (tmp_path / "job.py").write_text(WAITING)
+    return [str(tmp_path / "job.py"), *SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+
+
+@pytest.fixture
+def first(job, tmp_path) -> Iterator[subprocess.Popen[bytes]]:
+    """The first job, when it waits."""
+    command = [*launcher(), "-n", "2", sys.executable, *job]
+    process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), start_new_session=True)
+    wait_for(tmp_path / "waits")
+    yield process
+    (tmp_path / "go").touch()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(path: Path) -> None:
+    """Until a file is there."""
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, f"no {path.name}"
+        time.sleep(0.02)
+
+
+def status_of(out: Path) -> dict[str, object]:
+    """What status.json says."""
+    return json.loads((out / "status.json").read_text())
+
+
+def snapshot(out: Path) -> dict[str, object]:
+    """Every file's content, but for what the first job renews while it waits."""
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    said = json.loads(files.pop(out / "status.json"))
+    return files | {
+        "status": said | {"updated": "", "step": 0},
+        "folders": sorted(p for p in out.rglob("*") if p.is_dir()),
+    }
+
+
+LOOKING = r"(\S+ was left by process .*: waiting \d+ s for a sign of life\n)?"
+
+
+def assert_refused(done: tuple[int, str, str], out: Path, pid: object) -> None:
+    """Status 2 and one line that says who is there, since when, and what to do."""
+    status, printed, errors = done
+    assert status == 2, errors
+    assert re.fullmatch(LOOKING, printed), printed  # where no lock tells that a holder lives
+    (line,) = errors.splitlines()
+    assert line.startswith(
+        f"zero_mpi train: error: --out {out}: another job is at work in this folder: process "
+    )
+    assert f"process {pid} on " in line
+    assert re.search(r", since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; ", line)
+    assert f"if it is dead, remove {out}/.lock and start again" in line
+
+
+def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
+    out = tmp_path / "out"
+    for name in (".step-00000004.partial", ".ranks"):  # which a job of its own would tidy up
+        (out / name).mkdir()
+        (out / name / "file").write_text("of the first")
+    before, pid = snapshot(out), status_of(out)["pid"]
+    for more in ([], ["--resume", "never"]):
+        assert_refused(run_job(3, [*job, *more], timeout=30, cwd=tmp_path), out, pid)
+    assert snapshot(out) == before
+    status, _, errors = run_job(1, [*job, "--dry-run"], timeout=30, cwd=tmp_path)
+    assert (status, errors) == (0, ""), "a dry run disturbs nobody"
+    (tmp_path / "go").touch()
+    assert first.wait(30) == 0
+    assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
+    assert (status_of(out)["state"], status_of(out)["pid"]) == ("done", pid)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3])
+def test_of_two_jobs_at_once_one_runs(delay, job, tmp_path):
+    out, done = tmp_path / "out", dict[int, tuple[int, str, str]]()
+
+    def start(number: int) -> None:
+        time.sleep(delay * number)
+        done[number] = run_job(2, job, timeout=60, cwd=tmp_path)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    while all(thread.is_alive() for thread in threads):
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    winner, loser = sorted(done.values(), key=lambda each: each[0])
+    assert (winner[0], winner[2]) == (0, "")
+    assert_refused(loser, out, status_of(out)["pid"])
+    assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
+    assert not list(out.glob(".*"))
+
+
+def test_after_a_kill_the_next_job_starts_at_once(first, job, tmp_path):
+    out = tmp_path / "out"
+    os.kill(int(status_of(out)["pid"]), signal.SIGKILL)
+    (tmp_path / "go").touch()
+    printed = train(2, out, *job[1:])
+    assert "waiting" not in printed
+    assert "resuming from" in printed
+    assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
+    assert not list(out.glob(".*"))
+
+
+def test_a_job_whose_folder_is_moved_ends_and_makes_no_other(first, tmp_path):
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    time.sleep(1.0)  # some signs of life that find no file
+    (tmp_path / "go").touch()
+    assert first.wait(30) == 1
+    assert not (tmp_path / "out").exists()
+    assert [step for step, *_ in fields(tmp_path / "elsewhere")][:3] == ["1", "2", "3"]

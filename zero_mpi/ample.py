@@ -1,0 +1,136 @@
+"""Whether there is memory for a run, asked before anything large is made.
+
+What is planned for the ranks of each node is compared with what the system says they can have: by a control
+group, by limits of a process, by the memory that is free. A run that passes one of them is killed without a
+word, minutes later. What is compared with the first two is what is still to come; interpreters and libraries
+are there already. Room in /dev/shm is looked at where it is taken (`comm.window`), for without it a run goes
+by messages.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zero_mpi import device
+from zero_mpi.config import Config
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import World
+from zero_mpi.limits import Limits, look
+from zero_mpi.models import ModelConfig
+from zero_mpi.models.size import parameter_count
+from zero_mpi.plan.case import SERIAL, Case
+from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.options import check_layout, make_case
+from zero_mpi.plan.report import size
+from zero_mpi.plan.resident import private, text_bytes
+
+STATE = 16  # bytes of a parameter with its gradient and two moments
+REMEDIES = "more nodes, a smaller model or --micro-batch, --recompute, --strategy full-shard"
+ASK = "ask for more (Slurm: --mem, containers: --memory)"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host: its name, its ranks, what they can have together and each, what each has now."""
+
+    name: str
+    ranks: int
+    limits: Limits
+    mapped: int
+    written: int
+
+
+def nodes_of(world: World) -> list[Node]:
+    """All nodes, on all ranks. Collective."""
+    first, ranks = True, 1
+    if world.mpi is not None:
+        from zero_mpi.comm.topology import node_communicator
+
+        node = node_communicator(world.mpi.COMM_WORLD)
+        first, ranks = node.Get_rank() == 0, node.Get_size()
+        node.Free()
+    mine = None
+    if first:
+        mine = Node(platform.node(), ranks, look(), status("VmSize"), status("VmData"))
+    return [found for found in world.everyone(mine) if found is not None]
+
+
+def status(name: str) -> int:
+    """Bytes that the system notes of this process."""
+    found = re.search(rf"^{name}:\s+([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def check(world: World, config: Config, model: ModelConfig) -> None:
+    """Raise UsageError on all ranks if the plan passes what some node can have. Collective."""
+    nodes = nodes_of(world)
+    world.on_root(lambda: refuse(nodes, config, model, world.size))
+
+
+def refuse(nodes: list[Node], config: Config, model: ModelConfig, ranks: int) -> None:
+    """Raise UsageError for the first node on which the run has no room."""
+    problem = find_problem(nodes, config, model, ranks)
+    if problem:
+        raise UsageError(problem)
+
+
+def find_problem(nodes: list[Node], config: Config, model: ModelConfig, ranks: int) -> str:
+    """Why some node has no room for the run, or an empty text."""
+    if device.in_use().name != "cpu":
+        return ""  # what the plan counts lies on the GPU, which says itself when it is full
+    least = STATE * parameter_count(model) // len(nodes)  # of a node, however the model is dealt out
+    for node in nodes:
+        if not config.freeze and least > node.limits.memory:
+            return refusal(node, model, "parameters, gradients and moments alone", least)
+    case = case_of(config, model, ranks, len(nodes))
+    check_layout(case)
+    memory = plan_memory(case)
+    for node in nodes:
+        problem = node_problem(node, config, model, case, memory)
+        if problem:
+            return problem
+    return ""
+
+
+def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
+    """The plan's question, on as many ranks of each node as of the fullest."""
+    whole = nodes if ranks % nodes == 0 else 1
+    case = make_case(replace(config, device="cpu"), model, config.strategy, ranks, whole)
+    return replace(case, transport_wanted=SERIAL) if ranks == 1 else case
+
+
+def node_problem(node: Node, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:
+    """Why this node has no room, or an empty text."""
+    text = text_bytes(config, model, case.ranks)
+    shared = memory.node_shared
+    arrays = private(case, memory)
+    needed = node.ranks * (arrays + text) + shared
+    if needed > node.limits.memory:
+        return refusal(node, model, f"arrays and text of {node.ranks} rank(s)", needed)
+    limits: list[tuple[str, str, int | None, int]] = [
+        ("address space", "-v", node.limits.address_space, node.mapped + arrays + text + shared),
+        ("private memory", "-d", node.limits.data, node.written + arrays + text),
+    ]
+    for what, option, limit, each in limits:
+        if limit is not None and each > limit:
+            return (
+                f"no memory for this run: a rank on {node.name} is planned to take {size(each)} of {what}, "
+                f"and ulimit {option} allows {size(limit)}: say ulimit {option} unlimited in the job script, "
+                f"or take {REMEDIES}"
+            )
+    return ""
+
+
+def refusal(node: Node, model: ModelConfig, what: str, needed: int) -> str:
+    """One line: what is planned, what is allowed, the remedy."""
+    limits = node.limits
+    by_group = limits.group_room is not None and limits.group_room <= limits.available
+    by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
+    allowed = by if by_group else f"{size(limits.memory)} are free there"
+    return (
+        f"no memory for this run: {what} are planned to take {size(needed)} on {node.name} ("
+        f"{parameter_count(model):,} parameters), and {allowed}: {ASK}, or take {REMEDIES}"
+    )

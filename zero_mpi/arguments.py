@@ -1,0 +1,90 @@
+"""Arguments of the library's functions, looked at before anything is done with them.
+
+A slip in a script should end at once in a line that says what was expected and what came, on every rank
+alike, and not three calls later in a wait for a rank that is gone. Whole numbers and numbers of NumPy are
+numbers; True is none. All errors are ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from numbers import Real
+from typing import Any
+
+from zero_mpi.foreign import shown
+
+REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; of "V" are the low types of ml_dtypes
+
+
+def came(value: object) -> str:
+    """What came in place of what was expected: a small value as it is, another one by its type."""
+    if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
+        return shown(value if not isinstance(value, str) else repr(value), 60)
+    return f"a {type(value).__name__}"
+
+
+def whole(what: str, value: Any, least: int | None = None, below: int | None = None) -> int:
+    """`value` as a whole number of at least `least` and below `below`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    fits = number is not None and (least is None or number >= least) and (below is None or number < below)
+    if number is None or not fits:
+        raise ValueError(f"{what}: expected a whole number{span(least, below)}, got {came(value)}")
+    return number
+
+
+def span(least: int | None, below: int | None) -> str:
+    """Limits of whole numbers, for people."""
+    if below is not None:
+        return f" from {least} to {below - 1}"
+    return "" if least is None else f" of at least {least}"
+
+
+def number(
+    what: str, value: Any, *, least: float | None = None, above: float | None = None, below: float = math.inf
+) -> float:
+    """`value` as a number of at least `least`, above `above` and below `below`, which keeps it finite."""
+    limits = [f"of at least {least:g}"] if least is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"below {below:g}"] if below != math.inf else ["not infinite"]
+    given = float(value) if isinstance(value, Real) and value is not True and value is not False else None
+    if given is None or not -math.inf < given < below or (above is not None and given <= above):
+        given = None
+    if given is not None and (least is None or given >= least):
+        return given
+    raise ValueError(f"{what}: expected a number {' and '.join(limits)}, got {came(value)}")
+
+
+def instance(what: str, value: Any, kind: Any, example: str) -> None:
+    """Raise unless `value` is a `kind`; `example` says where one comes from."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{what}: expected {example}, got {came(value)}")
+
+
+def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
+    """Raise unless `value` is an array with a dtype of some kinds, and of `shape` if that is given."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise ValueError(f"{what}: expected an array, got {came(value)}")
+    if value.dtype.kind not in kinds or value.dtype.name.startswith("void"):
+        expected = "whole" if kinds == WHOLE else "real" if kinds == REAL else "floating"
+        raise ValueError(f"{what}: expected an array of {expected} numbers, got one of {value.dtype.name}")
+    if shape is not None and tuple(value.shape) != shape:
+        raise ValueError(f"{what}: expected shape {shape}, got {tuple(value.shape)}")
+
+
+def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
+    """Raise unless the names given are the wanted ones, naming the first of those that differ."""
+    missing = [name for name in wanted if name not in given]
+    surplus = [name for name in given if name not in wanted]
+    if missing or surplus:
+        raise ValueError(f"{what}: missing {some(missing)}; surplus {some(surplus)}")
+
+
+def some(names: Collection[Any], most: int = 3) -> str:
+    """The first few names, and how many more there are; "none"."""
+    first = ", ".join(shown(name, 60) for name in list(names)[:most])
+    return (first or "none") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,114 @@
+"""Flags that others contradict, or leave without effect: two tables.
+
+What asks for something that would never happen is refused. What merely changes nothing is said in one line at
+the start: files of settings hold more than a run needs. A flag counts as given if its value is not the
+default, for OUT/config.toml of a run gives all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zero_mpi.errors import UsageError
+from zero_mpi.foreign import shown
+
+if TYPE_CHECKING:
+    from zero_mpi.config import Config
+
+
+class Contradiction(NamedTuple):
+    """`name` cannot be meant where `when`. `why` and what to do, with settings in braces."""
+
+    name: str
+    when: Callable[[Config], bool]
+    why: str
+
+
+CONTRADICTIONS = (
+    Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
+    Contradiction(
+        "min_lr",
+        lambda c: c.min_lr is not None and c.min_lr > c.lr,
+        "expected at most --lr {lr}, from where the rate falls to it",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration and what else decides what its flags do. is_text: the data are, and no token files."""
+
+    config: Config
+    is_text: bool
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.config.val_fraction > 0
+
+
+class Idle(NamedTuple):
+    """`name` does nothing where `when`. `why` and what to do, with settings in braces."""
+
+    name: str
+    when: Callable[[Setting], bool]
+    why: str
+
+
+NO_TEXT = "--data are token files, without a tokenizer"
+IDLE = (
+    Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant never falls to it"),
+    Idle("bucket_mb", lambda s: s.config.strategy != "no-shard", "only --strategy no-shard has buckets"),
+    Idle(
+        "prefetch",
+        lambda s: s.config.strategy in ("no-shard", "shard-grad-op"),
+        "--strategy {strategy} gathers no parameters ahead",
+    ),
+    Idle("eval_every", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle("eval_windows", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle("prompt", lambda s: not s.is_text, NO_TEXT),
+    Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
+    Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
+    Idle("tokenizer", lambda s: not s.is_text, "--data are token files, whose ids are taken as they are"),
+    Idle(
+        "micro_batch",
+        lambda s: s.config.micro_batch > s.config.batch_size,
+        "a forward has --batch-size {batch_size} at most",
+    ),
+)
+UNREACHED = "--warmup {warmup}: --steps {steps} end before the rate reaches --lr {lr}"
+
+
+def refuse(config: Config) -> None:
+    """Raise UsageError for the first flag that another one contradicts."""
+    for name, when, why in CONTRADICTIONS:
+        if given(config, name) and when(config):
+            raise UsageError(f"{written(config, name)}: {filled(why, config)}")
+
+
+def without_effect(setting: Setting) -> Iterator[str]:
+    """A line for each flag that does nothing here, or not what it says."""
+    config = setting.config
+    for name, when, why in IDLE:
+        if given(config, name) and when(setting):
+            yield f"{written(config, name)} has no effect: {filled(why, config)}"
+    if given(config, "warmup") and config.warmup > config.steps > 0:
+        yield filled(UNREACHED, config)
+
+
+def given(config: Config, name: str) -> bool:
+    """Whether a setting is not as it is by default."""
+    return bool(getattr(config, name) != next(f.default for f in fields(config) if f.name == name))
+
+
+def written(config: Config, name: str) -> str:
+    """A flag with its value."""
+    return f"--{name.replace('_', '-')} {shown(getattr(config, name))}"
+
+
+def filled(text: str, config: Config) -> str:
+    """A text with settings in the place of their names in braces."""
+    values: dict[str, Any] = vars(config)
+    return text.format_map(values)

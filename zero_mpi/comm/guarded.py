@@ -1,0 +1,94 @@
+"""The transport of a script, which keeps a record of what was started and belongs to one thread.
+
+The record is what lets ranks find out, when they have waited for a while, that they wait for different things
+or for a rank that has ended (`lookout`). Collectives of two threads have no order, so ranks would pair those
+of one with those of the other: whoever comes second is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Comm, Partition
+from zero_mpi.comm.meter import collective
+from zero_mpi.comm.noticing import Noticing
+from zero_mpi.errors import UsageError
+
+KEPT = 512  # collectives of a communicator that are remembered
+
+
+class Started(NamedTuple):
+    """A collective that this rank has started: its number, and what must be the same on all ranks."""
+
+    number: int
+    kind: str
+    label: str
+    detail: Any  # how many elements, or what there is to say instead
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        detail = f"{self.detail} elements" if isinstance(self.detail, int) else self.detail
+        return collective((self.kind, self.label)) + (f" ({detail})" if detail else "")
+
+
+Record = deque[Started]  # the last collectives of a communicator
+
+
+class ThreadError(UsageError):
+    """A second thread has started a collective."""
+
+
+class Records:
+    """Of all communicators of a script, in the order in which they were made, which all ranks share."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.threads: set[int] = set()  # that have started a collective, or wanted to
+
+    def open(self) -> Record:
+        """One more."""
+        self.records.append(deque(maxlen=KEPT))
+        return self.records[-1]
+
+
+class GuardedComm(Noticing):
+    """The transport `inner`. Raises ThreadError where another thread starts a collective than the first did.
+
+    A thread that has ended leaves it to the next.
+    """
+
+    def __init__(self, inner: Comm, records: Records) -> None:
+        super().__init__(inner)
+        self._records, self._record = records, records.open()
+        self._number = 0  # of the next collective
+        self._thread = 0  # that starts collectives
+
+    def beside(self, other: Comm) -> Comm:
+        return GuardedComm(other, self._records)
+
+    def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+        """Write it down; ThreadError if it is not this thread's to start."""
+        if threading.get_ident() != self._thread:
+            self._take_over(collective((kind, label)))
+        what = about[0] if about else ""
+        self._record.append(Started(self._number, kind, label, getattr(what, "size", what)))
+        self._number += 1
+
+    def _take_over(self, what: str) -> None:
+        """The collectives are this thread's from now on, if nobody else has them."""
+        me = threading.current_thread()
+        assert me.ident is not None
+        self._records.threads.add(me.ident)
+        owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
+        if owner is not None:
+            raise ThreadError(
+                f"rank {self.rank}: thread {me.name!r} starts {what}, but the collectives of this "
+                f"communicator are those of thread {owner.name!r}: those of two threads have no order that "
+                "ranks could share; use a communicator and its modules in one thread, and for another thread "
+                "make one more by connect(), on all ranks in the same order"
+            )
+        self._thread = me.ident

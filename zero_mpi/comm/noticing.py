@@ -1,0 +1,140 @@
+"""A transport that hears of each collective before another one starts it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array
+from zero_mpi.comm.base import Comm, Handle, Memory, Partition, Piece
+from zero_mpi.comm.clocks import Offset
+from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.forwarding import Forwarding
+
+
+class Noticing(Forwarding):
+    """Hands every call on to `inner`, after `notice` of those that are collective."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
+        self._owners: tuple[Comm, Comm] | None = None  # those of the inner transport, and what hears of them
+
+    @abstractmethod
+    def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+        """A collective is about to start: what all ranks must have alike. Arrays come as they are: it is
+        their size and type that must be, and most who listen need not spell them out."""
+
+    @abstractmethod
+    def beside(self, other: Comm) -> Comm:
+        """The same around another transport of the same ranks, or of some of them. Collective."""
+
+    # -------------------------------------------------------------------------------------- on arrays
+
+    def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        self.notice(
+            "allgather", label, full, partition, "its slices in place" if shard is None else "from slices"
+        )
+        return self._inner.allgather(shard, full, partition, label)
+
+    def reduce_scatter(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        *,
+        contributors: int | None = None,
+        accumulate: bool = False,
+        label: str = "",
+    ) -> Handle:
+        given = f"{self.size if contributors is None else contributors} contributors"
+        how = "added to what is there" if accumulate else "from zero"
+        self.notice("reduce_scatter", label, full, partition, given, how)
+        return self._inner.reduce_scatter(
+            full, out, partition, contributors=contributors, accumulate=accumulate, label=label
+        )
+
+    def allreduce(self, array: Array, label: str = "") -> Handle:
+        self.notice("allreduce", label, array)
+        return self._inner.allreduce(array, label)
+
+    def sum_vector(self, values: Array) -> Array:
+        self.notice("sum_vector", "", f"shape {np.shape(values)}")  # of any type: it is sent as float64
+        return self._inner.sum_vector(values)
+
+    def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        self.notice("broadcast", label, array, f"root {root}")
+        return self._inner.broadcast(array, root, label)
+
+    def gather(
+        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+    ) -> None:
+        self.notice("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
+        self._inner.gather(part, room, piece, root, label)
+
+    # ------------------------------------------------------------------------------------ on anything
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        self.notice("gather_object", "", f"root {root}")
+        return self._inner.gather_object(value, root)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        self.notice("broadcast_object", "", f"root {root}")
+        return self._inner.broadcast_object(value, root)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        self.notice("allgather_object")
+        return self._inner.allgather_object(value)
+
+    def barrier(self) -> None:
+        self.notice("barrier")
+        self._inner.barrier()
+
+    def clock_offset(self) -> Offset:
+        self.notice("clock_offset")
+        return self._inner.clock_offset()
+
+    def background(self) -> Comm:
+        self.notice("background")
+        return self.beside(self._inner.background())
+
+    def create_file(self, path: Path) -> OutputFile:
+        self.notice("create_file", path.name)
+        return self._inner.create_file(path)
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def node_owners(self) -> Comm:
+        self.notice("node_owners")
+        owners = self._inner.node_owners()
+        if owners is self._inner:
+            return self
+        if self._owners is None or self._owners[0] is not owners:
+            self._owners = owners, self.beside(owners)
+        return self._owners[1]
+
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> Memory:
+        lengths = [whole.length for whole in wholes]
+        asked = f"wholes {lengths}", f"buffers {list(buffers)}", f"gathers {list(gathers)}"
+        self.notice("memory", "", *asked)
+        return self._inner.memory(wholes, buffers, gathers)
+
+    def publish(self) -> None:
+        self._inner.publish()
+
+    def await_published(self) -> None:
+        self._inner.await_published()
+
+    def await_readers(self) -> None:
+        self.notice("await_readers")
+        self._inner.await_readers()
+
+    def close(self) -> None:
+        self.notice("close")
+        self._inner.close()

@@ -1,0 +1,70 @@
+"""Which files of `--data` are read as text, and what is said of the others.
+
+A file of a folder that is no text is left out and counted; one that was named is refused, with a remedy.
+Where the user asks for bytes (`--tokenizer byte`), named files are taken as they are. Of Python's own
+library, which nobody has named, all is text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zero_mpi.data.kinds import BINARY, is_utf8, kind_of
+from zero_mpi.errors import UsageError
+from zero_mpi.foreign import shown
+
+NAME = 60  # letters of a name that are shown
+SHOWN = 3  # names
+
+
+class Sieve:
+    """Looks at one file after the other; `notes` say what was found.
+
+    paths       what was named: files and folders
+    any_bytes   whether named files are taken as they are, whatever they look like
+    """
+
+    def __init__(self, paths: Sequence[str], any_bytes: bool) -> None:
+        self._named, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
+        self._out, self._taken, self._odd = list[str](), list[str](), list[str]()
+
+    def takes(self, name: str, path: Path, head: bytes) -> bool:
+        """Whether a file is read, by its first bytes. Raises UsageError for a named one that is no text."""
+        kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
+        if kind is None:
+            return True
+        about = f"{shown(name, NAME)}: {kind.name}"
+        if os.path.realpath(path) not in self._named:
+            self._out.append(about)
+            return False
+        if not self._any_bytes:
+            raise UsageError(
+                f"--data {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} (--tokenizer "
+                "byte would take its bytes as they are)"
+            )
+        self._taken.append(about)
+        return True
+
+    def read(self, name: str, data: bytes) -> None:
+        """A file was read whole: in which encoding?"""
+        if self._named and not self._any_bytes and not is_utf8(data):
+            self._odd.append(shown(name, NAME))
+
+    def notes(self) -> Iterator[str]:
+        """A line for each sort of thing that was found."""
+        if self._out:
+            yield f"files that are no text left out: {some(self._out)}"
+        if self._taken:
+            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self._taken)}"
+        if self._odd:
+            yield (
+                f"text that is not UTF-8, taken byte by byte: {some(self._odd)}; iconv -f ENCODING -t UTF-8 "
+                "converts it"
+            )
+
+
+def some(found: Sequence[str]) -> str:
+    """How many, and the first of them."""
+    return f"{len(found):,} ({', '.join(found[:SHOWN])}{', ...' if len(found) > SHOWN else ''})"

@@ -1,0 +1,72 @@
+"""What flags are where nobody gave them, for a model from nothing and for one that is trained further.
+
+A model that comes from a file (`--init`) brings its sizes along: flags may repeat them, and may not differ.
+Its weights are near where they should be, so the learning rate of a model from nothing would destroy it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from zero_mpi.errors import UsageError
+from zero_mpi.models import ModelConfig
+
+if TYPE_CHECKING:
+    from zero_mpi.config import Config
+
+FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
+FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model
+SIZES = {  # flag -> what a model calls it
+    "arch": "arch",
+    "layers": "block_count",
+    "dim": "embedding_length",
+    "heads": "head_count",
+    "kv_heads": "head_count_kv",
+    "ffn": "feed_forward_length",
+    "tied": "tied",
+    "vocab_size": "vocab_size",
+}
+
+
+def defaults(init: str | None) -> dict[str, Any]:
+    """The settings that depend on whether the model comes from a file."""
+    return FROM_NOTHING if init is None else FURTHER
+
+
+def told(name: str) -> str:
+    """What `--help` says of a setting in the tables above; empty for another."""
+    if name not in FROM_NOTHING:
+        return ""
+    return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')})"
+
+
+def sizes_of(model: ModelConfig) -> dict[str, Any]:
+    """A model's sizes by their flags; one that knows no key/value heads has as many as query heads."""
+    return {name: getattr(model, size, model.head_count) for name, size in SIZES.items()}
+
+
+def settled(config: Config, model: ModelConfig) -> Config:
+    """The configuration with the sizes that the model of `--init` has, where one is named.
+
+    Raises UsageError for a flag that says otherwise. The vocabulary is left to the tokenizer.
+    """
+    if config.init is None:
+        return config
+    sizes = sizes_of(model)
+    for name, size in sizes.items():
+        given = getattr(config, name)
+        if given is not None and given != size:
+            raise UsageError(
+                f"{as_flag(name, given)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
+                "it out, or leave out --init for a model from nothing"
+            )
+    return dataclasses.replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as it is written on a command line."""
+    text = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{text}" if value else f"--no-{text}"
+    return f"--{text} {value}"

@@ -1,0 +1,64 @@
+"""What a run is, in words and numbers: what its checkpoints say of it, and what its ranks must have alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zero_mpi.checkpoint.state import ID, Description
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.config import Config
+from zero_mpi.data import Corpus, Tokenizer
+from zero_mpi.models import ModelConfig
+from zero_mpi.resume import Start
+from zero_mpi.source import fingerprint, has_tokenizer
+
+
+def describe(
+    config: Config,
+    model: ModelConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    init: WeightSource | None,
+    machine: dict[str, Any],
+) -> Description:
+    """What the checkpoints of this run say beside their tensors; `machine`: of `try_operations`."""
+    name = {"general.name": f"zero_mpi {model.arch}"}
+    if init is not None:
+        metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
+        if tokenizer is not None and not has_tokenizer(init):
+            metadata |= tokenizer.metadata()
+    elif tokenizer is not None:
+        metadata = model.metadata() | name | tokenizer.metadata()
+    else:
+        metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
+    sizes = {f"model.{key}": as_json(value) for key, value in dataclasses.asdict(model).items()}
+    settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
+    settings["data.tokenizer"] = fingerprint(tokenizer)
+    settings |= config.fixed()
+    if config.precision != "fp32":
+        machine["precision"] = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
+    return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
+
+
+def what_was_read(
+    config: Config,
+    start: Start | None,
+    init: WeightSource | None,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
+    return {
+        f"the checkpoint of --resume {config.resume}": start and start.state.metadata.get(ID),
+        f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
+        "the model's sizes": [(key, as_json(value)) for key, value in dataclasses.asdict(model).items()],
+        f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
+    }
+
+
+def as_json(value: Any) -> Any:
+    """A size as JSON gives it back."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,48 @@
+"""Small files that are whole at every moment: written beside their place, brought to disk, then renamed.
+
+Whatever kills the writer, fills the disk or cuts the power, the name stands for the old content or for the
+new one, never for half of it or for nothing. Checkpoints do the same with a folder (`checkpoint.manager`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+HOW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no waiting for a pipe
+
+
+def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> None:
+    """Give a file new content; OSError with its name if that cannot be, and then it is as it was.
+
+    `beside` ends the name that the content has on its way, `.NAME.partial`: writers that may write at the
+    same time need different ones.
+    """
+    partial = path.with_name(f".{path.name}.{beside}")
+    try:
+        write_to_disk(partial, content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def write_to_disk(path: Path, content: bytes) -> None:
+    """Write a file from its beginning and bring it to disk. OSError, at times without a name."""
+    handle = os.open(path, HOW, 0o666)
+    try:
+        write_all(handle, content)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, content: bytes) -> None:
+    """Write all of it: where the disk is about to be full the system takes a part and no error is seen."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left) :]

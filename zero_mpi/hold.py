@@ -1,0 +1,155 @@
+"""A job has its run folder from before it touches anything there until its end (`lock` has the file).
+
+Rank 0 holds it and the others are told. While the job runs a thread gives signs of life and sees whether the
+folder is still ours: it may have been moved, removed, or taken over while the process was stopped. Then the
+job writes no more there, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from zero_mpi import records
+from zero_mpi.batch import find_job
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.events import utc
+from zero_mpi.foreign import reason, shown
+from zero_mpi.launch import World
+from zero_mpi.lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
+
+THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
+
+
+class RunLock:
+    """A folder that is ours from `take` to `release`. `lost`: why it is not any more, or nothing."""
+
+    def __init__(self, path: Path, mine: Record, handle: int) -> None:
+        self._path, self._mine, self._handle = path, mine, handle
+        self._mutex, self._over, self._absent = threading.Lock(), threading.Event(), False
+        self.lost = ""
+        self.at_loss: list[Callable[[], object]] = []
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True).start()
+
+    @classmethod
+    def take(cls, out: Path, job: str = "") -> RunLock:
+        """The lock of a folder that is there. Raises UsageError if another job has it, or OSError."""
+        path, mine = out / NAME, Record(since=utc(), job=job)
+        return cls(path, mine, Taking(path, mine).take())
+
+    def release(self) -> None:
+        """Let the folder go."""
+        self._over.set()
+        locked = self._mutex.acquire(timeout=SLOW)  # the disk may hang
+        with contextlib.suppress(OSError, UsageError):
+            handle = find(self._path)
+            found = unpacked(read(handle))
+            os.close(handle)
+            if found is not None and found.token == self._mine.token:
+                os.unlink(self._path)
+        self._forget()
+        if locked:
+            self._mutex.release()
+
+    def _forget(self) -> None:
+        """Close the file; also in a child, which would keep the lock when this process is dead."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+    def _renew(self) -> None:
+        while not self._over.wait(EVERY):
+            with self._mutex, contextlib.suppress(OSError, UsageError):  # what cannot be read tells nothing
+                if not self._over.is_set():
+                    self._give_sign()
+            if self.lost:
+                for tell in self.at_loss:
+                    tell()
+                return
+
+    def _give_sign(self) -> None:
+        """Renew the record, if it is ours."""
+        try:
+            handle = find(self._path)
+        except FileNotFoundError:
+            self._miss()
+            return
+        try:
+            found = unpacked(read(handle))
+            if found is not None and found.token != self._mine.token:
+                self.lost = f"the run folder {self._path.parent} was taken over by {found}"
+            elif found is not None:
+                self._mine = replace(self._mine, beat=found.beat + 1)
+                write(handle, self._mine)
+            self._absent = False
+        finally:
+            os.close(handle)  # which brings it to the server of a network file system
+
+    def _miss(self) -> None:
+        """The file is gone: it is made again, or the folder went with it."""
+        folder = self._path.parent
+        if folder.is_dir():
+            handle = Taking(self._path, self._mine).look()
+            if handle is not None:
+                self._forget()
+                self._handle = handle
+        elif self._absent:  # for the second time: a network file system may be wrong for a moment
+            self.lost = f"the run folder {folder} was moved or removed while the job was at work in it"
+        self._absent = True
+
+
+class Hold:
+    """The run folder of a job, as each rank has it; on rank 0 with its lock."""
+
+    def __init__(self, world: World, lock: RunLock | None) -> None:
+        self._world, self._lock = world, lock
+
+    @property
+    def lost(self) -> str:
+        """Why this rank knows the folder to be ours no more; empty while it is."""
+        return self._lock.lost if self._lock is not None else ""
+
+    def at_loss(self, tell: Callable[[], object]) -> None:
+        """Call tell() when the folder is lost."""
+        if self._lock is not None:
+            self._lock.at_loss.append(tell)
+
+    def check(self, problem: str = "") -> None:
+        """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
+        said = self._world.share(self.lost or problem)
+        if said:
+            raise JobError(said)
+
+
+def take_folder(world: World, out: Path) -> Hold:
+    """Make the run folder and let this job have it until its end. Collective.
+
+    Raises UsageError on all ranks if another job is at work there, or the folder cannot be written to.
+    """
+    lock: RunLock | None = world.on_root(lambda: take(out))
+    if lock is not None:
+        world.at_end.append(lambda status, reason: lock.release())
+    return Hold(world, lock)
+
+
+def take(out: Path) -> RunLock:
+    """`take_folder` on rank 0."""
+    job = find_job()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        next(out.iterdir(), None)  # it can be read as well
+        records.check(out)
+        return RunLock.take(out, "" if job is None else job.name)
+    except OSError as error:
+        text = f"--out {shown(out)}: cannot write there: {reason(error)}"
+        raise (JobError if error.errno in THE_MACHINES else UsageError)(text) from error
+    except UsageError:
+        raise
+    except ValueError as error:  # a NUL byte
+        raise UsageError(f"--out {shown(out)}: {error}") from error

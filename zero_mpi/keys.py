@@ -1,0 +1,127 @@
+"""The keys of a GGUF file, each read as what it must be: any program may have written them.
+
+A key that is absent is None; one of another type or outside its range is an error of one line that names the
+file, the key, what was expected and what was found. Whoever acts on a key's value reads it here; who only
+shows or copies keys (`inspect`, `compare`, `export`) may take them as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.foreign import FileError, quoted, shown
+
+MOST = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
+MOST_SIZE = (1 << 31) - 1  # of a model: sizes are UINT32 there, and llama.cpp counts with INT32
+ARCHITECTURE, TOKENIZER, TEMPLATE = (
+    "general.architecture",
+    "tokenizer.ggml.model",
+    "tokenizer.chat_template",
+)
+TOKENS, MERGES, TYPES = (f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "token_type"))
+THE_FILE = "the model file"
+
+
+class GGUFKeys:
+    """Reads the keys of a file with their types. `place` names the file, where nobody else will do so."""
+
+    def __init__(self, metadata: Mapping[str, Any], place: str = "") -> None:
+        self.metadata, self.place = metadata, place
+
+    def fault(self, key: str, expected: str) -> FileError:
+        """The error for a key that is not as expected."""
+        found = described(self.metadata.get(key))
+        where = f"{self.place}: " if self.place else ""
+        return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
+
+    def text(self, key: str) -> str | None:
+        """A text."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.fault(key, "a text")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """true or false."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fault(key, "true or false")
+        return value
+
+    def whole(self, key: str, least: int = 0, most: int = MOST, expected: str = "") -> int | None:
+        """A whole number of any width from `least` to `most`."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not is_whole(value) or not least <= value <= most:
+            limits = f"of at least {least}" if most in (MOST, MOST_SIZE) else f"from {least} to {most}"
+            raise self.fault(key, expected or f"a whole number {limits}")
+        return int(value)
+
+    def number(self, key: str, least: float = -math.inf) -> float | None:
+        """A finite number of at least `least`."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        is_number = is_whole(value) or isinstance(value, float | np.floating)
+        if not is_number or not math.isfinite(value) or value < least:
+            limit = f" of at least {least:g}" if least > -math.inf else ""
+            raise self.fault(key, f"a finite number{limit}")
+        return float(value)
+
+    def texts(self, key: str) -> list[str] | None:
+        """An array of texts. An empty array has no type of its own."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        items = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            raise self.fault(key, "an array of texts")
+        return list(items)
+
+    def wholes(self, key: str, count: int) -> list[int] | None:
+        """An array of `count` whole numbers."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        numbers = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
+        if not numbers or len(value) != count:
+            raise self.fault(key, f"an array of {count} whole numbers")
+        return [int(number) for number in value.tolist()]
+
+    # What several parts of the package ask for.
+
+    @property
+    def architecture(self) -> str | None:
+        """`general.architecture`."""
+        return self.text(ARCHITECTURE)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The kind of tokenizer; None where there is none."""
+        kind = self.text(TOKENIZER)
+        return None if kind == "none" else kind
+
+    def token_id(self, name: str, vocabulary: int) -> int | None:
+        """`tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        return self.whole(key, 0, vocabulary - 1, f"an id below {vocabulary}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; true and false are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def described(value: Any) -> str:
+    """A key's value in few words, for an error."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, list | tuple | np.ndarray):
+        kinds = str(value.dtype) if isinstance(value, np.ndarray) else "texts"
+        return f"an array of {len(value)} {kinds}"
+    return quoted(value.item() if isinstance(value, np.generic) else value)

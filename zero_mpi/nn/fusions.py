@@ -1,0 +1,81 @@
+"""What a layer may offer beside its two functions, and what is done where it does not.
+
+A layer that writes its result itself can add a residual to it in the same pass. A last stage that makes
+logits can take the loss with them, so that they need not all exist. Who asks goes through the functions
+here, so that a layer with nothing but `forward` and `backward` does everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from zero_mpi import ops
+from zero_mpi.arrays import Scalar
+from zero_mpi.nn.layer import Gradients, Layer, Weights
+
+
+class AddsInForward(Layer):
+    """A layer whose forward adds `residual` where it writes y."""
+
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+        """(y, saved), or (residual + y, saved)."""
+        raise NotImplementedError
+
+
+class AddsInBackward(Layer):
+    """A layer whose backward adds `residual` where it writes dx."""
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
+        """dx, or residual + dx; adds the parameters' gradients into g."""
+        raise NotImplementedError
+
+
+def forward_onto(layer: Layer, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
+    """(residual + y, saved); a residual of None is none."""
+    if residual is None:
+        return layer.forward(p, x)
+    if isinstance(layer, AddsInForward):
+        return layer.forward(p, x, residual)
+    y, saved = layer.forward(p, x)
+    return ops.add(residual, y), saved
+
+
+def backward_onto(layer: Layer, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
+    """residual + dx; a residual of None is none."""
+    if residual is None:
+        return layer.backward(p, saved, dy, g)
+    if isinstance(layer, AddsInBackward):
+        return layer.backward(p, saved, dy, g, residual)
+    return ops.add(residual, layer.backward(p, saved, dy, g))
+
+
+@runtime_checkable
+class Head(Protocol):
+    """A last stage that can do with less than all logits at once."""
+
+    def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
+        """(loss, dx): forward, cross-entropy of y as logits, and backward, in one.
+
+        The loss is `scale` times the sum over targets of -log softmax.
+        """
+
+    def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
+        """The loss alone."""
+
+
+def loss_and_backward(
+    layer: Layer, p: Weights, x: Any, targets: Any, scale: float, g: Gradients
+) -> tuple[Scalar, Any]:
+    """(loss, dx) of any layer as a head; see `Head.loss`."""
+    if isinstance(layer, Head):
+        return layer.loss(p, x, targets, scale, g)
+    y, saved = layer.forward(p, x)
+    loss, dy = ops.cross_entropy(y, targets, scale)
+    return loss, layer.backward(p, saved, dy, g)
+
+
+def loss_alone(layer: Layer, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
+    """The loss of any layer as a head."""
+    if isinstance(layer, Head):
+        return layer.evaluate(p, x, targets, scale)
+    return ops.cross_entropy(layer.forward(p, x)[0], targets, scale)[0]

@@ -1,0 +1,122 @@
+"""What all ranks of a node take of the host's memory together: what to ask a batch system for.
+
+Beside what a plan counts, a rank has its interpreter, NumPy, compiled operations and the text; a node has
+the files of libraries once, MPI's segments, what its ranks share, and for a while the compiler. These were
+measured (x86-64, Python 3.11, MPICH 5.0, 1 to 8 ranks) as resident pages, shared ones counted once, and a
+test holds runs against the sum. What ranks share is in the plan of a rank by its part, and here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from zero_mpi import ops
+from zero_mpi.config import Config
+from zero_mpi.data.corpus import Corpus, collect_files, stdlib_files
+from zero_mpi.models import ModelConfig
+from zero_mpi.models.size import parameter_count
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.memory import Memory
+from zero_mpi.plan.report import row, size
+from zero_mpi.shmroom import WITH_UCX
+
+# Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
+# operations, and the compiler while one rank fills the folder of compiled code for the first time.
+PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
+RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
+STEP = 1 << 24  # what is asked for is a multiple of so many bytes
+BYTES_OF_TOKEN = 3  # of text, where a token is not a byte
+READING = 2  # times the tokens, beside them, while rank 0 reads them
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of a node.
+
+    programs  interpreters, libraries, the compiler;  mpi  segments of the library;  text  tokens of all ranks
+    arrays    what the plan counts, on the host, of all ranks;  sample  the whole model on rank 0 in the end
+    """
+
+    programs: int
+    mpi: int
+    text: int
+    arrays: int
+    sample: int
+
+    @property
+    def total(self) -> int:
+        """When most of it is there."""
+        return self.programs + self.mpi + self.text + self.arrays + self.sample
+
+    @property
+    def ask(self) -> int:
+        """What to ask for."""
+        return -(-self.total // STEP) * STEP
+
+    def as_json(self) -> dict[str, int]:
+        """The numbers by name."""
+        return asdict(self) | {"total": self.total, "ask": self.ask}
+
+
+def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
+    """Of a node; `text`: bytes of all tokens; `sample`: whether rank 0 shows one."""
+    ranks = case.per_node
+    return Resident(
+        programs=programs(ranks),
+        mpi=ranks * WITH_UCX,
+        text=ranks * text + max(0, READING * text - ranks * private(case, memory)),
+        arrays=ranks * private(case, memory) + memory.node_shared,
+        sample=4 * parameter_count(case.model) * sample,
+    )
+
+
+def programs(ranks: int) -> int:
+    """Bytes of interpreters and libraries of so many ranks of a node, and of the compiler."""
+    if ops.backend() == "numpy":
+        return ranks * PLAIN_RANK + PLAIN_FILES
+    return ranks * RANK + FILES + COMPILER
+
+
+def private(case: Case, memory: Memory) -> int:
+    """Bytes of the host that the plan counts for a rank, but for those that it shares with its node."""
+    if case.on_gpu:
+        return memory.host
+    shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.shares_slots
+    if case.shares_slots and case.shares_wholes:
+        shared += memory.parameters if case.strategy.shards_moments else memory.gradients
+    return memory.total - shared
+
+
+def text_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
+    """Of the tokens that each rank holds, by the sizes of the data's files, which are not read.
+
+    A single token file is not copied by a lone rank: its pages are the system's to take back.
+    """
+    files = [path for _, path in collect_files(config.data)] if config.data else stdlib_files()
+    found = sum(path.stat().st_size for path in files)
+    if files and all(path.suffix == ".npy" for path in files):
+        return found if ranks > 1 or len(files) > 1 else 0
+    width = 2 if model.vocab_size <= 1 << 16 else 4
+    return width * found // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
+
+
+def text_of(corpus: Corpus) -> int:
+    """The same of a corpus that has been read."""
+    return int(corpus.train.nbytes + corpus.val.nbytes)
+
+
+def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
+    """The rows of a table."""
+    yield row("programs and libraries", [size(node.programs) for node in found])
+    yield row("MPI's own segments", [size(node.mpi) for node in found])
+    yield row("tokens of the text", [size(node.text) for node in found])
+    yield row("arrays, as planned", [size(node.arrays) for node in found])
+    if any(node.sample for node in found):
+        yield row("sample in the end", [size(node.sample) for node in found])
+    yield row("ask for, a node", [gibibytes(node.ask) for node in found])
+
+
+def gibibytes(nbytes: int) -> str:
+    """As batch systems take it."""
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,42 @@
+"""`OUT/config.toml`: the settings of a run, so that `--config OUT/config.toml` goes on with it from anywhere.
+
+Paths are written in full. What is of one start and not of the run is left as if nothing had been said: a
+`resume = "never"` would write over the run that the file is meant to go on with.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.config import FIELDS, Config, write_toml
+from zero_mpi.durable import write_whole
+from zero_mpi.errors import writing
+from zero_mpi.source import BYTE, FROM_INIT
+
+NAME = "config.toml"
+OF_ONE_START = ("resume", "dry_run")
+PATHS = ("out", "init", "data", "tokenizer", "trace")
+WORDS = (None, BYTE, FROM_INIT)  # of a setting that may be a path
+
+
+def recorded(config: Config) -> Config:
+    """The settings as they are to be read again, from whatever folder."""
+    settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
+    settings |= {name: FIELDS[name].default for name in OF_ONE_START}
+    return replace(config, **settings)
+
+
+def in_full(value: Any) -> Any:
+    """A path from the root, or a list of such; a word stays."""
+    if isinstance(value, list):
+        return [in_full(item) for item in value]
+    return value if value in WORDS else os.path.abspath(value)
+
+
+def write_config(out: Path, config: Config) -> None:
+    """Write the file; raises JobError. A path that is not UTF-8 keeps its bytes, and its reader is told."""
+    with writing():
+        write_whole(out / NAME, write_toml(recorded(config)).encode(errors="surrogateescape"))

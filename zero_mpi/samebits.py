@@ -1,0 +1,114 @@
+"""Whether ranks, or a job and the one whose checkpoint it goes on from, compute the same bits.
+
+A trial of the operations judges (`trial`); names explain. Names alone would say too much and too little:
+processors of two names may compute alike, and one name of a BLAS kernel stands for several processors. The
+number of threads counts by itself where the host computes, for a trial cannot have all shapes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import __version__, device, log, ops, trial
+from zero_mpi.comm.agree import odd_one
+from zero_mpi.errors import UsageError
+from zero_mpi.foreign import shown
+from zero_mpi.launch import World
+from zero_mpi.rollcall import named
+from zero_mpi.uniform import blas
+
+Machine = Mapping[str, Any]
+TRIAL, THREADS = "trial", "threads"
+EXPLAINING = ("BLAS", "code for", "processor")  # names that matter where the trial differs, and else not
+REMEDY = "give all ranks the same threads (--threads N) and kind of processor, or use --reduction fast"
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What this rank computes with: names, and the digest of a trial with the threads that are set."""
+    found = {
+        THREADS: threads,
+        "operations": ops.backend(),
+        "numpy": np.__version__,
+        "zero_mpi": __version__,
+        "cpu": platform.machine(),
+        "BLAS": blas(),
+        "code for": ops.compiled_for() or "none",
+        "processor": processor(),
+    }
+    if device.in_use().name != "cpu":
+        found["device"] = device.in_use().about
+    return found | {TRIAL: trial.digest()}
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as far as the system tells."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+# ------------------------------------------------------------------------------------------- between ranks
+
+
+def check_bits(world: World, mine: Machine, exact: bool, notes: list[str]) -> None:
+    """Raise UsageError on all ranks where one computes other bits, saying what it has that most have not.
+
+    Unless `exact`: then a note says it. Collective.
+    """
+    found: list[tuple[str, Machine]] = world.everyone((platform.node(), dict(mine)))
+    values = [judged(of_rank) for _, of_rank in found]
+    odd = odd_one(values)
+    if odd is None:
+        return
+    rank, usual = odd
+    alike = [number for number, value in enumerate(values) if value == usual]
+    hosts, machines = zip(*found, strict=True)
+    here, there = names(machines[rank], machines[alike[0]])
+    text = (
+        f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {here}, "
+        f"{named(alike)} (on {hosts[alike[0]]}) {there}"
+    )
+    if exact:
+        raise UsageError(f"{text}; {REMEDY}")
+    notes.append(log.Caution(text))
+
+
+def judged(of_rank: Machine) -> str:
+    """What must be alike; a GPU's bits do not depend on the threads of its host."""
+    threads = "" if "device" in of_rank else of_rank[THREADS]
+    return f"{of_rank[TRIAL]} {threads}"
+
+
+def names(mine: Machine, usual: Machine) -> tuple[str, str]:
+    """Two machines by what differs: the names that do, else the trial itself."""
+    keys = [key for key in mine if key != TRIAL and mine[key] != usual.get(key)] or [TRIAL]
+    here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (mine, usual))
+    return here, there
+
+
+# ------------------------------------------------------------------------------------------- at a resume
+
+
+def changes(before: Machine, now: Machine) -> Iterator[str]:
+    """What differs from the machine of a checkpoint and may change the last bits, in a line or none."""
+    other = before.get(TRIAL) != now.get(TRIAL)
+    keys = [
+        key
+        for key in dict.fromkeys((*now, *before))
+        if key != TRIAL and before.get(key) != now.get(key) and (other or key not in EXPLAINING)
+    ]
+    made = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
+    if other and TRIAL not in before:
+        made = "; ".join(filter(None, (made, "no trial of its operations, so nobody knows their bits")))
+    elif other and not keys:
+        made = "operations of other bits by a trial, under the same names of processor and libraries"
+    if made:
+        yield f"the checkpoint was made with {made}: the last bits may change"

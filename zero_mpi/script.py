@@ -1,0 +1,199 @@
+"""The transport for a script or notebook of one's own, and one end for all of its ranks.
+
+A rank of a script may fail, end early, or start something else than the others, who would wait for it for
+ever. So `connect` sees to it that an exception which nobody catches ends all ranks, that a rank which ends is
+known to those who wait for it (`lookout`), and that a wait of many minutes ends the job (`watchdog`). A
+process by itself is left as it is: in a notebook nothing of this is installed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from threadpoolctl import threadpool_limits
+
+from zero_mpi import environment
+from zero_mpi.arguments import instance, number
+from zero_mpi.comm.agree import agreed
+from zero_mpi.comm.base import Comm
+from zero_mpi.comm.guarded import GuardedComm, Records
+from zero_mpi.comm.serial import SerialComm
+from zero_mpi.launch import DRAIN, FAILED, STAGGER, World, find_world, say
+from zero_mpi.lookout import Lookout, Notes
+from zero_mpi.rollcall import RollCall
+from zero_mpi.watchdog import Watchdog
+
+VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
+TIMEOUT = 600.0  # as `--timeout` of the command
+AT_ONCE, GRACE = 0.05, 0.3  # seconds at the end in which ranks look often; after which they leave a note
+PAUSE = 0.01  # seconds between looks
+
+
+def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
+    """Messages between the ranks that a launcher has started; a `SerialComm` for a process by itself.
+
+    So the same lines run under mpirun, as plain Python, in a notebook, and where no MPI is installed. It
+    starts MPI where there is one. A rank computes with one BLAS thread unless the environment says
+    otherwise, also where numpy was imported before zero_mpi. Collective.
+
+    timeout   seconds that a rank may wait for others before the job ends with status 86 and says where each
+              rank stands; 0 for never; left out: the variable ZERO_MPI_TIMEOUT, or 600
+    check     compare each collective with those of the other ranks before it starts: slower, and the first
+              that differs is an error on all ranks, with its sizes and types
+
+    From now on an exception that nobody catches ends all ranks, and so does a rank that ends, by whatever
+    status, while others wait for it. The collectives are those of one thread: in another one they raise
+    UsageError. Raises UsageError if a launcher has started this process and there is no MPI, or no room for
+    it in /dev/shm; ValueError for a timeout that is no number of seconds.
+    """
+    if not environment.threads_were_set:
+        threadpool_limits(1)
+    world = find_world() if Script.running is None else Script.running.world
+    if world.size == 1:
+        settings(timeout, check)
+        return SerialComm()
+    from zero_mpi.comm.mpi import MPIComm
+
+    script = Script.running = Script.running or Script(world)
+    comm: Comm = MPIComm()
+    script.limit(agreed(comm, "connect", lambda: settings(timeout, check)))
+    if check:
+        from zero_mpi.comm.checked import CheckedComm
+
+        comm = CheckedComm(comm)
+    return GuardedComm(comm, script.records)
+
+
+def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
+    """The limit of a wait in seconds, and what ranks must share; raises ValueError."""
+    instance("connect: check", check, bool, "True or False")
+    limit = time_limit(timeout)
+    return limit, {"timeout": limit, "check": check}
+
+
+def time_limit(timeout: Any) -> float:
+    """What is given, or what the environment says, in seconds; raises ValueError."""
+    if timeout is not None:
+        return number("connect: timeout", timeout, least=0)
+    told = os.environ.get(VARIABLE, "")
+    try:
+        return number(VARIABLE, float(told or TIMEOUT), least=0)
+    except ValueError:
+        raise ValueError(f"{VARIABLE}={told}: expected seconds, or 0 for never") from None
+
+
+class Script:
+    """What watches over a rank of a script, from the first `connect` to its end. Collective."""
+
+    running: Script | None = None  # a process has one
+
+    def __init__(self, world: World) -> None:
+        self.world, self.records = world, Records()
+        self._process, self._status = os.getpid(), 0
+        self._job = world.share(f"zero_mpi-{secrets.token_hex(6)}")
+        self._place = meeting_place(world, self._job)
+        self._places = world.everyone(f"process {os.getpid()} on {platform.node()}")
+        self._notes = Notes((self._place or Path(os.devnull)) / f".{self._job}-notes", world.rank)
+        self._lookout = Lookout(self._notes, self.records, self._kill)
+        self._watchdog = Watchdog(world.rank, 0)
+        self._hooks = sys.excepthook, threading.excepthook, sys.exit
+        sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
+        atexit.register(self._ended)
+
+    def limit(self, seconds: float) -> None:
+        """How long a rank may wait from now on, 0 for ever."""
+        if seconds == self._watchdog.limit:
+            return
+        self._watchdog.stop()
+        self._watchdog = Watchdog(self.world.rank, seconds, only_waits=True)
+        self._watchdog.beat("the script")
+        if self._place is not None:
+            roll = RollCall(self._place, self.world.rank, self._job, f".{self._job}")
+            self._watchdog.gather(roll, self._places, lambda reason: None, self._kill)
+
+    # --------------------------------------------------------------------------------- ways to an end
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An exception that nobody caught."""
+        self._stagger()
+        self._hooks[0](kind, error, trace)
+        self._abort(f"rank {self.world.rank} of {self.world.size} failed")
+
+    def _thread_failed(self, about: Any) -> None:
+        """The same in a thread; one that starts no collectives is nobody's loss."""
+        of_ours = about.thread is not None and about.thread.ident in self.records.threads
+        if of_ours:
+            self._stagger()
+        self._hooks[1](about)
+        if of_ours:
+            self._abort(f"thread {about.thread.name!r} of rank {self.world.rank} of {self.world.size} failed")
+
+    def _stagger(self) -> None:
+        """What all ranks have to say the first of them says, and ends the job before the others speak."""
+        time.sleep(STAGGER * min(self.world.rank, 20))
+
+    def _abort(self, why: str) -> NoReturn:
+        sys.stdout.flush()
+        say(f"zero_mpi: {why} with the error above; ending the job")
+        time.sleep(DRAIN)
+        self._kill(FAILED)
+
+    def _kill(self, status: int) -> NoReturn:
+        """End all ranks at once; as the last thing, or another one would make the folder anew."""
+        self._notes.clear()
+        self.world.kill(status)
+
+    def _exit(self, status: Any = None, /) -> NoReturn:
+        """sys.exit, which leaves behind what it was called with: nobody else can tell it at the end."""
+        if threading.current_thread() is threading.main_thread():
+            self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
+        raise SystemExit(status)
+
+    def _ended(self) -> None:
+        """The process ends: wait for the others, and let those know who wait for this one."""
+        if os.getpid() != self._process or self.world.mpi.Is_finalized():
+            return  # a child; or a command, whose ranks have met
+        self._lookout.stop()
+        self._watchdog.stop()
+        sys.stdout.flush()
+        request, began, noted = self.world.farewell.Ibarrier(), time.monotonic(), False
+        while not request.Test():
+            waited = time.monotonic() - began
+            if waited > GRACE and not noted:
+                noted = True
+                with suppress(OSError):
+                    self._notes.leave(self._lookout.note(self._status))
+            time.sleep(PAUSE if waited > AT_ONCE else PAUSE / 10)
+        if noted:
+            self._notes.take_back()
+
+
+def meeting_place(world: World, job: str) -> Path | None:
+    """A folder that all ranks see, for small files: that of temporary files, or this one. Collective.
+
+    On several hosts the first is each host's own, the second mostly one that they share. None: neither is.
+    """
+    places = [Path(tempfile.gettempdir()), Path.cwd()] if world.rank == 0 else []
+    probes = world.share([place / f".{job}" for place in places])
+    if world.rank == 0:
+        for probe in probes:
+            with suppress(OSError):
+                probe.mkdir(mode=0o700)
+    seen = world.everyone([probe.is_dir() for probe in probes])
+    if world.rank == 0:
+        for probe in probes:
+            shutil.rmtree(probe, ignore_errors=True)
+    common = [probe.parent for probe, *by in zip(probes, *seen, strict=True) if all(by)]
+    return common[0] if common else None

@@ -1,0 +1,130 @@
+"""How many buffers of which lengths are lent at once: a schedule's own lists, run by units that only borrow.
+
+A transport that shares memory is asked for these buffers before the model is there, so their lengths must be
+known beforehand, and every rank's steps must find the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.device import Host
+from zero_mpi.sharding.actions import Actions, Gather, run
+from zero_mpi.sharding.schedule import Indices, Schedule
+from zero_mpi.sharding.unit import Unit
+
+ROUNDS = 3  # of micro-batches in a step, after which the same buffers are lent again
+
+
+class Nowhere(Host):
+    """Arrays that have a length and no memory, for those who only count them."""
+
+    def empty(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat array whose elements all lie in one place."""
+        return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (size,), (0,))
+
+
+NOWHERE = Nowhere()
+
+
+class Borrower:
+    """A unit that borrows as a `ShardedUnit` does where nothing is shared and nothing is summed in place."""
+
+    def __init__(self, unit: Unit, parameters: BufferPool, gradients: BufferPool) -> None:
+        self._length, self._trainable = unit.length, unit.trainable
+        self._parameters, self._gradients = parameters, gradients
+        self._whole: Array | None = None
+        self._gradient: Array | None = None  # what backward adds to
+        self._reducing: Array | None = None
+
+    def start_gather(self) -> None:
+        """Borrow what the parameters are gathered in."""
+        if self._whole is None:
+            self._whole = self._parameters.take(self._length)
+
+    def wait_gather(self) -> None:
+        """Do nothing: no buffer changes hands."""
+
+    def release(self) -> None:
+        """Give back the gathered parameters."""
+        if self._whole is not None:
+            self._parameters.give(self._whole)
+            self._whole = None
+
+    def open_gradient(self) -> None:
+        """Borrow what backward adds to, unless it is there; the round before must have been summed."""
+        if self._trainable and self._gradient is None:
+            self.wait_reduce()
+            self._gradient = self._gradients.take(self._length)
+
+    def start_reduce(self, contributors: int) -> None:
+        """Keep the gradient until its sum is complete; a rank without a micro-batch borrows it only now."""
+        self.open_gradient()
+        self._reducing, self._gradient = self._gradient, None
+
+    def wait_reduce(self) -> None:
+        """Give back the gradient that was summed."""
+        if self._reducing is not None:
+            self._gradients.give(self._reducing)
+            self._reducing = None
+
+
+class Borrowing:
+    """Stages that compute nothing; their backward opens the gradients of their units."""
+
+    contributors = 0
+
+    def __init__(self, units: Sequence[Borrower], uses: Sequence[Indices], idle: bool) -> None:
+        self._units, self._uses, self._idle = units, uses, idle
+
+    def backward(self, stage: int) -> None:
+        """Open the gradients that the stage adds to, unless the rank has no micro-batch."""
+        for unit in () if self._idle else self._uses[stage]:
+            self._units[unit].open_gradient()
+
+    loss_and_backward = backward
+
+    def forward(self, stage: int) -> None:
+        """Do nothing."""
+
+    evaluate = forward
+
+    def progress(self) -> None:
+        """Do nothing."""
+
+
+def buffer_lengths(
+    units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of all buffers that steps and evaluations in any order ever hold: (gradients, parameters).
+
+    Elements, longest first.
+    """
+    parameters, gradients = BufferPool(where=NOWHERE), BufferPool(where=NOWHERE)
+    borrowers = [Borrower(unit, parameters, gradients) for unit in units]
+    known = -1
+    while known != parameters.nbytes + gradients.nbytes:
+        known = parameters.nbytes + gradients.nbytes
+        for rounds in kinds_of_steps(schedule):
+            for actions, idle in rounds:
+                run(actions, borrowers, Borrowing(borrowers, uses, idle))
+            for borrower in borrowers:
+                borrower.wait_reduce()
+    return gradients.lengths, parameters.lengths
+
+
+def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
+    """Steps by their rounds: (actions, whether the rank has no micro-batch).
+
+    The gathers that an evaluation follows, and those that begin before it, are as in a run.
+    """
+    early = tuple(map(Gather, schedule.first_gathers))
+    for rounds in range(ROUNDS + 1):
+        yield [(schedule.training, False)] * rounds
+        yield [*[(schedule.training, False)] * rounds, (schedule.training, True)]
+    for both in (schedule.training, (*schedule.forward, *schedule.backward)):
+        yield [(both, False), (schedule.inference, True), (early, True)]

@@ -1,0 +1,117 @@
+"""What a module is given: whether it can be, and what of it must be the same on all ranks.
+
+Ranks that have other models, strategies or settings would start other collectives, or train something else,
+in silence. So all of it is compared when the module is made, by a digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from zero_mpi.arguments import came, instance, number, whole
+from zero_mpi.arrays import Array
+from zero_mpi.comm import Comm
+from zero_mpi.errors import UsageError
+from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
+from zero_mpi.sharding.layout import Layout, lay_out
+from zero_mpi.sharding.offload import masters_on_host
+from zero_mpi.sharding.precision import FLOAT32, Precision
+from zero_mpi.sharding.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a module, looked at."""
+
+    stages: list[Stage]
+    params: Mapping[str, Param]
+    frozen: tuple[str, ...]
+    layout: Layout
+    masters: Callable[[int], Array] | None
+
+
+def look_at(
+    stages: Any,
+    comm: Comm,
+    strategy: Any,
+    *,
+    prefetch: Any,
+    bucket_mb: Any,
+    frozen: Any,
+    by_rows: Any,
+    precision: Any,
+    offload_masters: Any,
+) -> tuple[Given, dict[str, object]]:
+    """What was given, and the facts that ranks must share; raises ValueError for what cannot be."""
+    instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
+    instance("ShardedModule: precision", precision, Precision, "a Precision such as FP32")
+    settings: dict[str, Any] = {
+        "prefetch": whole("ShardedModule: prefetch", prefetch, least=0),
+        "bucket_mb": number("ShardedModule: bucket_mb", bucket_mb, above=0),
+        "by_rows": bool(by_rows),
+    }
+    stages = list_of_stages(stages)
+    params = stage_params(stages)
+    if not params:
+        raise ValueError("ShardedModule: expected a model with parameters, got stages that have none")
+    patterns = list_of_patterns(frozen)
+    check_patterns(patterns, params)
+    check_reduction(comm, precision)
+    masters = masters_on_host(precision) if offload_masters else None
+    layout = lay_out(stages, strategy, frozen=patterns, precision=precision, **settings)
+    facts = {"the strategy": strategy, "the precision": precision, "exact": comm.exact, **settings}
+    facts["offload_masters"] = bool(offload_masters)
+    facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
+    for unit in layout.units:
+        kind = "trained" if unit.trainable else "frozen"
+        facts |= {
+            f"parameter {name}": f"{param.shape}, {kind}, in unit {unit.name}"
+            for name, param in unit.params.items()
+        }
+    return Given(stages, params, patterns, layout, masters), facts
+
+
+def list_of_stages(stages: Any) -> list[Stage]:
+    """A model as it was given; raises ValueError for anything but stages, and for none."""
+    expected = "a list of Stage(scope, layer), such as model.stages()"
+    if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
+        raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
+    found = list(stages)
+    if not found:
+        raise ValueError(f"ShardedModule: stages: expected {expected}, got none")
+    for i, stage in enumerate(found):
+        instance(f"ShardedModule: stages[{i}]", stage, Stage, "a Stage(scope, layer)")
+        instance(f"ShardedModule: stages[{i}].scope", stage.scope, str, "a name")
+        instance(f"ShardedModule: stages[{i}].layer", stage.layer, Layer, "a Layer")
+    return found
+
+
+def list_of_patterns(frozen: Any) -> tuple[str, ...]:
+    """Name patterns as they were given; raises ValueError for anything else."""
+    if isinstance(frozen, str) or not isinstance(frozen, Sequence | set | frozenset):
+        raise ValueError(f"ShardedModule: frozen: expected a list of name patterns, got {came(frozen)}")
+    for pattern in frozen:
+        instance("ShardedModule: frozen", pattern, str, "name patterns")
+    return tuple(frozen) if isinstance(frozen, Sequence) else tuple(sorted(frozen))
+
+
+def check_reduction(comm: Comm, precision: Precision) -> None:
+    """Raise UsageError where the transport leaves sums to the library, which has none of low types."""
+    if not comm.exact and precision.reduce != FLOAT32:
+        raise UsageError(
+            f"--precision {precision.name} with --reduction fast: the MPI library does not add "
+            f"{precision.reduce.name}; use --reduction exact, or --reduce-dtype fp32"
+        )
+
+
+def check_patterns(patterns: Sequence[str], params: Mapping[str, Param]) -> None:
+    """Raise ValueError for a pattern that matches nothing: most likely a slip of the pen."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in params):
+            raise ValueError(
+                f"frozen pattern {pattern!r} matches no parameter; names are like "
+                f"{', '.join(list(params)[:3])}"
+            )

@@ -1,0 +1,176 @@
+"""The gradients of a unit on one rank: what backward adds to in a round, and this rank's slice of the sum.
+
+`views` opens a round and sets its gradients to zero; `start_reduce` ends it. The sum is kept as a slice
+(`SlicedGradients`); where every rank updates everything, as a slice and the whole that it is gathered into
+(`ReplicatedGradients`), as the whole alone, which the library sums (`AllreducedGradients`), or as a whole
+that the ranks of a node share (`SharedGradients`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arrays import Array
+from zero_mpi.comm import DONE, Comm, Handle
+from zero_mpi.sharding.parameters import Place, Views, read_only
+from zero_mpi.sharding.precision import as_kind, floats
+from zero_mpi.sharding.strategy import Strategy
+from zero_mpi.sharding.unit import Unit
+
+
+def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
+    """Whether micro-batches are summed on each rank before one allreduce a step: NO_SHARD, fast."""
+    return not strategy.shards_moments and not comm.exact and comm.size > 1
+
+
+class Gradients:
+    """What all have in common; by itself it is what a frozen unit has, which is nothing.
+
+    sum       this rank's slice of the gradients, summed over ranks and rounds, float32
+    whole     all of the sum, where this rank updates all of the unit; else None
+    rounds    how many are in the sum, the one being reduced included
+    """
+
+    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None = None) -> None:
+        self.unit, self.place, self.sum, self.whole = unit, place, own, whole
+        self.partition = unit.partition(place.comm.size)
+        self.rounds = 0
+        self._label = f"gradients {unit.name}"
+
+    def views(self) -> Views:
+        """Name -> view to add gradients into; zeros at the first call of a round."""
+        return {}
+
+    def start_reduce(self, contributors: int) -> None:
+        """Start to sum this round's gradients over ranks into the slices of their owners."""
+
+    def wait_reduce(self) -> None:
+        """Return when the reduction that was started is complete."""
+
+    def start_gather(self) -> Handle:
+        """Start to bring all of the sum to every rank, where it is wanted."""
+        return DONE
+
+    def reset(self) -> None:
+        """Forget the sum; the next round starts from zero."""
+        self.wait_reduce()
+        self.rounds = 0
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sum by `factor`, wherever it is kept. Collective; after the norm."""
+        self.sum *= factor
+
+
+class SlicedGradients(Gradients):
+    """A round's gradients are added in a buffer that is borrowed until they are summed into the slices."""
+
+    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None = None) -> None:
+        super().__init__(unit, place, own, whole)
+        self._kind = place.precision.reduce
+        self._widens = self._kind != np.float32  # the sum is of another type than what is summed
+        self._borrowed: Array | None = None
+        self._of_round = own[:0]
+        self._open: Views | None = None
+        self._reduce: Handle | None = None
+        self._views: dict[int, Views] = {}
+
+    def views(self) -> Views:
+        if self._open is None:
+            self.wait_reduce()
+            buffer = self._buffer()
+            self._of_round = as_kind(buffer, self.unit.length, self._kind)
+            self._of_round.fill(0)
+            if id(buffer) not in self._views:
+                self._views[id(buffer)] = self.unit.views(self._of_round)
+            self._open = self._views[id(buffer)]
+        return self._open
+
+    def _buffer(self) -> Array:
+        """Where this round's gradients are added: where the sum lies, if nothing is in it, or borrowed."""
+        if self.place.comm.sums_in_place and self.rounds == 0 and not self._widens:
+            return self.sum
+        self._borrowed = self.place.gradients.take(floats(self.unit.length, self._kind))
+        return self._borrowed
+
+    def start_reduce(self, contributors: int) -> None:
+        self.views()
+        self._open, accumulate = None, self.rounds > 0
+        self._reduce = self._start(self._of_round, contributors, accumulate)
+        self.rounds += 1
+
+    def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
+        return self.place.comm.reduce_scatter(
+            of_round,
+            self.sum,
+            self.partition,
+            contributors=contributors,
+            accumulate=accumulate,
+            label=self._label,
+        )
+
+    def wait_reduce(self) -> None:
+        if self._reduce is not None:
+            self._reduce.wait()
+            self._reduce = None
+            if self._borrowed is not None:
+                self.place.gradients.give(self._borrowed)
+                self._borrowed = None
+
+
+class ReplicatedGradients(SlicedGradients):
+    """The sums of the slices are gathered into a whole, in which a round's gradients are added before."""
+
+    whole: Array
+
+    def _buffer(self) -> Array:
+        return super()._buffer() if self._widens else self.whole
+
+    def start_gather(self) -> Handle:
+        return self.place.comm.allgather(self.sum, self.whole, self.partition, self._label)
+
+    def scale(self, factor: float) -> None:
+        super().scale(factor)
+        self.whole *= factor
+
+
+class AllreducedGradients(ReplicatedGradients):
+    """Rounds are added on the rank; the library sums the whole once a step, and `sum` is a part of it."""
+
+    def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
+        if accumulate:
+            raise ValueError(
+                "gradients of this step are already reduced; with fast no-shard pass "
+                "last=False to backward for every micro-batch but the last"
+            )
+        return self.place.comm.allreduce(of_round, self._label)
+
+    def start_gather(self) -> Handle:
+        return DONE
+
+    def scale(self, factor: float) -> None:
+        self.whole *= factor
+
+
+class SharedGradients(SlicedGradients):
+    """The whole sum lies once for all ranks of a node; it is complete when the reduction is."""
+
+    def scale(self, factor: float) -> None:
+        super().scale(factor)
+        self.place.comm.publish()
+        self.place.comm.await_published()
+
+
+def make_gradients(unit: Unit, place: Place, memory: Array | None) -> Gradients:
+    """The gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
+    part, zeros = unit.partition(place.comm.size).part(place.comm.rank), device.in_use().zeros
+    if not unit.trainable:
+        return Gradients(unit, place, zeros(0))
+    if place.strategy.shards_moments:
+        return SlicedGradients(unit, place, zeros(part.stop - part.start))
+    if memory is not None:
+        return SharedGradients(unit, place, memory[part], read_only(memory))
+    whole = zeros(unit.length)
+    if accumulates_locally(place.comm, place.strategy):
+        return AllreducedGradients(unit, place, whole[part], whole)
+    return ReplicatedGradients(unit, place, zeros(part.stop - part.start), whole)

@@ -1,0 +1,255 @@
+"""The parameters of a unit on one rank: the slice that it keeps, and the whole, which layers read.
+
+There are three ways to have the whole: gathered for a while (`Sharded`), kept on every rank (`Replicated`),
+and in memory that the ranks of a node share (`SharedOnNode`), where gathering is waiting for what the others
+write. In low precision the whole and what travels are of the low type, and `master` has float32 of what this
+rank updates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_mpi import device
+from zero_mpi.arrays import Array, BufferPool
+from zero_mpi.comm import Comm, Handle
+from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
+from zero_mpi.sharding.strategy import Strategy
+from zero_mpi.sharding.unit import Unit
+
+Views = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the units of a module have in common: who owns slices, and where buffers come from.
+
+    parameters, gradients   pools of float32 buffers, of which less is used in low precision
+    masters                 makes what holds float32 parameters in low precision, if not the device
+    """
+
+    comm: Comm
+    strategy: Strategy
+    parameters: BufferPool
+    gradients: BufferPool
+    precision: Precision = FP32
+    masters: Callable[[int], Array] | None = None
+
+
+class Parameters(ABC):
+    """What every way to have the whole has in common.
+
+    own       this rank's slice in the type of computing: what travels
+    master    float32 of all that this rank updates; None where `own` is float32
+    in_use    whether a rank may have read the whole since all ranks last met (`SharedOnNode`)
+    """
+
+    in_use = False
+    keeps_slice = True  # this rank writes its slice alone; otherwise it writes the whole
+
+    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None) -> None:
+        self.unit, self.place, self.own, self.whole = unit, place, own, whole
+        self.partition = unit.partition(place.comm.size)
+        self.part = self.partition.part(place.comm.rank)
+        self.master: Array | None = None
+        if place.precision.is_low:
+            make = place.masters or device.in_use().zeros
+            self.master = make(self.updated_part.stop - self.updated_part.start)
+        self._label = f"parameters {unit.name}"
+        self._views: dict[int, Views] = {}
+
+    # -------------------------------------------------------------------------------- the whole, for layers
+
+    @abstractmethod
+    def start_gather(self) -> None:
+        """Start to bring the whole here, unless it is."""
+
+    @abstractmethod
+    def wait_gather(self) -> None:
+        """Return when the whole may be read."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up the whole; the slice stays."""
+
+    def start_update(self) -> None:  # noqa: B027  (nothing to bring is a sound answer)
+        """Start to bring the other ranks' updated slices here, where the whole is kept."""
+
+    def wait_update(self) -> None:  # noqa: B027
+        """Return when what was started to bring parameters here is done, without the wish to read them."""
+
+    def views(self) -> Views:
+        """Name -> view of the whole, in full shape."""
+        assert self.whole is not None, f"unit {self.unit.name} is not gathered"
+        key = id(self._memory)
+        if key not in self._views:
+            self._views[key] = self.unit.views(self.whole)
+        return self._views[key]
+
+    @property
+    def _memory(self) -> Array:
+        """What the whole lies in, an array that is there as long as the module is."""
+        return self.whole
+
+    # --------------------------------------------------------------------------- the slice, for the optimizer
+
+    @property
+    def updated_part(self) -> slice:
+        """Which part of the unit this rank's optimizer works on."""
+        return self.part if self.place.strategy.shards_moments else slice(0, self.unit.length)
+
+    @property
+    def written(self) -> tuple[Array, slice]:
+        """What this rank writes of what layers read, and which part of the unit it is."""
+        return self.own, self.part
+
+    @property
+    def rounds_to(self) -> Array | None:
+        """Where `master` must be rounded to when it was updated; None where layers read what is updated."""
+        return None if self.master is None else self._updated_of_whole
+
+    @property
+    def _updated_of_whole(self) -> Array:
+        return self.own
+
+    @property
+    def updated(self) -> Array:
+        """The float32 array that the optimizer works on: `updated_part` of the unit."""
+        return self._updated_of_whole if self.master is None else self.master
+
+    @property
+    def shard(self) -> Array:
+        """This rank's slice in float32."""
+        first = self.part.start - self.updated_part.start
+        return self.own if self.master is None else self.master[first : first + self.own.size]
+
+    @property
+    def kept(self) -> tuple[Array, slice]:
+        """The parameters that this rank keeps between steps, float32, and which part of the unit they are."""
+        return self.written if self.master is None else (self.master, self.updated_part)
+
+    @property
+    def filled(self) -> list[tuple[Array, slice]]:
+        """All that a rank fills by itself when parameters are loaded, and which parts of the unit it is."""
+        return [self.written] if self.master is None else [self.kept, self.written]
+
+    def round(self) -> None:
+        """Round `master` to what layers read, after others than the optimizer wrote it."""
+        if self.rounds_to is not None:
+            device.in_use().copy(self.rounds_to, self.master)
+
+
+class Sharded(Parameters):
+    """Of the whole only a slice is kept; a buffer is borrowed for the rest between gather and release."""
+
+    def __init__(self, unit: Unit, place: Place) -> None:
+        part = unit.partition(place.comm.size).part(place.comm.rank)
+        own = device.in_use().zeros(part.stop - part.start, place.precision.compute)
+        super().__init__(unit, place, own, None)
+        self._buffer: Array | None = None
+        self._gather: Handle | None = None
+
+    def start_gather(self) -> None:
+        if self._buffer is None:
+            kind, pool = self.place.precision.compute, self.place.parameters
+            self._buffer = pool.take(floats(self.unit.length, kind))
+            self.whole = as_kind(self._buffer, self.unit.length, kind)
+            self._gather = self.place.comm.allgather(self.own, self.whole, self.partition, self._label)
+
+    def wait_gather(self) -> None:
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    wait_update = wait_gather
+
+    def views(self) -> Views:
+        assert self._gather is None, f"unit {self.unit.name} is used before its gather is waited for"
+        return super().views()
+
+    @property
+    def _memory(self) -> Array:
+        return self._buffer
+
+    def release(self) -> None:
+        if self._buffer is not None:
+            self.wait_gather()
+            self.place.parameters.give(self._buffer)
+            self._buffer = self.whole = None
+
+
+class Replicated(Parameters):
+    """Every rank keeps the whole; under SHARD_GRAD_OP it brings the updated slices of others here."""
+
+    whole: Array
+    keeps_slice = False
+
+    def __init__(self, unit: Unit, place: Place) -> None:
+        whole = device.in_use().zeros(unit.length, place.precision.compute)
+        part = unit.partition(place.comm.size).part(place.comm.rank)
+        super().__init__(unit, place, whole[part], whole)
+        self._update: Handle | None = None
+
+    def start_gather(self) -> None:
+        """Do nothing: the whole is here."""
+
+    def wait_gather(self) -> None:
+        self.wait_update()
+
+    def release(self) -> None:
+        """Do nothing: the whole stays."""
+
+    def start_update(self) -> None:
+        self._update = self.place.comm.allgather(None, self.whole, self.partition, self._label)
+
+    def wait_update(self) -> None:
+        if self._update is not None:
+            self._update.wait()
+            self._update = None
+
+    @property
+    def written(self) -> tuple[Array, slice]:
+        return self.whole, slice(0, self.unit.length)
+
+    @property
+    def _updated_of_whole(self) -> Array:
+        return self.whole[self.updated_part]
+
+
+class SharedOnNode(Parameters):
+    """The whole lies once for all ranks: each writes its slice, and reads the rest when it is published."""
+
+    def __init__(self, unit: Unit, place: Place, memory: Array) -> None:
+        whole = as_kind(memory, unit.length, place.precision.compute)
+        part = unit.partition(place.comm.size).part(place.comm.rank)
+        self._common = read_only(whole)
+        stays = not place.strategy.shards_parameters
+        super().__init__(unit, place, whole[part], self._common if stays else None)
+
+    def start_gather(self) -> None:
+        self.whole = self._common
+
+    def wait_gather(self) -> None:
+        self.in_use = True
+        self.place.comm.await_published()
+
+    def release(self) -> None:
+        if self.place.strategy.shards_parameters:
+            self.whole = None
+
+
+def read_only(whole: Array) -> Array:
+    """A view of what all ranks see, through which this one cannot write."""
+    view = whole.view()
+    if not device.is_cupy(view):  # which has no such flag
+        view.flags.writeable = False
+    return view
+
+
+def make_parameters(unit: Unit, place: Place, memory: Array | None) -> Parameters:
+    """The parameters of a unit under a strategy; `memory`: what all ranks see of it, float32, or None."""
+    if memory is not None and place.strategy.shards_moments:
+        return SharedOnNode(unit, place, memory)
+    return Sharded(unit, place) if place.strategy.shards_parameters else Replicated(unit, place)

@@ -1,0 +1,85 @@
+"""A micro-batch on its way through the stages of a module: what the actions that compute read and write."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from zero_mpi import device, spans
+from zero_mpi.arguments import came
+from zero_mpi.arrays import Scalar
+from zero_mpi.nn.fusions import loss_alone, loss_and_backward
+
+if TYPE_CHECKING:
+    from zero_mpi.sharding.module import ShardedModule
+
+
+class Pass:
+    """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
+
+    keeps          whether a backward will follow: what it needs is kept in `saved`
+    targets, scale of the cross-entropy that the last stage takes together with its forward
+    """
+
+    def __init__(
+        self, module: ShardedModule, x: Any, *, keeps: bool = True, targets: Any = None, scale: float = 1.0
+    ) -> None:
+        self.module, self.keeps, self.scale = module, keeps, scale
+        self.contributors = module.comm.size
+        self.is_idle = x is None
+        self.x = None if x is None else device.in_use().from_host(as_input(x))
+        self.targets = None if targets is None else device.in_use().from_host(targets)
+        self.saved: dict[int, Any] = {}
+        self.dy: Any = None
+        self.loss: Scalar | None = None
+
+    def forward(self, stage: int) -> None:
+        """x of the next stage."""
+        if self.is_idle:
+            return
+        layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
+        with spans.computing("forward", self.module.stages[stage].scope):
+            self.x, saved = layer.forward(weights, self.x)
+        if self.keeps:
+            self.saved[stage] = saved
+
+    def loss_and_backward(self, stage: int) -> None:
+        """The loss, and dy of the stage before; losses are scaled while gradients are in a low type."""
+        if self.is_idle:
+            return
+        layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
+        weights, gradients = self.module.weights_of(stage), self.module.gradients_of(stage)
+        with spans.computing("loss", self.module.stages[stage].scope):
+            loss, self.dy = loss_and_backward(
+                layer, weights, self.x, self.targets, self.scale * factor, gradients
+            )
+        self.x, self.loss = None, loss / factor
+
+    def evaluate(self, stage: int) -> None:
+        """The loss alone."""
+        if self.is_idle:
+            return
+        layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
+        with spans.computing("loss", self.module.stages[stage].scope):
+            self.loss = loss_alone(layer, weights, self.x, self.targets, self.scale)
+
+    def backward(self, stage: int) -> None:
+        """dy of the stage before; what was saved goes as soon as it is used."""
+        if self.is_idle:
+            return
+        layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
+        weights = self.module.weights_of(stage) if layer.backward_reads_params else {}
+        gradients = self.module.gradients_of(stage)
+        with spans.computing("backward", self.module.stages[stage].scope):
+            self.dy = layer.backward(weights, saved, self.dy, gradients)
+
+    def progress(self) -> None:
+        """Push on the transfers in flight."""
+        self.module.owners.progress()
+
+
+def as_input(x: Any) -> Any:
+    """`x`, which layers compute with; raises ValueError for what no layer can."""
+    if isinstance(x, str | bytes | list | Real):
+        raise ValueError(f"forward: expected an array, got {came(x)}")
+    return x

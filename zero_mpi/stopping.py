@@ -1,0 +1,192 @@
+"""Signals that ask a run to stop: noted from the program's first line on, obeyed where all ranks can.
+
+A batch system, a person at a terminal and a terminal that is closed say the same: save and leave. A handler
+only notes it, since a rank that left alone would leave the others waiting. Before the first step the ranks
+agree on it wherever they agree on anything (`launch.World.everyone`), later after each step. What takes long
+by itself and moves nothing between ranks is left at once (`cut_short`). A thread hears signals too: the main
+one may be inside the MPI library, where no handler of Python's runs. It answers a second Ctrl-C, and ends a
+run that does not come to an agreement while it is prepared.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from zero_mpi import environment, interrupts, reprieve
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is requeued for them
+FAILED, REQUEUE = 1, 75
+START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
+NO_STEP = "before the first step"
+WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
+TWICE = 0.4  # seconds within which two are one: a launcher may hand on what the terminal has sent as well
+GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
+STAGGER = 0.5  # seconds a rank: if all have to end the job, the first says so
+PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
+
+Word = tuple[str, bool]
+
+
+class Stopped(BaseException):
+    """A signal ends the run before its first step. No `except Exception` takes it for a failure.
+
+    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` keeps back any other.
+    """
+
+    def __init__(self, name: str, *, again: bool = False) -> None:
+        super().__init__(f"{name} {NO_STEP}")
+        self.status = FAILED if again and name not in OF_PEOPLE else REQUEUE
+
+
+class StopSignals:
+    """What this process has been told.
+
+    caught   the first signal's name, empty if there was none
+    phase    what a signal finds: the program's start, a run that is prepared, its steps, what follows them
+    again    the job before this one was stopped before its first step too; rank 0 knows
+    ending   ends all ranks with a status and a reason, from any thread
+    """
+
+    def __init__(self) -> None:
+        self.caught, self.phase, self.again = "", START, False
+        self.ending: Callable[[int, str], object] = lambda status, reason: os._exit(status)
+        self._listens = self._may_leave = self._gives_up = False
+        self._heard: dict[signal.Signals, float] = {}
+
+    def listen(self) -> None:
+        """Note signals from now on; nothing happens outside of the main thread."""
+        if self._listens or threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = True
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            interrupts.handle(number, self._note)
+        interrupts.hide_unraisable(Stopped)
+        interrupts.outlive_terminal()
+        threading.Thread(target=self._listen, args=(read,), name="zero_mpi signals", daemon=True).start()
+
+    def enter(self, phase: str) -> None:
+        """The next phase begins."""
+        self.phase = phase
+        self._watch_preparation()
+
+    # ---------------------------------------------------------------------- before the first step
+
+    def word(self) -> Word:
+        """What this rank says where the ranks agree: a signal that should end what is prepared; `again`."""
+        return (self.caught if self.phase == PREPARING else ""), self.again
+
+    def agreed(self, words: Sequence[Word]) -> None:
+        """Raise Stopped if any rank's word is a signal. All ranks call it with the same words."""
+        name = next((name for name, _ in words if name), "")
+        if name:
+            self.phase = OVER
+            raise Stopped(name, again=words[0][1])
+
+    def cut_short(self, action: Callable[[], Any]) -> Any:
+        """action(), which must not communicate; None where a signal comes before its end.
+
+        The caller goes on to where the ranks agree. A program's start and steps are not cut short.
+        """
+        if self.phase not in (PREPARING, OVER):
+            return action()
+        try:
+            try:
+                self._may_leave = True
+                return None if self.caught else action()
+            finally:
+                self._may_leave = False
+        except Stopped:
+            return None
+
+    def _watch_preparation(self) -> None:
+        if self.caught and self.phase == PREPARING and not self._gives_up:
+            self._gives_up = True
+            threading.Thread(target=self._give_up, name="zero_mpi stop", daemon=True).start()
+
+    def _give_up(self) -> None:
+        """End the job if the ranks do not come to an agreement; nothing has been done that could be lost."""
+        time.sleep(GRACE + STAGGER * min(environment.launch_rank(), 20))
+        if self.phase == PREPARING:
+            stopped = Stopped(self.caught, again=self.again)
+            interrupts.report(stopped_early(stopped), is_error=stopped.status == FAILED)
+            self._leave(stopped.status, str(stopped))
+
+    # ----------------------------------------------------------------------------- what hears them
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, between two of Python's instructions."""
+        self.caught = self.caught or signal.Signals(number).name
+        if self._may_leave:
+            self._may_leave = False
+            raise Stopped(self.caught)
+
+    def _listen(self, read: int) -> None:
+        while True:
+            for number in os.read(read, 64):
+                if number in SIGNALS:
+                    self._hear(signal.Signals(number))
+
+    def _hear(self, number: signal.Signals) -> None:
+        """In the thread, as soon as a signal comes."""
+        is_first, now = not self._heard, time.monotonic()
+        since = now - self._heard.setdefault(number, now)
+        self.caught = self.caught or number.name
+        if number == signal.SIGTERM and self.phase == STEPS:
+            reprieve.hold()
+        if number == signal.SIGINT and since > TWICE:
+            self._end_now()
+        if is_first or (number == signal.SIGINT and since == 0):
+            self._acknowledge(number)
+        self._watch_preparation()
+
+    def _acknowledge(self, number: signal.Signals) -> None:
+        if environment.launch_rank() == 0:
+            stopping = f"stopping {WHEN[self.phase]}"
+            once_more = f"{stopping}; once more to stop now"
+            interrupts.report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
+
+    def _end_now(self) -> NoReturn:
+        if environment.launch_rank() == 0:
+            interrupts.report("stopped at once; what was saved is complete", is_error=True)
+        self._leave(interrupts.INTERRUPTED, "SIGINT, twice")
+
+    def _leave(self, status: int, reason: str) -> NoReturn:
+        """End all ranks, or this one where the MPI library is in the way."""
+        reprieve.release()
+        threading.Thread(target=self.ending, args=(status, reason), daemon=True).start()
+        time.sleep(PATIENCE)
+        os._exit(status)
+
+
+def stopped_early(stopped: Stopped) -> str:
+    """What a person is told of a run that was stopped before its first step."""
+    if stopped.status == REQUEUE:
+        return f"stopped by {stopped}: nothing to save; run the same command to go on"
+    from zero_mpi import batch
+
+    job, age = batch.find_job(), batch.process_age()
+    left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
+    return (
+        f"{stopped}, as in the job before: such jobs would follow each other for ever; the signal came {left}"
+        f"{age:.0f} s after the program's start: make its lead (Slurm: --signal=B:USR1@SECONDS) shorter "
+        "than the time limit, or the limit longer (--time, walltime)"
+    )
+
+
+def was_stopped_early(reason: str) -> bool:
+    """Whether the reason that a job has left is that a batch system stopped it before its first step."""
+    name, _, when = reason.partition(" ")
+    return when == NO_STEP and name not in OF_PEOPLE
+
+
+signals = StopSignals()

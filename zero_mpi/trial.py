@@ -1,0 +1,141 @@
+"""A small trial, to see whether two machines compute the same bits: every operation on fixed numbers.
+
+Names do not tell: OpenBLAS calls Zen 5 and Intel's AVX-512 cores alike, compiled code depends on the
+processor, products on the threads. So each operation runs once, by the way that a training takes, on numbers
+made of whole-number arithmetic, and what comes out is digested. Products have the shapes for which libraries
+have kernels of their own: forward and both backwards, odd edges, a single row, sums longer than a block, and
+such that threads share. Nothing depends on the rank, the job or the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.arrays import Array, pool_of
+
+# (rows, inputs, outputs) of linear layers. OpenBLAS has kernels of their own for products of up to a million
+# steps, cuts sums of some hundreds of terms (each of the three is that long once) and shares out the larger.
+PRODUCTS = (
+    (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
+)  # fmt: skip
+# (sequences, positions, heads, key/value heads, width of a head): weights kept, and computed again.
+ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
+STREAM = 1 << 18  # numbers: as many as the largest array has, and a little
+ROWS, WIDTH = 67, 193  # of everything that works row by row: no multiple of any vector or unrolled loop
+VOCABULARY = 301
+
+
+@cache
+def stream() -> Array:
+    """Numbers between -1 and 1, the same everywhere: no library's generator makes them."""
+    bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
+    bits ^= bits >> np.uint32(15)
+    bits *= np.uint32(2246822519)
+    bits ^= bits >> np.uint32(13)
+    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+
+
+def numbers(*shape: int, seed: int) -> Array:
+    """An array of such numbers, beginning elsewhere for each seed."""
+    start = 997 * seed
+    values = stream()[start : start + math.prod(shape)].reshape(shape)
+    return device.in_use().from_host(values.copy())
+
+
+def whole(count: int, *shape: int) -> Array:
+    """Whole numbers below `count`, each of them often."""
+    values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
+    return device.in_use().from_host(values.reshape(shape))
+
+
+def products() -> Iterator[Array]:
+    """The linear layer in every shape, forward and backward."""
+    for rows, inputs, outputs in PRODUCTS:
+        x, w, b = numbers(rows, inputs, seed=1), numbers(outputs, inputs, seed=2), numbers(outputs, seed=3)
+        y = ops.linear(x, w, b, numbers(rows, outputs, seed=4))
+        dw, db = numbers(outputs, inputs, seed=5), numbers(outputs, seed=6)
+        ops.linear_backward_w(y, x, dw)
+        ops.linear_backward_b(y, db)
+        yield from (ops.linear(x, w, b), y, ops.linear_backward_x(y, w), dw, db)
+        yield ops.linear_backward_x(y, w, numbers(rows, inputs, seed=7))
+
+
+def attention() -> Iterator[Array]:
+    """Attention, forward and backward."""
+    for batch, length, heads, shared, width in ATTENTIONS:
+        q = numbers(batch, length, heads, width, seed=1)
+        k, v = (numbers(batch, length, shared, width, seed=seed) for seed in (2, 3))
+        y, kept = ops.causal_attention(q, k, v, width**-0.5)
+        yield y
+        yield from ops.causal_attention_backward(numbers(*y.shape, seed=4), q, k, v, kept, width**-0.5)
+
+
+def norms() -> Iterator[Array]:
+    """Both norms."""
+    x, dy = numbers(ROWS, WIDTH, seed=1), numbers(ROWS, WIDTH, seed=2)
+    w, b, dw, db = (numbers(WIDTH, seed=seed) for seed in (3, 4, 5, 6))
+    y, r = ops.rms_norm(x, w, 1e-5)
+    yield from (y, r, ops.rms_norm_backward(dy, x, w, r, dw), dw)
+    y, mean, r = ops.layer_norm(x, w, b, 1e-5)
+    yield from (y, mean, r, ops.layer_norm_backward(dy, x, w, mean, r, dw, db, x), dw, db)
+
+
+def elements() -> Iterator[Array]:
+    """What is computed element by element, over the whole range of the exponential."""
+    x, y, z = (numbers(ROWS, WIDTH, seed=seed) * 9 for seed in (1, 2, 3))
+    yield from (ops.add(x, y), ops.gelu(x), ops.gelu_backward(y, x), ops.swiglu(x, y))
+    yield from ops.swiglu_backward(z, x, y)
+    heads, cos, sin = numbers(2, 9, 3, 22, seed=4), numbers(9, 11, seed=5), numbers(9, 11, seed=6)
+    yield from (ops.rope(heads, cos, sin, interleaved) for interleaved in (True, False))
+
+
+def tables() -> Iterator[Array]:
+    """Embeddings and positions."""
+    tokens, w = whole(VOCABULARY, 2, ROWS), numbers(VOCABULARY, WIDTH, seed=1)
+    dy, places = numbers(2, ROWS, WIDTH, seed=2), numbers(ROWS, WIDTH, seed=3)
+    yield from (ops.embedding(tokens, w), ops.positions(dy, places))
+    ops.embedding_backward(tokens, dy, w)
+    ops.positions_backward(dy, places)
+    yield from (w, places)
+
+
+def losses() -> Iterator[Array]:
+    """The loss by itself, and with its head."""
+    targets, x = whole(VOCABULARY, ROWS), numbers(ROWS, WIDTH, seed=1)
+    yield from ops.cross_entropy(numbers(ROWS, VOCABULARY, seed=2) * 5, targets, 0.01)
+    w, b = numbers(VOCABULARY, WIDTH, seed=3), numbers(VOCABULARY, seed=4)
+    dw, db = numbers(VOCABULARY, WIDTH, seed=5), numbers(VOCABULARY, seed=6)
+    yield from ops.linear_cross_entropy(x, w, b, targets, 0.01, dw, db)
+    yield from (dw, db)
+
+
+def updates() -> Iterator[Array]:
+    """The optimizer, and the sums of its gradient's norm."""
+    p, g, m = (numbers(3072, seed=seed) for seed in (1, 2, 3))
+    v, decay = numbers(3072, seed=4) ** 2, np.array([0.1, 0.0, 0.1])
+    yield ops.chunk_squares(g, 1024)
+    rates: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": decay}
+    ops.adamw(p, g, m, v, grad_scale=0.3, step=3, **rates)
+    yield from (p, m, v)
+
+
+PARTS = (products, attention, norms, elements, tables, losses, updates)
+
+
+def digest() -> str:
+    """A short text that stands for the bits of all results; some tens of milliseconds, once compiled."""
+    found = hashlib.sha256()
+    where = device.in_use()
+    for part in PARTS:
+        for result in part():
+            found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
+    pool_of(where).trim()  # a training has other sizes
+    stream.cache_clear()
+    return found.hexdigest()[:16]
