@@ -182,7 +182,7 @@ def run(
         interrupts.say_interrupted()
         status, problem = interrupts.INTERRUPTED, "interrupted"
         if world.size > 1:
-            end_now(world, status, problem)
+            end_interrupted(world)
     except (UsageError, JobError) as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {one_line(str(error))}")
@@ -205,6 +205,14 @@ def end_now(world: World, status: int, reason: str) -> NoReturn:
     """End all ranks without asking them, from any thread."""
     world.tell(status, reason)
     world.kill(status)
+
+
+def end_interrupted(world: World) -> NoReturn:
+    """End all ranks after a Ctrl-C: rank 0 has said so, another one only if it alone was interrupted."""
+    if world.rank:
+        time.sleep(STAGGER * min(world.rank, 20))
+        say(f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job")
+    end_now(world, interrupts.INTERRUPTED, "interrupted")
 
 
 def abort(world: World, error: BaseException) -> NoReturn:

@@ -183,7 +183,7 @@ PLACES = {
     ),
 }
 FILES = {
-    "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
+    "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: no such file"),
     "no TOML": (["--config", "text"], "--config text: not a TOML file"),
     "broken": (["--config", "broken.toml"], "--config broken.toml: not a TOML file"),
     "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*; did you mean steps"),

@@ -77,7 +77,8 @@ def test_step_sends_what_the_formula_says():
     half = {unit.name: unit.unit.partition(2).counts[0] for unit in module.units}
     lengths = {unit.name: unit.unit.length for unit in module.units}
     gathers = {name: 2 if name.startswith("blk") or name == "output_norm" else 1 for name in lengths}
-    vectors = 8 * (2 + module.chunk_count)  # losses and norms, float64
+    chunks = sum(unit.unit.chunks(name) for unit in module.units for name in unit.unit.params)
+    vectors = 8 * (2 + chunks)  # losses and norms, float64
     sent = 4 * sum(gathers[name] * half[name] + lengths[name] - half[name] for name in lengths) + vectors
     assert found["sent_mb"] == pytest.approx(sent / 1e6, rel=1e-3)
 

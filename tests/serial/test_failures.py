@@ -129,7 +129,7 @@ def test_errors_of_every_kind_end_the_job(error, tmp_path):
     script = COMMAND.format(where="world.rank == 1", fault=f"raise {error}")
     status, errors = run_script(2, tmp_path, script)
     assert status not in (0, 2, 75)
-    assert "rank 1 of 2 failed" in errors
+    assert re.search("rank 1 of 2 (failed|was interrupted)", errors)
 
 
 def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
@@ -287,7 +287,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
-    assert not list(out.glob(".*"))
+    assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # of a job that was killed: taken over
 
 
 @pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 3, 0), ("shared", 4, 3)])

@@ -116,7 +116,7 @@ ON_ALL_RANKS = {
     "train --out": "--out locked/in: cannot write there: Permission denied",
     "train --data": "locked/in: cannot be looked at: Permission denied",
     "train --init": "locked/in: cannot be looked at: Permission denied",
-    "train --config": "--config locked/in: Permission denied",
+    "train --config": "--config locked/in: cannot be read: Permission denied",
 }
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from zero_mpi.checkpoint.hfnames import FAMILIES
 from zero_mpi.checkpoint.index import Metadata
 from zero_mpi.foreign import FileError, parse_json, quoted, shown
+from zero_mpi.keys import GGUFKeys
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",
@@ -129,7 +130,7 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
 def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
     """The numbers that `keys_of` has kept; None where there are none, or none that can be meant."""
     try:
-        values = parse_json(str(metadata.get(ROPE_SCALING, "null")))
+        values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
         return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
     except (FileError, ValueError, TypeError, KeyError, AttributeError):
         return None
