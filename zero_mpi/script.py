@@ -186,11 +186,11 @@ def meeting_place(world: World, job: str) -> Path | None:
     On several hosts the first is each host's own, the second mostly one that they share. None: neither is.
     """
     places = [Path(tempfile.gettempdir()), Path.cwd()] if world.rank == 0 else []
-    probes = world.share([place / f".{job}" for place in places])
-    if world.rank == 0:
-        for probe in probes:
-            with suppress(OSError):
-                probe.mkdir(mode=0o700)
+    probes = [place / f".{job}" for place in places]
+    for probe in probes:
+        with suppress(OSError):
+            probe.mkdir(mode=0o700)
+    probes = world.share(probes)  # when they are there: the others look at once
     seen = world.everyone([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

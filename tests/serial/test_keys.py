@@ -118,7 +118,7 @@ def test_no_module_acts_on_a_key_that_it_did_not_read_with_its_type():
     free = {"keys.py", "config.py"}  # the typed reading itself; metadata of another kind
     free |= {"inspection.py", "compare.py", "checkpoint/hfexport.py"}  # shown, written
     free |= {f"checkpoint/{name}.py" for name in ("index", "packing", "reader")}  # of one exact width
-    free |= {"checkpoint/state.py", "description.py", "models/base.py"}  # compared as it is: any value will do
+    free |= {"checkpoint/state.py", "description.py", "models/base.py"}  # compared as it is
     root = Path(zero_mpi.__file__).parent
     found = {
         path.relative_to(root).as_posix()
