@@ -21,11 +21,12 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, ops
 from zero_mpi.comm import Comm
-from zero_mpi.config import Config, Parser, check
+from zero_mpi.config import Config, check
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
+from zero_mpi.parser import Parser
 from zero_mpi.session import choose_device, make_comm, make_module, make_optimizer, set_threads
 from zero_mpi.sharding.precision import PRECISIONS
 

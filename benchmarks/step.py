@@ -25,10 +25,11 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule
 from zero_mpi.arrays import recycled_stats
-from zero_mpi.config import Config, Parser
+from zero_mpi.config import Config
 from zero_mpi.launch import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
+from zero_mpi.parser import Parser
 from zero_mpi.session import make_comm, set_threads
 from zero_mpi.sharding import strategy_named
 

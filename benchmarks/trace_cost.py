@@ -20,8 +20,9 @@ from step import STRATEGIES, Run, make_runs, median_of_longest
 from workloads import WORKLOADS
 
 from zero_mpi import device, spans, tracing
-from zero_mpi.config import Config, Parser
+from zero_mpi.config import Config
 from zero_mpi.launch import World, run
+from zero_mpi.parser import Parser
 from zero_mpi.session import set_threads
 
 LOOPS = 20_000

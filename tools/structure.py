@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Check the structure of the tree: the direction of imports, sizes, docstrings.
+"""Check the structure of the tree: the direction of imports, circles, sizes, docstrings.
 
     python tools/structure.py [ROOT]
 
-The layers are data (`LAYERS`, `GUARDED`), read against the syntax tree of every file, imports inside
-functions included; imports under `if TYPE_CHECKING:` are for readers and not counted. Prints each
-violation as `path:line: text` and exits with status 1 if there is one.
+The tree is one ordered list of rooms, packages and single files (`ORDER`): a room imports only those that
+stand before it, and no file of a room leads back to itself. Imports inside functions count, and so does a
+module that is named whole in a string, for it is started or loaded by that; imports under `if TYPE_CHECKING:`
+are for readers and do not. Prints each violation as `path:line: text` and exits with status 1 if there is one.
 """
 
 import ast
@@ -15,140 +16,101 @@ from pathlib import Path
 
 PACKAGE = "zero_mpi"
 
-# A key ending in ".*" is a whole package. Modules under one key may use each other; everything else that
-# a module may use is listed beside its key, by the same patterns. The package's own __init__ is free.
-BASE = ("errors", "foreign", "environment", "keys", "arguments", "durable")
-STATE = (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "sharding.*", "nn.layer", "nn.fusions")
-FILES = (
-    "checkpoint.digest",
-    "checkpoint.stored",
-    "checkpoint.index",
-    "checkpoint.reader",
-    "checkpoint.packing",
-    "checkpoint.stream",
-    "checkpoint.writer",
-    "checkpoint.manager",
-    "checkpoint.safetensors",
-    "checkpoint.hfconfig",
-    "checkpoint.hforder",
-    "checkpoint.hfnames",
-    "checkpoint.huggingface",
-    "checkpoint.weights",
-    "checkpoint.hfexport",
-    "checkpoint.encode",
+# What lies at the top of the package; each imports only those before it.
+ORDER = (
+    "",
+    "environment",
+    "errors",
+    "files",
+    "parser",
+    "cli",
+    "arguments",
+    "device",
+    "arrays",
+    "ops",
+    "nn",
+    "spans",
+    "sharding",
+    "optim",
+    "checkpoint",
+    "combinations",
+    "models",
+    "defaults",
+    "log",
+    "data",
+    "inspection",
+    "compare",
+    "interrupts",
+    "leftovers",
+    "reprieve",
+    "shmroom",
+    "batch",
+    "stopping",
+    "launch",
+    "inspect",
+    "trace",
+    "timeline",
+    "config",
+    "limits",
+    "source",
+    "plan",
+    "rollcall",
+    "uniform",
+    "watchdog",
+    "doctor",
+    "comm",
+    "accumulate",
+    "ample",
+    "completion",
+    "trial",
+    "samebits",
+    "resume",
+    "description",
+    "progress",
+    "tensorboard",
+    "records",
+    "divergence",
+    "remarks",
+    "session",
+    "dryrun",
+    "events",
+    "export",
+    "sampling",
+    "textmodel",
+    "finale",
+    "generate",
+    "lock",
+    "hold",
+    "hostfile",
+    "lookout",
+    "status",
+    "peak",
+    "summary",
+    "outcome",
+    "replay",
+    "report",
+    "script",
+    "train",
+    "__main__",
 )
-TRAINING = (*STATE, *FILES, "optim", "accumulate")
-ANYTHING = ("*",)
-LAYERS: dict[str, tuple[str, ...]] = {
-    "errors": (),
-    "foreign": ("errors",),
-    "keys": ("errors", "foreign"),
-    "arguments": ("errors", "foreign"),
-    "environment": ("errors",),
-    "interrupts": BASE,
-    "reprieve": BASE,
-    "stopping": (*BASE, "interrupts", "reprieve", "batch"),
-    "leftovers": BASE,
-    "shmroom": (*BASE, "leftovers"),
-    "durable": (),
-    "spans": (),
-    "device": BASE,
-    "arrays": (*BASE, "device"),
-    "ops.*": (*BASE, "device", "arrays"),
-    "nn.*": (*BASE, "device", "arrays", "ops.*"),
-    "models.*": (*BASE, "arrays", "ops.*", "nn.*"),
-    "comm.*": (*BASE, "device", "arrays", "spans"),
-    "sharding.*": (*BASE, "spans", "device", "arrays", "ops.*", "comm.*", "nn.layer", "nn.fusions"),
-    "sharding.linear": (*BASE, "comm.*", "nn.layer", "nn.linear", "sharding.*"),
-    "trial": (*BASE, "device", "arrays", "ops.*"),
-    "optim": STATE,
-    "accumulate": (*STATE, "optim", "nn.loss"),
-    "trace.events": ("spans",),
-    "timeline": (*STATE, "log", "trace.events"),
-    "checkpoint.digest": (),
-    "checkpoint.stored": (
-        "errors",
-        "foreign",
-    ),
-    "checkpoint.index": ("errors", "foreign", "checkpoint.stored"),
-    "checkpoint.reader": ("errors", "foreign", "keys", "checkpoint.stored", "checkpoint.index"),
-    "checkpoint.packing": ("errors", "foreign", "checkpoint.stored", "checkpoint.index"),
-    "checkpoint.writer": (
-        "errors",
-        "foreign",
-        "checkpoint.digest",
-        "checkpoint.stored",
-        "checkpoint.index",
-        "checkpoint.packing",
-        "checkpoint.stream",
-    ),
-    "checkpoint.stream": ("errors", "foreign", "checkpoint.stored"),
-    "checkpoint.safetensors": ("errors", "foreign", "checkpoint.stored", "checkpoint.stream"),
-    "checkpoint.hfnames": ("errors", "foreign", "checkpoint.stored"),
-    "checkpoint.hfconfig": (
-        "errors",
-        "foreign",
-        "checkpoint.stored",
-        "checkpoint.index",
-        "checkpoint.hfnames",
-    ),
-    "checkpoint.hforder": ("checkpoint.stored",),
-    "checkpoint.huggingface": (
-        "errors",
-        "foreign",
-        "checkpoint.stored",
-        "checkpoint.index",
-        "checkpoint.safetensors",
-        "checkpoint.hfnames",
-        "checkpoint.hfconfig",
-        "checkpoint.hforder",
-    ),
-    "checkpoint.hfexport": ("errors", "foreign", "keys", *FILES),
-    "checkpoint.encode": ("errors", "foreign", *FILES),
-    "checkpoint.weights": ("errors", "foreign", *FILES),
-    "checkpoint.manager": (
-        "errors",
-        "foreign",
-    ),
-    "data.*": ("errors", "foreign", "keys"),
-    "checkpoint.contributions": TRAINING,
-    "checkpoint.pair": (*TRAINING, "checkpoint.contributions"),
-    "checkpoint.state": (*TRAINING, "checkpoint.contributions"),
-    "checkpoint.saver": (*TRAINING, "checkpoint.contributions", "checkpoint.pair", "checkpoint.state"),
-    "checkpoint": (*TRAINING, "checkpoint.*"),  # its __init__: re-exports
-    "batch": (),
-    "limits": (),
-    "lock": (*BASE, "log"),
-    "rollcall": BASE,
-    "parser": BASE,
-    "status": BASE,
-    "watchdog": (*BASE, "comm.*", "rollcall"),
-    "lookout": (*BASE, "comm.*", "rollcall", "watchdog"),
-    "script": (*BASE, "comm.*", "rollcall", "watchdog", "lookout", "launch"),
-    "log": BASE,
-    "events": (*BASE, "log"),
-    "progress": (*BASE, "log"),
-    "tensorboard": BASE,
-    "records": (*BASE, "log", "progress", "tensorboard"),
-    "sampling": (*BASE, "arrays"),
-    "textmodel": (*BASE, "arrays", "ops.*", "nn.*", "models.*", "data.*", "sampling", "checkpoint.weights"),
+
+# What the order would allow and the design does not: room: those that it may not use.
+NEVER: dict[str, tuple[str, ...]] = {
+    "comm": ("ops", "nn"),  # transports carry and add arrays; they know no operation and no layer
+    "nn": ("comm",),  # a layer holds no arrays and knows no ranks: that is what lets them be sharded
+    "data": ("device", "ops", "comm", "cli", "telemetry"),  # functions of their arguments alone
 }
-COMMANDS = ("train", "generate", "export", "hostfile", "inspect", "inspection", "compare", "cli", "__main__")
-COMMANDS += ("completion", "dryrun")
-COMMANDS += ("plan.*", "doctor.*", "trace.*", "report.*")
-RUN = ("config", "launch", "resume", "session", "source", "uniform", "peak", "summary", "outcome", "finale")
-RUN += ("samebits", "description")
-RUN += ("defaults", "combinations", "remarks")
-RUN += ("ample",)
-RUN += ("hold", "replay", "divergence")
-LAYERS |= dict.fromkeys(RUN, ANYTHING)
-LAYERS |= dict.fromkeys(COMMANDS, ANYTHING)
+NEVER |= {"models": ("comm",), "files": ("arguments",)}
+# The only modules of a room that another one may use.
+ONLY: dict[tuple[str, str], tuple[str, ...]] = {
+    ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss"),
+}
 
 # Libraries that only some modules may import.
 GUARDED: dict[str, tuple[str, ...]] = {
-    "mpi4py": ("comm.*", "launch"),
-    "cupy": ("device", "ops.gpu.*", "comm.*"),
-    "cupyx": ("device", "ops.gpu.*", "comm.*"),
+    "mpi4py": ("comm.*", "launch.*"),
+    "cupy": ("device.*", "ops.gpu.*", "comm.*"),
+    "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*",),
     "scipy": ("ops.cpu.*",),
 }
@@ -167,11 +129,9 @@ def matches(module: str, pattern: str) -> bool:
     return pattern in ("*", module)
 
 
-def layer_of(module: str) -> str | None:
-    """The key of the table that a module belongs to; an exact name goes before a package."""
-    if module in LAYERS:
-        return module
-    return next((key for key in LAYERS if matches(module, key)), None)
+def room_of(module: str) -> str:
+    """The room that a module lies in: `comm` for `comm.mpi`."""
+    return module.partition(".")[0]
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -207,12 +167,10 @@ def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str
             for alias in node.names:
                 deeper = f"{origin}.{alias.name}"
                 yield node.lineno, deeper if origin == PACKAGE or is_module(deeper, package) else origin
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (
-                (node.lineno, text.value)
-                for text in node.args[:1]
-                if isinstance(text, ast.Constant) and isinstance(text.value, str)
-            )
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and is_module(node.value, package)
+        ):
+            yield node.lineno, node.value
 
 
 def absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
@@ -229,14 +187,28 @@ def is_module(name: str, package: Path) -> bool:
     return name.startswith(f"{PACKAGE}.") and (place.with_suffix(".py").exists() or place.is_dir())
 
 
+def why_not(module: str, target: str) -> str | None:
+    """Why one module may not import another of the package; None if it may."""
+    room, other = room_of(module), room_of(target)
+    if room == other:
+        return None
+    if other not in ORDER or ORDER.index(other) > ORDER.index(room):
+        return f"{other} stands after {room} in the order of tools/structure.py"
+    if other in NEVER.get(room, ()):
+        return f"{room} may not use {other}"
+    allowed = ONLY.get((room, other))
+    if allowed is not None and target not in allowed:
+        return f"{room} may use only {', '.join(allowed)}"
+    return None
+
+
 def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violation]:
-    """Arrows that point back, guarded libraries, modules that no table knows."""
+    """Arrows that point back, guarded libraries, rooms that the order does not know."""
     module = module_name(path, package)
     if not module:
         return
-    layer = layer_of(module)
-    if layer is None:
-        yield 1, f"{module} is in no layer: add it to the table in tools/structure.py"
+    if room_of(module) not in ORDER:
+        yield 1, f"{room_of(module)} is not in the order of tools/structure.py: put it where it belongs"
         return
     for line, name in imports(tree, path, package):
         top, _, inner = name.partition(".")
@@ -246,8 +218,38 @@ def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violatio
             continue  # __version__
         if top == PACKAGE and not is_module(name, package):
             yield line, f"{module} imports {name} from the package's own names: import its module"
-        elif top == PACKAGE and not any(matches(inner, allowed) for allowed in (layer, *LAYERS[layer])):
-            yield line, f"{module} imports {inner}: {layer} may use {', '.join(LAYERS[layer]) or 'nothing'}"
+        elif top == PACKAGE and (reason := why_not(module, inner)):
+            yield line, f"{module} imports {inner}: {reason}"
+
+
+def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
+    """Files that lead back to themselves by their imports."""
+    arrows: dict[str, dict[str, int]] = {}
+    places = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    for module, path in places.items():
+        tree = ast.parse(path.read_text(), filename=str(path))
+        for line, name in imports(tree, path, package):
+            target = name.removeprefix(f"{PACKAGE}.")
+            if target in places and target != module:
+                arrows.setdefault(module, {}).setdefault(target, line)
+    done: set[str] = set()
+    for module in sorted(places):
+        yield from (
+            (places[circle[0]], (arrows[circle[0]][circle[1]], f"a circle of files: {' -> '.join(circle)}"))
+            for circle in circles_from(module, [], arrows, done)
+        )
+
+
+def circles_from(
+    module: str, way: list[str], arrows: dict[str, dict[str, int]], done: set[str]
+) -> Iterator[list[str]]:
+    """Each circle that a walk along the arrows closes; every module is walked through once."""
+    if module in way:
+        yield [*way[way.index(module) :], module]
+    elif module not in done:
+        for target in sorted(arrows.get(module, {})):
+            yield from circles_from(target, [*way, module], arrows, done)
+        done.add(module)
 
 
 def check_sizes(tree: ast.Module, text: str, limit: float) -> Iterator[Violation]:
@@ -290,11 +292,9 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
 def violations(root: Path) -> list[str]:
     """Every violation in the tree, as `path:line: text`."""
     files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    return [
-        f"{path.relative_to(root)}:{line}: {text}"
-        for path in files
-        for line, text in sorted(check_file(path, root))
-    ]
+    found = [(path, violation) for path in files for violation in sorted(check_file(path, root))]
+    found += check_circles(root / PACKAGE)
+    return [f"{path.relative_to(root)}:{line}: {text}" for path, (line, text) in found]
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from zero_mpi import environment
-from zero_mpi.foreign import show
+from zero_mpi.files.text import show
 from zero_mpi.parser import nearest, version_lines
 
 COMMANDS = {

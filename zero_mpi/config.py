@@ -17,11 +17,12 @@ from typing import Any
 
 from zero_mpi import combinations
 from zero_mpi.defaults import defaults, told
-from zero_mpi.errors import UsageError
-from zero_mpi.foreign import LONGEST, FileError, parse_toml, read_file, show, shown
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_toml
+from zero_mpi.files.text import LONGEST, show, shown
 from zero_mpi.models import ARCHITECTURES
-from zero_mpi.parser import KINDS, nearest, refuse_empty, with_choices
-from zero_mpi.parser import Parser as Parser
+from zero_mpi.parser import KINDS, Parser, nearest, refuse_empty, with_choices
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.timeline import step_range
 

@@ -20,7 +20,8 @@ from zero_mpi.data import Corpus, StepLoader, Windows, named
 from zero_mpi.defaults import settled
 from zero_mpi.description import describe
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import exists, is_folder, shown
+from zero_mpi.files.open import exists, is_folder
+from zero_mpi.files.text import shown
 from zero_mpi.inspect import write
 from zero_mpi.launch import World
 from zero_mpi.models import ModelConfig

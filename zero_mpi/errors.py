@@ -13,6 +13,10 @@ class UsageError(ValueError):
     """Bad usage or bad input: says what was expected, what came, and what to do."""
 
 
+class FileError(UsageError):
+    """A file is not as it must be: file, expected, found."""
+
+
 class JobError(RuntimeError):
     """A failure that all ranks know of and raise together: one line from rank 0, exit status 1."""
 

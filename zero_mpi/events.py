@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import log
-from zero_mpi.foreign import shown
+from zero_mpi.files.text import shown
 
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"

@@ -27,14 +27,15 @@ from zero_mpi.checkpoint.manager import replace_folder, sync_folder
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
-from zero_mpi.config import Parser
 from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
-from zero_mpi.durable import write_to_disk
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.foreign import is_file, is_folder, read_file, refusing, show, shown
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.files.atomic import write_to_disk
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.open import is_file, is_folder, read_file, refusing
+from zero_mpi.files.text import show, shown
 from zero_mpi.launch import World, run
 from zero_mpi.models import config_from_gguf
+from zero_mpi.parser import Parser
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

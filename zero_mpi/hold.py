@@ -19,7 +19,8 @@ from zero_mpi import records
 from zero_mpi.batch import find_job
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.events import utc
-from zero_mpi.foreign import reason, shown
+from zero_mpi.files.open import reason
+from zero_mpi.files.text import shown
 from zero_mpi.launch import World
 from zero_mpi.lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
 

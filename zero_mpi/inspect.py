@@ -16,11 +16,11 @@ from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.compare import compare
-from zero_mpi.config import Parser
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import LONGEST, one_line, printable, shown
+from zero_mpi.files.text import LONGEST, one_line, printable, shown
 from zero_mpi.inspection import Report, examine
 from zero_mpi.launch import World, run
+from zero_mpi.parser import Parser
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 FEW = 8  # entries of a list that is not asked for

@@ -36,8 +36,8 @@ from zero_mpi.checkpoint.stored import NATIVE, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import show
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.text import show
 from zero_mpi.models import config_from_gguf
 
 Report = dict[str, Any]

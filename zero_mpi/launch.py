@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from zero_mpi import environment, interrupts, leftovers, reprieve, shmroom
 from zero_mpi.comm.meter import Meter
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.foreign import one_line
+from zero_mpi.files.text import one_line
 from zero_mpi.stopping import Stopped, signals, stopped_early
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75

@@ -26,7 +26,8 @@ from uuid import uuid4
 
 from zero_mpi import log
 from zero_mpi.errors import UsageError, naming
-from zero_mpi.foreign import parse_json, shown
+from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text import shown
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder

@@ -22,7 +22,7 @@ from pathlib import Path
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.guarded import Records, Started
 from zero_mpi.comm.meter import meters
-from zero_mpi.foreign import shown
+from zero_mpi.files.text import shown
 from zero_mpi.rollcall import named
 from zero_mpi.watchdog import leave, say
 

@@ -14,9 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi.durable import write_all, write_whole
-from zero_mpi.errors import explain, naming, writing
-from zero_mpi.foreign import FileError, open_file, parse_json, read_lines
+from zero_mpi.errors import FileError, explain, naming, writing
+from zero_mpi.files.atomic import write_all, write_whole
+from zero_mpi.files.open import open_file, read_lines
+from zero_mpi.files.parse import parse_json
 from zero_mpi.progress import Display
 from zero_mpi.tensorboard import TensorBoard
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.config import FIELDS, Config, write_toml
-from zero_mpi.durable import write_whole
 from zero_mpi.errors import writing
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.source import BYTE, FROM_INIT
 
 NAME = "config.toml"

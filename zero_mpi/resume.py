@@ -19,7 +19,8 @@ from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoin
 from zero_mpi.config import Config, spelled
 from zero_mpi.defaults import SIZES
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import is_folder, shown
+from zero_mpi.files.open import is_folder
+from zero_mpi.files.text import shown
 from zero_mpi.launch import World
 from zero_mpi.log import Caution
 from zero_mpi.samebits import changes

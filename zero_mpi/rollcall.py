@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from zero_mpi.foreign import parse_json, read_file
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
 
 FOLDER = ".ranks"
 MOST = 1 << 20  # bytes of what a rank has signed

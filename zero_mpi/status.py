@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
-from zero_mpi.durable import write_whole
-from zero_mpi.foreign import FileError, parse_json, read_file
+from zero_mpi.errors import FileError
+from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"

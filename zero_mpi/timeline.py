@@ -28,7 +28,8 @@ from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import check_target, refusing, shown
+from zero_mpi.files.open import check_target, refusing
+from zero_mpi.files.text import shown
 from zero_mpi.log import Caution, tell
 from zero_mpi.trace.events import as_json, events_of
 

@@ -22,7 +22,7 @@ from zero_mpi import __version__, environment, ops
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.config import FIELDS, Config, spelled
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import shown
+from zero_mpi.files.text import shown
 from zero_mpi.launch import BAD_USAGE, World, first_line
 from zero_mpi.rollcall import named
 

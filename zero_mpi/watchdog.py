@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from zero_mpi.comm.meter import collective, meters
-from zero_mpi.foreign import printable
+from zero_mpi.files.text import printable
 from zero_mpi.rollcall import RollCall, Standing, report, shown_stacks, verdict
 
 STATUS = 86  # of a job that was ended for standing still

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from zero_mpi.config import Config
-from zero_mpi.durable import write_whole
-from zero_mpi.errors import JobError
-from zero_mpi.foreign import FileError
+from zero_mpi.errors import FileError, JobError
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.records import append_whole, keep_until
 from zero_mpi.replay import write_config
 from zero_mpi.status import DONE, Status

@@ -9,7 +9,7 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi import log
 from zero_mpi.events import Events
-from zero_mpi.foreign import readable
+from zero_mpi.files.text import readable
 from zero_mpi.launch import World
 from zero_mpi.outcome import Outcome
 from zero_mpi.status import Status

@@ -5,24 +5,19 @@ import tracemalloc
 
 import pytest
 
-from zero_mpi.foreign import (
-    LONGEST_LINE,
+from zero_mpi.errors import FileError
+from zero_mpi.files.open import (
     MOST_LINE,
-    FileError,
     check_target,
     exists,
     is_file,
     is_folder,
-    one_line,
     open_file,
-    parse_json,
-    parse_toml,
-    printable,
     read_file,
     read_lines,
-    readable,
-    shown,
 )
+from zero_mpi.files.parse import parse_json, parse_toml
+from zero_mpi.files.text import LONGEST_LINE, one_line, printable, readable, shown
 
 
 def test_control_letters_new_lines_and_halves_of_pairs_are_escapes():

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from zero_mpi.checkpoint import index, stored
 from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream, pack_key
-from zero_mpi.errors import UsageError
-from zero_mpi.foreign import FileError
+from zero_mpi.errors import FileError, UsageError
 
 Kind = gguf.GGMLQuantizationType
 QUANTIZED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.TQ1_0]

@@ -11,7 +11,7 @@ from zero_mpi import log
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.events import Events
-from zero_mpi.foreign import printable
+from zero_mpi.files.text import printable
 from zero_mpi.launch import World
 from zero_mpi.outcome import Outcome
 from zero_mpi.records import METRICS, check, keep_until, last_step

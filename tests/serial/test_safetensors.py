@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.checkpoint.safetensors import INDEX, SafetensorsModel, SafetensorsStream
-from zero_mpi.foreign import FileError
+from zero_mpi.errors import FileError
 
 safetensors = pytest.importorskip(
     "safetensors", reason="no library to compare with: pip install safetensors", exc_type=ImportError

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from zero_mpi import cli, log, watchdog
-from zero_mpi.foreign import printable
+from zero_mpi.files.text import printable
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
 ARGUMENTS = {

@@ -16,7 +16,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.stored import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.foreign import FileError, show
+from zero_mpi.errors import FileError
+from zero_mpi.files.text import show
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 FILE_TYPES = {  # what can be written, and its number in the key general.file_type

@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from zero_mpi.checkpoint.hfnames import FAMILIES
 from zero_mpi.checkpoint.index import Metadata
-from zero_mpi.foreign import FileError, parse_json, quoted, shown
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.errors import FileError
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text import quoted, shown
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",

@@ -20,8 +20,9 @@ from zero_mpi.checkpoint.hforder import Floats, halves_of, transposes_of
 from zero_mpi.checkpoint.huggingface import EMBEDDING, HEAD, ROPE_FREQS
 from zero_mpi.checkpoint.stored import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.foreign import FileError, show
-from zero_mpi.keys import MOST_SIZE, GGUFKeys
+from zero_mpi.errors import FileError
+from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
+from zero_mpi.files.text import show
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

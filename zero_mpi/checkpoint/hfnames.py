@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from zero_mpi.foreign import FileError, show
+from zero_mpi.errors import FileError
+from zero_mpi.files.text import show
 
 
 class Order(Enum):

@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.stored import TensorSpec
-from zero_mpi.foreign import FileError, show
+from zero_mpi.errors import FileError
+from zero_mpi.files.text import show
 
 Metadata = dict[str, Any]
 """Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the

@@ -28,7 +28,7 @@ from zero_mpi.checkpoint.index import (
     padded,
 )
 from zero_mpi.checkpoint.stored import TensorSpec
-from zero_mpi.foreign import show
+from zero_mpi.files.text import show
 
 ARCHITECTURE_KEY = "general.architecture"
 VERSION = 3

@@ -27,8 +27,9 @@ from zero_mpi.checkpoint.index import (
     read_index,
 )
 from zero_mpi.checkpoint.stored import StoredFile, checked_range, decode, output
-from zero_mpi.foreign import open_file, show
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.open import open_file
+from zero_mpi.files.text import show
 
 SPLIT = "split."
 PLACE, COUNT, TOTAL = "split.no", "split.count", "split.tensors.count"

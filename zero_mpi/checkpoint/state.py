@@ -31,8 +31,8 @@ from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import show
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.text import show
 from zero_mpi.optim import Moments, ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.state import fill

@@ -22,7 +22,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.foreign import FileError, open_file, show
+from zero_mpi.errors import FileError
+from zero_mpi.files.open import open_file
+from zero_mpi.files.text import show
 
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
 NATIVE = {

@@ -15,7 +15,8 @@ from zero_mpi.checkpoint.index import Metadata
 from zero_mpi.checkpoint.manager import LATEST, MODEL
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.stored import TensorSpec
-from zero_mpi.foreign import FileError, exists, is_folder
+from zero_mpi.errors import FileError
+from zero_mpi.files.open import exists, is_folder
 
 
 class WeightSource(Protocol):

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.index import GGUFError
 from zero_mpi.checkpoint.packing import Announced, alignment_of, checked_table, pack_file, pack_key
 from zero_mpi.checkpoint.stream import TensorStream
-from zero_mpi.foreign import show
+from zero_mpi.files.text import show
 
 
 class GGUFStream(TensorStream):

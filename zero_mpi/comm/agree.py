@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from zero_mpi.comm.base import Comm
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import shown
+from zero_mpi.files.text import shown
 
 T = TypeVar("T")
 Facts = Mapping[str, object]

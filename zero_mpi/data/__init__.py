@@ -20,8 +20,8 @@ from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_
 from zero_mpi.data.tokenizer import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import show
-from zero_mpi.keys import THE_FILE, GGUFKeys
+from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
+from zero_mpi.files.text import show
 
 __all__ = [
     "BPETokenizer",

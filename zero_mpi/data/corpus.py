@@ -25,7 +25,8 @@ from zero_mpi.data.sieve import Sieve
 from zero_mpi.data.token_file import read_token_file
 from zero_mpi.data.tokenizer import Tokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import LONGEST, exists, is_file, is_folder, shown
+from zero_mpi.files.open import exists, is_file, is_folder
+from zero_mpi.files.text import LONGEST, shown
 
 Tokens = NDArray[np.integer]
 

@@ -18,8 +18,10 @@ import numpy as np
 from zero_mpi.data.bpe import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, BPETokenizer, build, library
 from zero_mpi.data.pretokenizers import name_of
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import parse_json, quoted, read_file, show, shown
-from zero_mpi.keys import TEMPLATE, THE_FILE, GGUFKeys
+from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text import quoted, show, shown
 
 _KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here

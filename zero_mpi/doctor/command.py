@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
-from zero_mpi.config import Config, Parser
+from zero_mpi.config import Config
 from zero_mpi.doctor import (
     binding,
     clocks,
@@ -35,11 +35,12 @@ from zero_mpi.doctor import (
 from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.rows import BAD, NOTE, OK, Row, lines, plural
-from zero_mpi.durable import write_whole
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import check_target, refusing
+from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.open import check_target, refusing
 from zero_mpi.inspect import write
 from zero_mpi.launch import FAILED, World, run
+from zero_mpi.parser import Parser
 from zero_mpi.watchdog import Watchdog
 
 MOST_MB, QUICK_MB = 16.0, 1.0

@@ -15,8 +15,8 @@ import numpy as np
 from zero_mpi.arguments import came, same_names, whole
 from zero_mpi.arrays import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import shown
-from zero_mpi.keys import MOST_SIZE, TOKENS, GGUFKeys, described
+from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
+from zero_mpi.files.text import shown
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 
 Metadata = Mapping[str, Any]

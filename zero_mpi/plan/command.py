@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import check_target, refusing
+from zero_mpi.files.open import check_target, refusing
 from zero_mpi.inspect import write as show
 from zero_mpi.launch import World
 from zero_mpi.launch import run as launch

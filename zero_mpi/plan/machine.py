@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.errors import UsageError
-from zero_mpi.foreign import FileError, parse_json, read_file, shown
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text import shown
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.comm.device.choice import ON_GPU
-from zero_mpi.config import Config, Parser, check, read_toml, spelled
+from zero_mpi.config import Config, check, read_toml, spelled
 from zero_mpi.config import make_parser as train_parser
 from zero_mpi.defaults import settled
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.parser import Parser
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes

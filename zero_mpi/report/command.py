@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from zero_mpi.durable import write_whole
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import is_folder, shown
+from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.open import is_folder
+from zero_mpi.files.text import shown
 from zero_mpi.inspect import write as show
 from zero_mpi.launch import World
 from zero_mpi.launch import run as launch

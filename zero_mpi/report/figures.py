@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.foreign import shown
+from zero_mpi.files.text import shown
 from zero_mpi.report.folder import LOST, Run, integer, text
 from zero_mpi.report.metrics import RECENT, is_number
 from zero_mpi.report.numbers import count, duration, percent, plain, size

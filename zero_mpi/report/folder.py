@@ -19,9 +19,11 @@ from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, STATE_DIGEST
 from zero_mpi.config import MOST_SETTINGS
-from zero_mpi.errors import UsageError
-from zero_mpi.foreign import FileError, exists, parse_json, parse_toml, read_file, read_lines, shown
-from zero_mpi.keys import GGUFKeys
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.open import exists, read_file, read_lines
+from zero_mpi.files.parse import parse_json, parse_toml
+from zero_mpi.files.text import shown
 from zero_mpi.records import METRICS
 from zero_mpi.report.metrics import LIMIT, Metrics, is_number, read_metrics
 from zero_mpi.status import NAME as STATUS

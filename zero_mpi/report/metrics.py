@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.foreign import read_lines
+from zero_mpi.files.open import read_lines
 from zero_mpi.records import MOST_STEPS
 
 LIMIT = 2000  # columns of a run

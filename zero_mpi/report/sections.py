@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from zero_mpi import foreign
 from zero_mpi.config import FIELDS
+from zero_mpi.files.text import LONGEST_LINE
+from zero_mpi.files.text import shown as shown_text
 from zero_mpi.report.charts import Chart, about
 from zero_mpi.report.folder import Event, Run, integer, moment, text
 from zero_mpi.report.head import label, swatch
@@ -89,7 +90,7 @@ def checkpoints(runs: Sequence[Run]) -> str:
                 row(
                     tag("code", safe(one.folder)),
                     *([label(runs, number)] * (len(runs) > 1)),
-                    tag("code", safe(one.digest), class_="hash", title=foreign.shown(one.digest)),
+                    tag("code", safe(one.digest), class_="hash", title=shown_text(one.digest)),
                     size(one.nbytes) if one.nbytes else "",
                     seconds_of(took.get(one.folder)),
                     ", ".join(notes),
@@ -134,7 +135,7 @@ def history(runs: Sequence[Run]) -> str:
             f"{tag('time', f'{when:%Y-%m-%d}')} {tag('time', f'{when:%H:%M:%S}')}" if when else "",
             *([label(runs, number)] * (len(runs) > 1)),
             f"{integer(event.get('step')) or 0:,}",
-            tag("span", safe(told(event)), class_=f"event {foreign.shown(event['event'], 20)}"),
+            tag("span", safe(told(event)), class_=f"event {shown_text(event['event'], 20)}"),
         )
         for when, number, _, event in found[:MOST_EVENTS]
     ]
@@ -198,4 +199,4 @@ def as_text(value: object) -> str:
         return " ".join(value) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else foreign.shown(value, foreign.LONGEST_LINE)
+    return "" if value is None else shown_text(value, LONGEST_LINE)

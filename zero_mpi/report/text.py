@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.foreign import LONGEST_LINE, cut, printable, shown
+from zero_mpi.files.text import LONGEST_LINE, cut, printable, shown
 from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points
 from zero_mpi.report.figures import figures, state_line
 from zero_mpi.report.folder import Run

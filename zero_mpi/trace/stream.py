@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.foreign import open_file
+from zero_mpi.files.open import open_file
 
 GZIP = b"\x1f\x8b"
 PIECE = 1 << 18  # bytes that are read at a time

@@ -1,0 +1,152 @@
+"""Files that others have written, opened and read with care.
+
+Only a regular file is opened, for a pipe would wait for ever and a device never ends; no more is read than a
+bound.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader, FileIO
+from typing import BinaryIO
+
+from zero_mpi.errors import FileError
+from zero_mpi.files.text import shown
+
+MOST_JSON = 64 << 20  # bytes of a file that is read whole to be parsed
+PIECE = 1 << 20  # bytes read at once: room for all that may come would cost as much where little comes
+MOST_LINE = 1 << 20  # bytes of a line of a file of lines
+MOST_SKIPPED = 64 << 20  # bytes of longer lines that are passed over
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether something lies at a path; FileError where the system refuses to say, as for the next two."""
+    return _mode(path) is not None
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a regular file lies at a path, or a link to one; raises FileError."""
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder lies at a path, or a link to one; raises FileError."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: str | os.PathLike[str]) -> int | None:
+    """What the system says of what lies at a path; None if nothing does."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise FileError(f"{shown(path)}: cannot be looked at: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """What the system says, without the path, which the caller shows in its own way."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+@contextmanager
+def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iterator[None]:
+    """Turn an OSError of the body into a FileError: `what` (a flag) with path, problem and reason."""
+    try:
+        yield
+    except OSError as error:
+        about = f"{problem}: " if problem else ""
+        raise FileError(f"{what} {shown(path)}: {about}{reason(error)}".lstrip()) from error
+
+
+def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
+    """Raise FileError, naming `what` (a flag), unless a file can be written at a path, for all we know."""
+    folder, why = os.path.dirname(path) or ".", ""
+    if is_folder(path):
+        why = "it is a folder, expected the name of a file"
+    elif exists(path):  # a file, or a device such as /dev/stdout, whose folder does not matter
+        why = "" if os.access(path, os.W_OK) else "Permission denied"
+    elif not is_folder(folder):
+        why = f"{'Not a directory' if exists(folder) else 'No such file or directory'}: {shown(folder)}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"Permission denied: {shown(folder)}"
+    if why:
+        raise FileError(f"{what} {shown(path)}: {problem}: {why}")
+
+
+def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
+    """Open a regular file, without a buffer, and nothing else; raises FileError.
+
+    It is looked at after it was opened, without waiting for a pipe's other end: what a look before has seen
+    may have been replaced.
+    """
+    try:
+        real = os.path.realpath(path)  # the file that a link names now
+        file = open(real, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (returned)
+    except IsADirectoryError:
+        raise FileError(f"{shown(path)}: expected {expected}, found a folder: name the file in it") from None
+    except FileNotFoundError:
+        raise FileError(f"{shown(path)}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        raise FileError(f"{shown(path)}: cannot be read: {reason(error)}") from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise FileError(f"{shown(path)}: expected {expected}, found a device or pipe")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str = "a file") -> bytes:
+    """All bytes of a regular file of at most `most` bytes; raises FileError."""
+    with open_file(path, expected) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
+        try:
+            parts, room = [], most + 1
+            while room and (part := file.read(min(room, PIECE))):
+                parts.append(part)
+                room -= len(part)
+        except OSError as error:
+            raise FileError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    if not room:
+        raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
+    return b"".join(parts)
+
+
+def read_lines(path: str | os.PathLike[str], expected: str = "a file of lines") -> Iterator[bytes]:
+    """The lines of a regular file with their ends, in bounded memory; raises FileError.
+
+    A line longer than MOST_LINE is passed over, for a crash may have left a stretch of zeros; where these
+    are very long the file is none of lines.
+    """
+    with BufferedReader(open_file(path, expected), 1 << 18) as file:
+        try:
+            yield from _lines(file)
+        except OSError as error:
+            raise FileError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise FileError(
+                f"{shown(path)}: expected {expected} of at most {MOST_LINE} bytes each, found longer ones"
+            ) from None
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    skipped = 0
+    while line := file.readline(MOST_LINE):
+        whole = len(line) < MOST_LINE or line.endswith(b"\n")
+        while not whole:
+            skipped += len(line)
+            line = file.readline(MOST_LINE)
+            whole = len(line) < MOST_LINE or line.endswith(b"\n")
+            if skipped > MOST_SKIPPED:
+                raise ValueError(skipped)
+            if whole:
+                line = b""
+        if line:
+            yield line

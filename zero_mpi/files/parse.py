@@ -1,0 +1,112 @@
+"""JSON and TOML of others: parsing ends in a value or in one kind of error, whatever is nested in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+from zero_mpi.files.text import show, shown
+
+MOST_NESTED = 100  # levels of a value; what walks through it by calling itself must not come to an end
+MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, one byte of text may do
+PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+LONG_KEY = re.compile(
+    rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
+)  # of TOML: takes the square of its parts
+
+
+def parse_json(
+    raw: bytes | str,
+    *,
+    null_for_infinite: bool = False,
+    unique: bool = False,
+    most_values: int = MOST_VALUES,
+) -> Any:
+    """The JSON value of a text in UTF-8; ValueError of one line for anything else.
+
+    That is also for nesting without end, numbers of thousands of digits, more than `most_values` values, and
+    numbers that are not finite, which JSON does not have; `null_for_infinite` takes these as null. `unique`:
+    also for a name that an object has twice, of which the last would count.
+    """
+    if _values(raw) > most_values:
+        raise ValueError(f"more than {most_values} values")
+
+    def number(text: str) -> float | None:
+        value = float(text)
+        if not math.isfinite(value):
+            constant(text)
+            return None
+        return value
+
+    def constant(text: str) -> None:
+        if not null_for_infinite:
+            raise ValueError(f"the number {shown(text, 40)} is not finite")
+
+    return _parsed(
+        lambda: json.loads(
+            raw if isinstance(raw, str) else raw.decode(),
+            parse_float=number,
+            parse_constant=constant,
+            object_pairs_hook=_unique if unique else None,
+        )
+    )
+
+
+def _is_nested(value: Any, levels: int) -> bool:
+    """Whether lists and tables are in one another more than so many levels deep."""
+    inner = [value]
+    for _ in range(levels + 1):
+        inner = [
+            item
+            for outer in inner
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+    return bool(inner)
+
+
+def _values(raw: bytes | str) -> int:
+    """At least as many values as a JSON text has: signs in texts count as well."""
+    signs = ",[{"
+    return 1 + sum(raw.count(c) if isinstance(raw, str) else raw.count(c.encode()) for c in signs)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"expected {show(twice)} once, found it twice")
+    return found
+
+
+def parse_toml(raw: bytes) -> dict[str, Any]:
+    """The table of a TOML text in UTF-8; ValueError of one line for anything else."""
+
+    def parse() -> dict[str, Any]:
+        text = raw.decode()
+        if LONG_KEY.search(text):
+            raise ValueError("a key of more than 32 parts")
+        return tomllib.loads(text)
+
+    table: dict[str, Any] = _parsed(parse)
+    return table
+
+
+def _parsed(parse: Callable[[], Any]) -> Any:
+    try:
+        value = parse()
+        if _is_nested(value, MOST_NESTED):
+            raise RecursionError
+        return value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except ValueError as error:  # of the format; of a number with thousands of digits
+        raise ValueError(shown(str(error))) from None
