@@ -21,7 +21,7 @@ import zero_mpi  # noqa: F401  (one thread, before numpy is loaded)
 import numpy as np  # isort: skip
 
 from zero_mpi import ops
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 
 SQUARE = 1024  # rows of the sgemm that sets the limit

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zero_mpi import DDP, ShardedAdamW, connect
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.launch import World, run
 from zero_mpi.nn import GELU, Linear, Stage
 

@@ -22,7 +22,7 @@ from zero_mpi import (
     connect,
     cross_entropy,
 )
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.launch import World, run
 from zero_mpi.nn import GELU, Chain, Linear, Stage
 

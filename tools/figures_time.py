@@ -13,10 +13,10 @@ from typing import Any
 from svg import MARGIN, Picture
 
 from zero_mpi.accumulate import Rounds
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Partition
 from zero_mpi.config import Config
 from zero_mpi.data import ByteTokenizer
+from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.ways import Lanes
 from zero_mpi.sharding.actions import (

@@ -14,8 +14,9 @@ import numpy as np
 
 from zero_mpi import device, spans
 from zero_mpi.arguments import came, instance, whole
-from zero_mpi.arrays import Array, Scalar
 from zero_mpi.comm.agree import agreed
+from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
 

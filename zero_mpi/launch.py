@@ -135,8 +135,7 @@ def find_world() -> World:
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "multiple"
-        from mpi4py import MPI
+        from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
         if environment.under_launcher():
             raise UsageError(

@@ -15,8 +15,8 @@ import numpy as np
 
 from zero_mpi import device, ops, spans
 from zero_mpi.arguments import FLOATING, array, came, instance, number
-from zero_mpi.arrays import Array
 from zero_mpi.comm.agree import agreed
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, ops
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.launch import World
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.ghost import Room

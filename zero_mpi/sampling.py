@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 
 # Below it nothing but the likeliest is ever drawn: two float32 logits that differ do so by 1e-45 at least.
 COLDEST = 1e-48

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_mpi.arrays import Array
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer

@@ -20,10 +20,10 @@ from typing import Any
 
 from zero_mpi import device, dryrun, environment, events, leftovers, log, peak, spans, tensorboard
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
-from zero_mpi.arrays import Array
 from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
+from zero_mpi.device.types import Array
 from zero_mpi.divergence import Divergence
 from zero_mpi.errors import UsageError
 from zero_mpi.finale import compare_with_letters, is_over, say_over, show_sample

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, ops
-from zero_mpi.arrays import Array, pool_of
+from zero_mpi.device.arrays import pool_of
+from zero_mpi.device.types import Array
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has kernels of their own for products of up to a million
 # steps, cuts sums of some hundreds of terms (each of the three is that long once) and shares out the larger.

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm import ordered_sum
 from zero_mpi.device import Done
+from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.doctor.device_probe import Driver
 
 ALIGNMENT = 256

@@ -12,7 +12,7 @@ import pytest
 from test_products import KINDS, LOW, ask_the_real, defined, draw, kinds
 
 from zero_mpi import ops
-from zero_mpi.arrays import address, pool_of, side_by_side
+from zero_mpi.device.arrays import address, pool_of, side_by_side
 from zero_mpi.errors import UsageError
 
 #           B  T  S  H  K  D   E
@@ -184,7 +184,7 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
 
 
 def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch):
-    from zero_mpi.arrays import Recycler
+    from zero_mpi.device.arrays import Recycler
     from zero_mpi.ops.gpu import attention, launch
 
     take_way("own")

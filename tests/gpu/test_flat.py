@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import ops
-from zero_mpi.comm.device.sum import ordered_sum_on_gpu
+from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
 from zero_mpi.ops import reference
 
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import device, ops
-from zero_mpi.arrays import pool_of
+from zero_mpi.device.arrays import pool_of
 from zero_mpi.ops import half, reference
 
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))

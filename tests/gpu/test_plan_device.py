@@ -6,7 +6,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, arrays, device
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, device
+from zero_mpi.device import arrays
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.plan import kernels

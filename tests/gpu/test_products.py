@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import ops
-from zero_mpi.arrays import pool_of
+from zero_mpi.device.arrays import pool_of
 from zero_mpi.ops import half, reference
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}

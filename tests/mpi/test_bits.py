@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
-from zero_mpi.arrays import BufferPool
+from zero_mpi.device.arrays import BufferPool
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
 COVERING = [

@@ -26,13 +26,13 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.arrays import BufferPool
 from zero_mpi.comm import Partition, counters, patience, window
 from zero_mpi.comm.nodes import NodesComm
 from zero_mpi.comm.shared import SharedComm
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.comm.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.config import Config
+from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 from zero_mpi.models import GPT2, Llama

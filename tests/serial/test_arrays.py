@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.arrays import (
-    ALIGNMENT,
+from zero_mpi.device.arrays import (
     RECYCLED_FROM,
     BufferPool,
     empty,
@@ -23,6 +22,7 @@ from zero_mpi.arrays import (
     size_class,
     zeros,
 )
+from zero_mpi.device.types import ALIGNMENT
 
 
 @pytest.mark.parametrize("make", [empty, zeros])

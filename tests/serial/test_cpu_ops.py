@@ -22,7 +22,7 @@ import pytest
 import tiny
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, nn, ops
-from zero_mpi.arrays import recycled_stats, side_by_side
+from zero_mpi.device.arrays import recycled_stats, side_by_side
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.ops import code_cache, reference
 

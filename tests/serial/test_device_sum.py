@@ -5,7 +5,7 @@ import re
 import pytest
 from test_kernel_compile import ARCHITECTURES, Program, nvrtc
 
-from zero_mpi.comm.device import sum as device_sum
+from zero_mpi.device import ordered_sum as device_sum
 
 ENTRIES = {f"add_{kind}" for kind in device_sum.KINDS}
 MOST = re.compile(r"constexpr int MOST = (\d+);")

@@ -23,9 +23,9 @@ from jobs import launcher, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
-from zero_mpi.arrays import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.slots import padded
+from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,
     clocks,

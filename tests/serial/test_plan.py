@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jobs import COMPILED, run_job
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, arrays
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.comm.topology import PRETEND
+from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import World
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3

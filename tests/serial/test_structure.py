@@ -49,7 +49,7 @@ NN_FROM_COMM = (
         ("nn/norm.py", "from zero_mpi.comm import base\n", "nn.norm imports comm"),
         ("sharding/unit.py", "from zero_mpi.nn import Param\n", "sharding.unit imports nn:"),
         ("optim.py", "from zero_mpi.models import llama\n", "optim imports models"),
-        ("data/loader.py", "from zero_mpi.arrays import namespace\n", "data.loader imports arrays"),
+        ("data/loader.py", "from zero_mpi.device.arrays import namespace\n", "data.loader imports arrays"),
         (
             "optim.py",
             "from zero_mpi import ShardedModule\n",
@@ -91,7 +91,7 @@ def test_what_is_allowed_is_not_found(tmp_path):
                 "arrays.py": "",
                 "device.py": "import cupy\n",
                 "ops/cpu.py": "import numba\n"
-                "from zero_mpi.ops import reference\nfrom zero_mpi.arrays import y\n",
+                "from zero_mpi.ops import reference\nfrom zero_mpi.device.arrays import y\n",
                 "ops/reference.py": "def _hidden():\n" + "    x = 1\n" * 59,
                 "data/loader.py": "from typing import overload\n@overload\ndef f(x: int) -> int: ...\n"
                 "def f(x):\n    'Text.'\n",
@@ -110,4 +110,4 @@ def test_what_is_allowed_is_not_found(tmp_path):
 def test_a_module_without_docstring_is_found(tmp_path):
     (tmp_path / "zero_mpi").mkdir()
     (tmp_path / "zero_mpi" / "arrays.py").write_text("x = 1\n")
-    assert structure.violations(tmp_path) == ["zero_mpi/arrays.py:1: the module has no docstring"]
+    assert structure.violations(tmp_path) == ["zero_mpi/device/arrays.py:1: the module has no docstring"]

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, empty
 from zero_mpi.checkpoint.digest import PIECE, piece_digests
 from zero_mpi.comm import Comm, Partition
+from zero_mpi.device.arrays import empty
+from zero_mpi.device.types import Array
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.unit import BYTES, Unit

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.contributions import FIRST, SECOND
 from zero_mpi.checkpoint.digest import (
@@ -30,6 +29,7 @@ from zero_mpi.checkpoint.digest import (
 from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.text import show

@@ -1,6 +1,6 @@
 """Transports: the collectives that sharding needs, one interface, started and waited for separately."""
 
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece
 from zero_mpi.comm.files import OutputFile, PlainFile
 from zero_mpi.comm.serial import SerialComm
 
@@ -13,5 +13,4 @@ __all__ = [
     "Piece",
     "PlainFile",
     "SerialComm",
-    "ordered_sum",
 ]

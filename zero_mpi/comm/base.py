@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device
 from zero_mpi.arguments import whole
-from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm.clocks import Offset
-from zero_mpi.comm.device.sum import ordered_sum_on_gpu
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.meter import Meter
+from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.types import Array
 
 
 @dataclass(frozen=True)
@@ -238,23 +237,3 @@ class Comm(ABC):
         total = np.array(values, np.float64)  # a copy: the sum is in place
         self.allreduce(total, label="vector").wait()
         return total
-
-
-def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
-
-    Parts of a lower type are widened before they are added.
-    """
-    if device.is_cupy(out):
-        ordered_sum_on_gpu(out, parts, accumulate)
-        return
-    if not accumulate:
-        if not parts:
-            out.fill(0)
-        elif len(parts) == 1 or parts[0].dtype != out.dtype:
-            out[...] = parts[0]
-        else:
-            np.add(parts[0], parts[1], out=out)
-    wide = bool(parts) and not accumulate and parts[0].dtype != out.dtype
-    for part in parts if accumulate else parts[1 if wide else 2 :]:
-        np.add(out, part, out=out)

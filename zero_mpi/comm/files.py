@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.errors import naming
 
 AHEAD = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed

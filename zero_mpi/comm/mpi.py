@@ -14,23 +14,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import mpi4py
 import numpy as np
 
-mpi4py.rc.thread_level = "multiple"
-
-from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
-
-from zero_mpi import environment  # noqa: E402
-from zero_mpi.arguments import instance, whole  # noqa: E402
-from zero_mpi.arrays import Array, empty  # noqa: E402
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece, ordered_sum  # noqa: E402
-from zero_mpi.comm.clocks import Offset, offset_of_node  # noqa: E402
-from zero_mpi.comm.files import OutputFile  # noqa: E402
-from zero_mpi.comm.progress import PAUSE, Progress  # noqa: E402
-from zero_mpi.comm.topology import node_communicator  # noqa: E402
-from zero_mpi.comm.transfer import Running, Transfer  # noqa: E402
-from zero_mpi.spans import Transfer as Record  # noqa: E402
+from zero_mpi import environment
+from zero_mpi.arguments import instance, whole
+from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece
+from zero_mpi.comm.clocks import Offset, offset_of_node
+from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.progress import PAUSE, Progress
+from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.comm.topology import node_communicator
+from zero_mpi.comm.transfer import Running, Transfer
+from zero_mpi.device.arrays import empty
+from zero_mpi.device.ordered_sum import ordered_sum
+from zero_mpi.device.types import Array
+from zero_mpi.spans import Transfer as Record
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
-from zero_mpi.arrays import Array
 from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.device.types import Array
 from zero_mpi.errors import naming
 
 MOST_BYTES = 1 << 30  # in one call: counts are C ints in older interfaces

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.arrays import Array, empty
 from zero_mpi.comm.base import Handle, Partition
 from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED, Counters
 from zero_mpi.comm.mpi import MPIComm, mpi_type
@@ -19,6 +18,8 @@ from zero_mpi.comm.relay import DEPTH, PIECE, Relay, Source, Sum
 from zero_mpi.comm.slots import SlotPool
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
+from zero_mpi.device.arrays import empty
+from zero_mpi.device.types import Array
 
 TAGS = 1 << 14
 

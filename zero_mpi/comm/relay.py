@@ -16,11 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.arrays import Array, empty
-from zero_mpi.comm.base import Partition, ordered_sum
+from zero_mpi.comm.base import Partition
 from zero_mpi.comm.mpi import mpi_type
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
+from zero_mpi.device.arrays import empty
+from zero_mpi.device.ordered_sum import ordered_sum
+from zero_mpi.device.types import Array
 
 PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and few enough polls on a fast network
 DEPTH = 4  # pieces on their way at once

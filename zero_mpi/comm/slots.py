@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zero_mpi.arrays import ALIGNMENT, Array, BufferPool
 from zero_mpi.device import HOST
+from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.types import ALIGNMENT, Array
 
 FLOAT = np.dtype(np.float32)
 

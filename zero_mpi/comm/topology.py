@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import mpi4py
-
-mpi4py.rc.thread_level = "multiple"
-
-from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
+from zero_mpi.comm.start_mpi import MPI
 
 PRETEND = "ZERO_MPI_RANKS_PER_NODE"
 

@@ -12,15 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mpi4py
-
-mpi4py.rc.thread_level = "multiple"
-
-from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
-
-from zero_mpi import spans  # noqa: E402
-from zero_mpi.comm.base import Handle  # noqa: E402
-from zero_mpi.comm.meter import Meter  # noqa: E402
+from zero_mpi import spans
+from zero_mpi.comm.base import Handle
+from zero_mpi.comm.meter import Meter
+from zero_mpi.comm.start_mpi import MPI
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
 Running = Iterator[Needed]

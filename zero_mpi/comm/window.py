@@ -18,15 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import mpi4py
 import numpy as np
 
-mpi4py.rc.thread_level = "multiple"
-
-from mpi4py import MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
-
-from zero_mpi.arrays import ALIGNMENT, Array  # noqa: E402
-from zero_mpi.errors import UsageError  # noqa: E402
+from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.device.types import ALIGNMENT, Array
+from zero_mpi.errors import UsageError
 
 PLACE = Path("/dev/shm")  # where MPICH and Open MPI keep shared windows
 MARGIN = 1 << 20  # bytes that the library may need beside ours

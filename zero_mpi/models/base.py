@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from zero_mpi.arguments import came, same_names, whole
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
 from zero_mpi.files.text import shown

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models.base import (
     HEAD_STD,

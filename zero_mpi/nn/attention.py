@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, ops
-from zero_mpi.arrays import namespace, side_by_side
+from zero_mpi.device.arrays import namespace, side_by_side
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
 from zero_mpi.nn.linear import Linear

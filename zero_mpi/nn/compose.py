@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arrays import Scalar
+from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import (
     AddsInBackward,
     AddsInForward,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from zero_mpi import ops
-from zero_mpi.arrays import Scalar
+from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.layer import Gradients, Layer, Weights
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.arguments import came, instance, number, whole
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 
 Weights = Mapping[str, Array]
 Gradients = MutableMapping[str, Array]

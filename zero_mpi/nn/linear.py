@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arrays import Scalar
+from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import FLOATING, WHOLE, array, number
-from zero_mpi.arrays import Array, Scalar, beside
 from zero_mpi.device import is_cupy
+from zero_mpi.device.arrays import Scalar, beside
+from zero_mpi.device.types import Array
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> tuple[Scalar, Array]:

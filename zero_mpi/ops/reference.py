@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from zero_mpi.arrays import Array, namespace
+from zero_mpi.device.arrays import namespace
+from zero_mpi.device.types import Array
 from zero_mpi.ops.rowsums import column_sums
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)

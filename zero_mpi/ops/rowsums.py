@@ -7,7 +7,8 @@ order follows from the number of rows alone. Blocks of a GPU have an order of th
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array, namespace
+from zero_mpi.device.arrays import namespace
+from zero_mpi.device.types import Array
 
 LANES, LANE_ROWS = 4, 16
 

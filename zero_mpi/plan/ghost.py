@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import RECYCLED_FROM, Array, size_class
 from zero_mpi.device import Host
+from zero_mpi.device.arrays import RECYCLED_FROM, size_class
+from zero_mpi.device.types import Array
 
 NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mmap has no name for it yet
 LEAST_ARENA = 1 << 30  # bytes

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array, side_by_side
+from zero_mpi.device.arrays import side_by_side
+from zero_mpi.device.types import Array
 from zero_mpi.ops.reference import chunk_rows
 from zero_mpi.plan.ghost import Room
 

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.plan.ghost import Ghost, Room
 from zero_mpi.plan.kernels import weights_of_head
 

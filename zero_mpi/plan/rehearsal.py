@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Handle, Partition
 from zero_mpi.comm.base import Memory
+from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.types import Array
 from zero_mpi.plan import operations  # noqa: F401  (registers the operations on ghosts)
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.ghost import Room, without_memory

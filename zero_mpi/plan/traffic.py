@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Partition
+from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import NUMBER, chunks
 from zero_mpi.plan.ways import Way, ways_of

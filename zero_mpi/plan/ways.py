@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Partition
+from zero_mpi.device.types import Array
 from zero_mpi.plan.case import NODES, Case
 
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.device import Host
+from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.types import Array
 from zero_mpi.sharding.actions import Actions, Gather, run
 from zero_mpi.sharding.schedule import Indices, Schedule
 from zero_mpi.sharding.unit import Unit

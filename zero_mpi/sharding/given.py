@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from zero_mpi.arguments import came, instance, number, whole
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Comm
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.sharding.layout import Layout, lay_out

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array
 from zero_mpi.comm import DONE, Comm, Handle
+from zero_mpi.device.types import Array
 from zero_mpi.sharding.parameters import Place, Views, read_only
 from zero_mpi.sharding.precision import as_kind, floats
 from zero_mpi.sharding.strategy import Strategy

@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 
 BLOCK = 1 << 16  # elements

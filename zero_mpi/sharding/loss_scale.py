@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 
 FIRST, MOST = 16, 24  # exponents
 PATIENCE = 2000  # good steps before it grows

@@ -12,9 +12,10 @@ from typing import Any
 
 from zero_mpi import spans
 from zero_mpi.arguments import came, instance, whole
-from zero_mpi.arrays import Array, Scalar
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.comm.agree import agreed
+from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.given import look_at

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, address
 from zero_mpi.device import Cuda
+from zero_mpi.device.arrays import address
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.precision import Precision
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, BufferPool
 from zero_mpi.comm import Comm, Handle
+from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.types import Array
 from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit

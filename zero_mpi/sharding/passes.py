@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_mpi import device, spans
 from zero_mpi.arguments import came
-from zero_mpi.arrays import Scalar
+from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 
 if TYPE_CHECKING:

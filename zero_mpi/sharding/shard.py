@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.sharding.gradients import make_gradients
 from zero_mpi.sharding.parameters import Place, Views, make_parameters
 from zero_mpi.sharding.unit import Unit

@@ -13,9 +13,9 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.arguments import array, came, instance, same_names, whole
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import agreed
+from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.initialize import initial_values

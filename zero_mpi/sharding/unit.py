@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm import Partition
+from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stage
 
 QUANTUM = 1024  # elements

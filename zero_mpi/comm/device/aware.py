@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Partition
 from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, overlapped, passed
 from zero_mpi.comm.device.side import Side
 from zero_mpi.comm.transfer import Running
+from zero_mpi.device.types import Array
 
 MOST_BYTES = 1 << 30  # in one message: counts are C ints in older interfaces
 SUMMED = (

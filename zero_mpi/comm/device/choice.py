@@ -61,8 +61,8 @@ def make(transport: str, exact: bool) -> DeviceComm:
     """The transport of that name. Collective."""
     from zero_mpi.comm.device.comm import DeviceComm
     from zero_mpi.comm.device.side import GpuSide
-    from zero_mpi.comm.device.sum import kernels
     from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.device.ordered_sum import kernels
 
     gpu = device.in_use()
     assert isinstance(gpu, Cuda), "there is a GPU in use"

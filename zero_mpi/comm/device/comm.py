@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle, Partition, Piece
 from zero_mpi.comm.device.handle import Ended, Joined, OfAnotherThread
 from zero_mpi.comm.device.rounds import MPI, Round, Turns, Wire, lent, passed
@@ -26,6 +25,7 @@ from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.pushing import Pushing
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
 UNDER_WAY = 4  # transfers at once: gathers of prefetched stages, and reductions behind backward

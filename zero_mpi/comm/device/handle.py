@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi import spans
-from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.device.side import Side
 from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.pushing import Pushed, Pushing
+from zero_mpi.device.types import Array
 
 
 class Ended:

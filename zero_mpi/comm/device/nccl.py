@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi.arrays import Array, address
 from zero_mpi.comm.base import Partition
 from zero_mpi.comm.device.rounds import MPI, Round
 from zero_mpi.comm.device.side import GpuSide
 from zero_mpi.comm.transfer import Running
+from zero_mpi.device.arrays import address
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
 SUMMED = 1 << 20  # elements of a slice per round of an exact reduction, for which rooms are needed

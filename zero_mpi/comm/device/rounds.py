@@ -14,16 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import mpi4py
 import numpy as np
 
-mpi4py.rc.thread_level = "multiple"
-
-from mpi4py import MPI as MPI  # noqa: E402  (the setting above is read when MPI is imported, which starts it)
-
-from zero_mpi.arrays import Array  # noqa: E402
-from zero_mpi.comm.base import Partition  # noqa: E402
-from zero_mpi.comm.transfer import Needed, Running  # noqa: E402
+from zero_mpi.comm.base import Partition
+from zero_mpi.comm.start_mpi import MPI as MPI
+from zero_mpi.comm.transfer import Needed, Running
+from zero_mpi.device.types import Array
 
 
 @dataclass(frozen=True)

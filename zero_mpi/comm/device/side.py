@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.arrays import Array
-from zero_mpi.comm.device.sum import ordered_sum_on_gpu
 from zero_mpi.device import Cuda, Mark
+from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
+from zero_mpi.device.types import Array
 
 
 class Side(Protocol):

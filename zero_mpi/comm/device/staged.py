@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.arrays import Array
 from zero_mpi.comm.base import Partition
 from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
 from zero_mpi.comm.device.side import GpuSide
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device import Done
+from zero_mpi.device.types import Array
 
 STAGE_BYTES = 8 << 20  # of a stage in each direction, shared by the other ranks' pieces
 LEAST_BYTES = 64 << 10  # of a piece, where ranks are many

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array, recycled, side_by_side
+from zero_mpi.device.arrays import recycled, side_by_side
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.jit import FLOAT, filled, given, helper, kernel
 
 SYMBOL = "zero_mpi_sgemm"

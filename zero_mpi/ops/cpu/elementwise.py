@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array, recycled
+from zero_mpi.device.arrays import recycled
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import (
     FLOAT32,

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, INTEGER, filled, given, kernel, single
 

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numba import types
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops import code_cache
 from zero_mpi.ops.rowsums import LANE_ROWS, LANES
 

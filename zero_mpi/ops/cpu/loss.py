@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from zero_mpi.arrays import Array, recycled
+from zero_mpi.device.arrays import recycled
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
 from zero_mpi.ops.cpu.embedding import checked

@@ -15,7 +15,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zero_mpi.arrays import Array, side_by_side
+from zero_mpi.device.arrays import side_by_side
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
 from zero_mpi.ops.gpu.launch import (

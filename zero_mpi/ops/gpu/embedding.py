@@ -6,7 +6,7 @@ each few columns, and no two threads add to one number.
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.elementwise import rows_and
 from zero_mpi.ops.gpu.launch import (
     F32,

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import (
     F32,
     F64,

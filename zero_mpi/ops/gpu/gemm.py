@@ -24,7 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, pool_of
+from zero_mpi.device.arrays import pool_of
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
 from zero_mpi.ops.gpu.launch import PACK, tiled

@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, pool_of
+from zero_mpi.device.arrays import pool_of
+from zero_mpi.device.types import Array
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 OPTIONS = ("-std=c++17",)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, beside
+from zero_mpi.device.arrays import beside
+from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
 from zero_mpi.ops.gpu.launch import take

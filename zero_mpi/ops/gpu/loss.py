@@ -6,7 +6,7 @@ and nobody has to wait for the number.
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import (
     F64,
     THREADS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.elementwise import alike
 from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, chosen, each_type, f4, packed, take, writable
 from zero_mpi.ops.gpu.sums import add_partials

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arrays import Array, pool_of
+from zero_mpi.device.arrays import pool_of
+from zero_mpi.device.types import Array
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
 TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import THREADS, at, kernel, take
 
 DIGIT_COUNTS = kernel("sort.cu", "digit_counts", "PPLL")

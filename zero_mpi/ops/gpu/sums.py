@@ -7,7 +7,7 @@ on the GPU.
 
 from __future__ import annotations
 
-from zero_mpi.arrays import Array
+from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, by_rows, chosen, each_type, take, writable
 
 COLUMN_SUMS = each_type("sums.cu", "column_sums", "PPLLLL")

@@ -1,4 +1,4 @@
-"""The ordered sum of `base.ordered_sum` on a GPU: one small kernel, the same bits.
+"""The ordered sum of arrays, on the host and, by one small kernel with the same bits, on a GPU.
 
 It is the transports' own, because they add pieces as these arrive, on a stream beside the one that computes,
 and because `comm` does not know the operations.
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.arrays import Array
-from zero_mpi.device import import_cupy
+from zero_mpi.device.cuda import import_cupy
+from zero_mpi.device.current import is_cupy
+from zero_mpi.device.types import Array
 
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
@@ -49,3 +50,23 @@ def launch(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * EACH)))
     numbers = np.int32(len(parts)), np.int32(accumulate), np.int64(out.size)
     kernel((blocks,), (THREADS,), (out, *places, *numbers))
+
+
+def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
+
+    Parts of a lower type are widened before they are added.
+    """
+    if is_cupy(out):
+        ordered_sum_on_gpu(out, parts, accumulate)
+        return
+    if not accumulate:
+        if not parts:
+            out.fill(0)
+        elif len(parts) == 1 or parts[0].dtype != out.dtype:
+            out[...] = parts[0]
+        else:
+            np.add(parts[0], parts[1], out=out)
+    wide = bool(parts) and not accumulate and parts[0].dtype != out.dtype
+    for part in parts if accumulate else parts[1 if wide else 2 :]:
+        np.add(out, part, out=out)

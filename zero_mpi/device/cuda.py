@@ -1,133 +1,18 @@
-"""Where arrays live: in the host's memory, or in that of the one GPU that a rank uses.
-
-A process computes on one device, chosen once, before the first large array. What both kinds offer is the few
-things that the arrays above are made of: flat memory, memory lent to an array that tells when it comes back,
-copies between the two sides, and marks in the order of the device's work. Everything else is array code that
-NumPy and CuPy share. CuPy is imported when a GPU is chosen and not before.
-"""
+"""Arrays of the one GPU that a rank uses: CuPy's, which is imported when a GPU is chosen."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
-import os
-import resource
-import sys
 import threading
 import time
 from typing import Any
 
 import numpy as np
 
+from zero_mpi.device.host import _Owner
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-Array = Any  # numpy.ndarray or cupy.ndarray: the two share the methods that are used here
-
-ALIGNMENT = 64  # bytes: a cache line, and the width of the widest CPU vector registers
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
-LOCAL_RANK = (  # what launchers call a rank's number on its node
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
-
-
-class Done:
-    """A mark in work that was complete when it was made, as on the host."""
-
-    done = True
-
-    def wait(self) -> None:
-        """Return when the work before the mark is complete."""
-
-
-class Host:
-    """NumPy arrays in the process's own memory."""
-
-    name = about = "cpu"
-
-    def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat uninitialised array that starts at a cache line.
-
-        The same alignment everywhere keeps vector code on the same path whatever slice a rank holds.
-        """
-        itemsize = np.dtype(dtype).itemsize
-        raw = np.empty(size * itemsize + ALIGNMENT, np.uint8)
-        skip = -raw.ctypes.data % ALIGNMENT
-        return raw[skip : skip + size * itemsize].view(dtype)
-
-    def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat array of zeros, aligned as `empty`."""
-        array = self.empty(size, dtype)
-        array.fill(0)
-        return array
-
-    def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """(owner, array): an array on flat `memory`, and an object that lives as long as any view of it."""
-        owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
-        return owner, np.ndarray(shape, dtype, owner)
-
-    def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised array too small to be worth more than the library's own allocator."""
-        return np.empty(shape, dtype)
-
-    def from_host(self, x: Array) -> Array:
-        """`x` itself."""
-        return x
-
-    def to_host(self, x: Array) -> Array:
-        """`x` itself."""
-        return x
-
-    def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """`arrays` themselves."""
-        return arrays
-
-    def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source."""
-        target[...] = source
-
-    def mark(self) -> Any:
-        """A mark in the order of work; on the host, work is complete when its call returns."""
-        return Done()
-
-    def wait_for(self, mark: Any) -> None:
-        """Let what is computed from now on come after a mark."""
-
-    def synchronize(self) -> None:
-        """Return when all work is complete."""
-
-    def memory_in_use(self) -> int:
-        """Bytes of this process in the host's memory, what it shares with others included."""
-        try:
-            with open("/proc/self/statm") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
-        except OSError:  # no Linux: the most so far, which is in KiB there
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def stopwatch(self) -> Stopwatch:
-        """When what is computed begins and ends."""
-        return Stopwatch()
-
-
-class Stopwatch:
-    """The host's clock: work is done when its call returns, so a stamp is the time."""
-
-    stamp = staticmethod(time.perf_counter)
-
-    def seconds(self, stamp: float) -> float:
-        """`stamp` itself, by `time.perf_counter`."""
-        return stamp
-
-
-class _Owner:
-    """Lives as long as the memory of a lent array is referred to."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Mark:
@@ -295,59 +180,6 @@ class CudaStopwatch:
         return float(self._begun + self._cuda.get_elapsed_time(self._first, stamp) * self._rate)
 
 
-Device = Host | Cuda
-HOST = Host()
-_in_use: Device = HOST
-
-
-def in_use() -> Device:
-    """The device of this process."""
-    return _in_use
-
-
-def use(name: str, on_node: int = 0) -> Device:
-    """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
-
-    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more; `on_node`
-    is that number where the launcher does not tell it. Raises UsageError where a GPU is asked for and there
-    is none.
-    """
-    count = 0 if name == "cpu" else gpus()
-    if name == "cuda" and not count:
-        raise UsageError(f"--device cuda: {why_no_gpu()}")
-    told = local_rank()
-    return adopt(Cuda((on_node if told is None else told) % count) if count else HOST)
-
-
-def claim(name: str) -> None:
-    """Take this rank's GPU before MPI starts, where the launcher tells which it is.
-
-    MPI libraries look for the GPU of the thread that starts them. What goes wrong is not said here: `use`
-    meets it again, when all ranks can agree on it.
-    """
-    number, count = local_rank(), 0 if name == "cpu" else gpus()
-    if number is not None and count:
-        cuda = import_cupy().cuda
-        with contextlib.suppress(cuda.runtime.CUDARuntimeError):
-            cuda.Device(number % count).use()
-            cuda.runtime.free(0)  # nothing but that there is a context now
-
-
-def adopt(chosen: Device) -> Device:
-    """Compute on a device from now on."""
-    global _in_use
-    _in_use = chosen
-    return chosen
-
-
-def local_rank() -> int | None:
-    """This rank's number on its node as the launcher tells it, before MPI is started; None: it does not."""
-    for name in LOCAL_RANK:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
-
-
 def import_cupy() -> Any:
     """CuPy. Raises UsageError where it is not installed."""
     try:
@@ -377,18 +209,3 @@ def why_no_gpu() -> str:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"no GPU that can be used: {str(error).splitlines()[0]}; see python -m zero_mpi.doctor"
     return "CuPy finds no GPU; see python -m zero_mpi.doctor"
-
-
-def is_cupy(x: Array) -> bool:
-    """Whether `x` is a CuPy array, without importing CuPy for the answer."""
-    return type(x).__module__.partition(".")[0] == "cupy"
-
-
-def home_of(x: Array) -> Device:
-    """The device that an array lies on."""
-    return in_use() if is_cupy(x) else HOST
-
-
-def namespace(x: Array) -> Any:
-    """The array module of `x`: cupy for a CuPy array, numpy for anything else."""
-    return sys.modules["cupy"] if is_cupy(x) else np

@@ -1,0 +1,91 @@
+"""The device that this process computes on, chosen once, before the first large array."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.device.cuda import Cuda, gpus, import_cupy, why_no_gpu
+from zero_mpi.device.host import HOST, Host
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+
+LOCAL_RANK = (  # what launchers call a rank's number on its node
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+
+
+Device = Host | Cuda
+_in_use: Device = HOST
+
+
+def in_use() -> Device:
+    """The device of this process."""
+    return _in_use
+
+
+def use(name: str, on_node: int = 0) -> Device:
+    """Choose the device of this process: "cpu", "cuda", or "auto", a GPU where CuPy finds one.
+
+    Of several GPUs a rank takes the one of its number on the node, over again where ranks are more; `on_node`
+    is that number where the launcher does not tell it. Raises UsageError where a GPU is asked for and there
+    is none.
+    """
+    count = 0 if name == "cpu" else gpus()
+    if name == "cuda" and not count:
+        raise UsageError(f"--device cuda: {why_no_gpu()}")
+    told = local_rank()
+    return adopt(Cuda((on_node if told is None else told) % count) if count else HOST)
+
+
+def claim(name: str) -> None:
+    """Take this rank's GPU before MPI starts, where the launcher tells which it is.
+
+    MPI libraries look for the GPU of the thread that starts them. What goes wrong is not said here: `use`
+    meets it again, when all ranks can agree on it.
+    """
+    number, count = local_rank(), 0 if name == "cpu" else gpus()
+    if number is not None and count:
+        cuda = import_cupy().cuda
+        with contextlib.suppress(cuda.runtime.CUDARuntimeError):
+            cuda.Device(number % count).use()
+            cuda.runtime.free(0)  # nothing but that there is a context now
+
+
+def adopt(chosen: Device) -> Device:
+    """Compute on a device from now on."""
+    global _in_use
+    _in_use = chosen
+    return chosen
+
+
+def local_rank() -> int | None:
+    """This rank's number on its node as the launcher tells it, before MPI is started; None: it does not."""
+    for name in LOCAL_RANK:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
+def is_cupy(x: Array) -> bool:
+    """Whether `x` is a CuPy array, without importing CuPy for the answer."""
+    return type(x).__module__.partition(".")[0] == "cupy"
+
+
+def home_of(x: Array) -> Device:
+    """The device that an array lies on."""
+    return in_use() if is_cupy(x) else HOST
+
+
+def namespace(x: Array) -> Any:
+    """The array module of `x`: cupy for a CuPy array, numpy for anything else."""
+    return sys.modules["cupy"] if is_cupy(x) else np

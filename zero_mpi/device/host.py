@@ -1,0 +1,110 @@
+"""Arrays of the host: NumPy's, in the process's own memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import time
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.device.types import ALIGNMENT, Array
+
+
+class Done:
+    """A mark in work that was complete when it was made, as on the host."""
+
+    done = True
+
+    def wait(self) -> None:
+        """Return when the work before the mark is complete."""
+
+
+class Host:
+    """NumPy arrays in the process's own memory."""
+
+    name = about = "cpu"
+
+    def empty(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat uninitialised array that starts at a cache line.
+
+        The same alignment everywhere keeps vector code on the same path whatever slice a rank holds.
+        """
+        itemsize = np.dtype(dtype).itemsize
+        raw = np.empty(size * itemsize + ALIGNMENT, np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT
+        return raw[skip : skip + size * itemsize].view(dtype)
+
+    def zeros(self, size: int, dtype: Any = np.float32) -> Array:
+        """A flat array of zeros, aligned as `empty`."""
+        array = self.empty(size, dtype)
+        array.fill(0)
+        return array
+
+    def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
+        """(owner, array): an array on flat `memory`, and an object that lives as long as any view of it."""
+        owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
+        return owner, np.ndarray(shape, dtype, owner)
+
+    def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised array too small to be worth more than the library's own allocator."""
+        return np.empty(shape, dtype)
+
+    def from_host(self, x: Array) -> Array:
+        """`x` itself."""
+        return x
+
+    def to_host(self, x: Array) -> Array:
+        """`x` itself."""
+        return x
+
+    def all_to_host(self, arrays: list[Array]) -> list[Array]:
+        """`arrays` themselves."""
+        return arrays
+
+    def copy(self, target: Array, source: Array) -> None:
+        """target[...] = source."""
+        target[...] = source
+
+    def mark(self) -> Any:
+        """A mark in the order of work; on the host, work is complete when its call returns."""
+        return Done()
+
+    def wait_for(self, mark: Any) -> None:
+        """Let what is computed from now on come after a mark."""
+
+    def synchronize(self) -> None:
+        """Return when all work is complete."""
+
+    def memory_in_use(self) -> int:
+        """Bytes of this process in the host's memory, what it shares with others included."""
+        try:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * mmap.PAGESIZE
+        except OSError:  # no Linux: the most so far, which is in KiB there
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def stopwatch(self) -> Stopwatch:
+        """When what is computed begins and ends."""
+        return Stopwatch()
+
+
+class Stopwatch:
+    """The host's clock: work is done when its call returns, so a stamp is the time."""
+
+    stamp = staticmethod(time.perf_counter)
+
+    def seconds(self, stamp: float) -> float:
+        """`stamp` itself, by `time.perf_counter`."""
+        return stamp
+
+
+class _Owner:
+    """Lives as long as the memory of a lent array is referred to."""
+
+    __slots__ = ("__weakref__",)
+
+
+HOST = Host()
