@@ -19,11 +19,12 @@ from pathlib import Path
 from step import STRATEGIES, Run, make_runs, median_of_longest
 from workloads import WORKLOADS
 
-from zero_mpi import device, spans, tracing
+from zero_mpi import device, tracing
 from zero_mpi.config import Config
 from zero_mpi.launch import World, run
 from zero_mpi.parser import Parser
 from zero_mpi.session import set_threads
+from zero_mpi.telemetry import spans
 
 LOOPS = 20_000
 

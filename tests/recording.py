@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zero_mpi.comm import Handle
-from zero_mpi.comm.forwarding import Forwarding
+from zero_mpi.comm.wrapper import Forwarding
 
 
 class Event(NamedTuple):

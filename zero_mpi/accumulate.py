@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device, spans
+from zero_mpi import device
 from zero_mpi.arguments import came, instance, whole
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.telemetry import spans
 
 Criterion = Callable[[Any], tuple[Scalar, Any]]  # output of the model -> (loss, its gradient)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from zero_mpi import log
 from zero_mpi.errors import JobError
-from zero_mpi.records import METRICS, last_record
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.metrics import METRICS, last_record
 
 MOST = 20  # steps in a row
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"

@@ -145,8 +145,8 @@ def find_nodes(world: World) -> tuple[int, str]:
 
 def no_room(world: World, needed: int) -> str:
     """Why some node has no room for what its ranks would share, or an empty text. Collective."""
+    from zero_mpi.comm.shared.window import MARGIN, room_problem
     from zero_mpi.comm.topology import node_communicator
-    from zero_mpi.comm.window import MARGIN, room_problem
 
     node = node_communicator(world.mpi.COMM_WORLD)
     problem = room_problem(needed + MARGIN) if node.Get_rank() == 0 else ""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from zero_mpi import events, log
 from zero_mpi.checkpoint import manager
 from zero_mpi.data import unigram_entropy
 from zero_mpi.divergence import check_recorded
-from zero_mpi.events import Events
 from zero_mpi.session import Session
+from zero_mpi.telemetry import events, log
+from zero_mpi.telemetry.events import Events
 from zero_mpi.textmodel import TextModel
 
 

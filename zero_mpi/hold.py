@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zero_mpi import records
 from zero_mpi.batch import find_job
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.events import utc
 from zero_mpi.files.open import reason
 from zero_mpi.files.text import shown
 from zero_mpi.launch import World
 from zero_mpi.lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
+from zero_mpi.telemetry import metrics
+from zero_mpi.telemetry.events import utc
 
 THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
 
@@ -145,7 +145,7 @@ def take(out: Path) -> RunLock:
     try:
         out.mkdir(parents=True, exist_ok=True)
         next(out.iterdir(), None)  # it can be read as well
-        records.check(out)
+        metrics.check(out)
         return RunLock.take(out, "" if job is None else job.name)
     except OSError as error:
         text = f"--out {shown(out)}: cannot write there: {reason(error)}"

@@ -138,7 +138,7 @@ def outlive_terminal() -> None:
 
 def report(text: str, *, is_error: bool = False) -> None:
     """One line from whatever thread: through the log if the command has set one up, errors to stderr."""
-    log = sys.modules.get("zero_mpi.log")
+    log = sys.modules.get("zero_mpi.telemetry.log")
     with contextlib.suppress(OSError):
         if is_error or log is None or not log.installed():
             name = f"zero_mpi {program}".rstrip()

@@ -133,8 +133,6 @@ def find_world() -> World:
     """
     shmroom.check()
     try:
-        import mpi4py
-
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
         if environment.under_launcher():

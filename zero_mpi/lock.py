@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from zero_mpi import log
 from zero_mpi.errors import UsageError, naming
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text import shown
+from zero_mpi.telemetry import log
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder

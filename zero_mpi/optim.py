@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device, ops, spans
+from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, array, came, instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
@@ -21,6 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
 from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.telemetry import spans
 
 
 @dataclass(frozen=True)

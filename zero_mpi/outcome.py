@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import events
-from zero_mpi.events import Events
 from zero_mpi.hold import Hold
 from zero_mpi.launch import BAD_USAGE, REQUEUE, World
-from zero_mpi.records import METRICS, MOST_STEPS, last_step
-from zero_mpi.status import DONE, FAILED, STOPPED, Status
 from zero_mpi.stopping import was_stopped_early
 from zero_mpi.summary import Start
+from zero_mpi.telemetry import events
+from zero_mpi.telemetry.events import Events
+from zero_mpi.telemetry.metrics import METRICS, MOST_STEPS, last_step
+from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
 
 
 class Outcome:

@@ -10,7 +10,7 @@ from zero_mpi.config import Config
 from zero_mpi.data import named
 from zero_mpi.defaults import FURTHER
 from zero_mpi.errors import UsageError
-from zero_mpi.log import Caution
+from zero_mpi.telemetry.log import Caution
 
 
 def remarks(config: Config, is_text: bool) -> Iterator[str]:

@@ -22,8 +22,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch import World
-from zero_mpi.log import Caution
 from zero_mpi.samebits import changes
+from zero_mpi.telemetry.log import Caution
 
 
 @dataclass(frozen=True)

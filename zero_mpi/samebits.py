@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import __version__, device, log, ops, trial
+from zero_mpi import __version__, device, ops, trial
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 from zero_mpi.launch import World
 from zero_mpi.rollcall import named
+from zero_mpi.telemetry import log
 from zero_mpi.uniform import blas
 
 Machine = Mapping[str, Any]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import ample, device, environment, log, ops, samebits
+from zero_mpi import ample, device, environment, ops, samebits
 from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.comm.checked import CheckedComm
-from zero_mpi.comm.device import choice as device_choice
+from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.config import Config, thread_count
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
 from zero_mpi.defaults import settled
@@ -45,6 +45,7 @@ from zero_mpi.source import (
     passed_over,
     read_model,
 )
+from zero_mpi.telemetry import log
 from zero_mpi.uniform import check_inputs
 
 TRANSPORT = "transport: "  # how the note begins that says what carries between ranks
@@ -219,9 +220,9 @@ def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]
 
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm | None:
     """The transport over shared memory, with room for the model; None where it is not possible."""
-    from zero_mpi.comm.nodes import NodesComm, Wish
-    from zero_mpi.comm.shared import SharedComm
-    from zero_mpi.comm.window import NodesApart, NoSharedMemory
+    from zero_mpi.comm.nodes.comm import NodesComm, Wish
+    from zero_mpi.comm.shared.comm import SharedComm
+    from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
 
     strategy = strategy_named(config.strategy)
     layout = lay_out(

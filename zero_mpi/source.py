@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_mpi import log
 from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
@@ -29,6 +28,7 @@ from zero_mpi.files.text import shown
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.base import OPTIONAL, REQUIRED
 from zero_mpi.models.size import check_blocks
+from zero_mpi.telemetry import log
 
 BYTE, FROM_INIT = "byte", "from-init"
 TOKENIZER_JSON = "tokenizer.json"

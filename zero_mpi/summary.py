@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from zero_mpi import __version__, device, environment, log
+from zero_mpi import __version__, device, environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.data import named
 from zero_mpi.peak import step_flop
@@ -22,6 +22,7 @@ from zero_mpi.plan.options import make_case
 from zero_mpi.plan.report import MEMORY, size
 from zero_mpi.plan.resident import gibibytes, resident, text_of
 from zero_mpi.session import Session
+from zero_mpi.telemetry import log
 
 TITLE = 11  # width
 SHOWN = 3  # kinds of memory that are named

@@ -23,14 +23,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from zero_mpi import __version__, device, spans
+from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.files.text import shown
-from zero_mpi.log import Caution, tell
+from zero_mpi.telemetry import spans
+from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.events import as_json, events_of
 
 PIECE = 4 << 20  # bytes of text that travel at once

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import device, dryrun, environment, events, leftovers, log, peak, spans, tensorboard
+from zero_mpi import device, dryrun, environment, leftovers, peak
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint.saver import Saver
@@ -32,12 +32,13 @@ from zero_mpi.launch import REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
 from zero_mpi.outcome import Outcome
-from zero_mpi.records import Records
 from zero_mpi.replay import write_config
 from zero_mpi.rollcall import RollCall
 from zero_mpi.session import Session, choose_device, prepare
 from zero_mpi.stopping import OVER, PREPARING, STEPS, signals
 from zero_mpi.summary import Start, cautions, hosts_of, lines, plan
+from zero_mpi.telemetry import events, log, spans, tensorboard
+from zero_mpi.telemetry.metrics import Records
 from zero_mpi.timeline import Tracer, step_range
 from zero_mpi.uniform import blas, check_installation, check_not_alone, check_settings
 from zero_mpi.watchdog import STATUS as STANDING_STILL

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.comm.gpu.probe import Driver
 from zero_mpi.device import Done
 from zero_mpi.device.ordered_sum import ordered_sum
-from zero_mpi.doctor.device_probe import Driver
 
 ALIGNMENT = 256
 ROOM = 64 << 20  # bytes taken at once: the pretend driver knows few allocations

@@ -16,9 +16,9 @@ from collectives import LENGTHS, reduced, wild
 from driver_array import DriverSide
 
 from zero_mpi.comm import Partition
-from zero_mpi.comm.device import detect as device_detect
-from zero_mpi.comm.device.aware import AwareWire
-from zero_mpi.comm.device.comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.gpu import detect as device_detect
+from zero_mpi.comm.gpu.comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.gpu.cuda_aware import AwareWire
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
@@ -83,7 +83,7 @@ def close(array, parts):
 def test_the_host_cannot_touch_this_memory():
     """Otherwise these tests would show nothing."""
     code = (
-        "import ctypes, numpy as np; from zero_mpi.doctor.device_probe import Driver; driver = Driver(); "
+        "import ctypes, numpy as np; from zero_mpi.comm.gpu.probe import Driver; driver = Driver(); "
         "driver.open(); ctypes.string_at(driver.upload(np.ones(9, np.uint8)).address, 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)

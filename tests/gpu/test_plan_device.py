@@ -132,7 +132,7 @@ def test_what_is_offloaded(gpu, own_attention, how):
 @pytest.mark.parametrize("transport", ["staged", "mpi"])
 def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision):
     """What is given away is the plan's to the byte; rooms are at most as many as can be under way at once."""
-    from zero_mpi.comm.device import choice as device_choice
+    from zero_mpi.comm.gpu import select as device_choice
 
     comm = device_choice.make(transport, exact=True)
     sizes = {"ranks": comm.size, "batch_size": comm.size + 1, "micro_batch": 1, "context": 48}
@@ -174,9 +174,9 @@ def test_sizes_are_those_of_the_operations(gpu):
 
 
 def test_sizes_are_those_of_the_transports(gpu):
-    transports = pytest.importorskip("zero_mpi.comm.device.staged", reason="no MPI", exc_type=ImportError)
-    from zero_mpi.comm.device import aware as device_aware
-    from zero_mpi.comm.device import comm as device_comm
+    transports = pytest.importorskip("zero_mpi.comm.gpu.staged", reason="no MPI", exc_type=ImportError)
+    from zero_mpi.comm.gpu import comm as device_comm
+    from zero_mpi.comm.gpu import cuda_aware as device_aware
     from zero_mpi.plan import memory
 
     assert (memory.AWARE_PIECE, memory.AWARE_DEPTH) == (device_aware.SUMMED, device_aware.DEPTH)

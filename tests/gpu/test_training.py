@@ -82,7 +82,7 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.fixture(scope="module", params=["staged", "mpi"])
 def transport(request, the_gpu):
     """All ranks, over each transport that is exact; of device memory the MPI here takes the pretend one."""
-    from zero_mpi.comm.device import choice as device_choice
+    from zero_mpi.comm.gpu import select as device_choice
 
     if request.param == "mpi" and "pretend" not in the_gpu.about:
         pytest.skip("the MPI library may not take the memory of this GPU: benchmarks/gpu_check.py looks")

@@ -7,10 +7,10 @@ import pytest
 
 from zero_mpi import device
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.device import choice as device_choice
-from zero_mpi.comm.device import detect as device_detect
-from zero_mpi.comm.device.aware import AwareWire
-from zero_mpi.comm.device.detect import Answer
+from zero_mpi.comm.gpu import detect as device_detect
+from zero_mpi.comm.gpu import select as device_choice
+from zero_mpi.comm.gpu.cuda_aware import AwareWire
+from zero_mpi.comm.gpu.detect import Answer
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config import Config
 from zero_mpi.errors import UsageError

@@ -17,11 +17,11 @@ from collectives import LENGTHS, reduced, wild
 
 from zero_mpi import device
 from zero_mpi.comm import Partition, SerialComm
-from zero_mpi.comm.device.aware import AwareWire
-from zero_mpi.comm.device.comm import UNDER_WAY, DeviceComm
-from zero_mpi.comm.device.nccl import NcclWire
-from zero_mpi.comm.device.side import GpuSide
-from zero_mpi.comm.device.staged import StagedWire
+from zero_mpi.comm.gpu.comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.gpu.cuda_aware import AwareWire
+from zero_mpi.comm.gpu.nccl import NcclWire
+from zero_mpi.comm.gpu.staged import StagedWire
+from zero_mpi.comm.gpu.streams import GpuSide
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.errors import UsageError

@@ -3,7 +3,7 @@
 import pytest
 
 from zero_mpi import MPIComm
-from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.shared.comm import SharedComm
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, MPIComm, SerialComm
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.comm.checked import CheckedComm
-from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.errors import JobError
 
 RANKS = MPI.COMM_WORLD.Get_size()

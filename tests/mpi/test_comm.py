@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.progress import Progress
-from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.progress_thread import Progress
+from zero_mpi.comm.shared.comm import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
 SETTINGS = {

@@ -7,10 +7,10 @@ from recording import RecordingComm
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.contributions import Snapshot, moments_of, parameters_of
 from zero_mpi.comm.mpi import DEPTH, EXACT_PIECE, MPIComm
-from zero_mpi.comm.nodes import NodesComm
-from zero_mpi.comm.relay import DEPTH as RELAY_DEPTH
-from zero_mpi.comm.relay import PIECE as RELAY_PIECE
-from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm.nodes.chain_sum import DEPTH as RELAY_DEPTH
+from zero_mpi.comm.nodes.chain_sum import PIECE as RELAY_PIECE
+from zero_mpi.comm.nodes.comm import NodesComm
+from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan import memory

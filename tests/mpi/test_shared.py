@@ -26,11 +26,11 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.comm import Partition, counters, patience, window
-from zero_mpi.comm.nodes import NodesComm
-from zero_mpi.comm.shared import SharedComm
+from zero_mpi.comm import Partition, spin_wait
+from zero_mpi.comm.nodes.comm import NodesComm
+from zero_mpi.comm.shared.comm import SharedComm, counters, window
+from zero_mpi.comm.shared.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.comm.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.config import Config
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
@@ -375,16 +375,16 @@ def test_more_reductions_than_the_table_has_entries(shared):
 def test_waiting_hands_the_core_over(crowded, monkeypatch):
     """At once where others need it, after a while where they do not."""
     done = []
-    monkeypatch.setattr(patience.os, "sched_yield", lambda: done.append("yield"))
-    monkeypatch.setattr(patience.time, "sleep", done.append)
-    patience.wait_until(lambda: True, crowded)
+    monkeypatch.setattr(spin_wait.os, "sched_yield", lambda: done.append("yield"))
+    monkeypatch.setattr(spin_wait.time, "sleep", done.append)
+    spin_wait.wait_until(lambda: True, crowded)
     assert done == []
-    patience.wait_until(lambda: len(done) == patience.SPINS + 20, crowded)
-    spins = 0 if crowded else patience.SPINS
+    spin_wait.wait_until(lambda: len(done) == spin_wait.SPINS + 20, crowded)
+    spins = 0 if crowded else spin_wait.SPINS
     assert done[:spins] == ["yield"] * spins
     sleeps = done[spins:]
     assert sleeps == sorted(sleeps)
-    assert (sleeps[0], sleeps[-1]) == (patience.SHORTEST, patience.LONGEST)
+    assert (sleeps[0], sleeps[-1]) == (spin_wait.SHORTEST, spin_wait.LONGEST)
 
 
 # ----------------------------------------------------------------------------------- where it is not possible

@@ -13,18 +13,10 @@ from recording import RecordingComm
 from test_nodes import nodes_of, transport
 from timelines import check_events, lasting
 
-from zero_mpi import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    GradAccum,
-    ShardedAdamW,
-    spans,
-    tracing,
-)
+from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW, tracing
 from zero_mpi.device import Stopwatch
 from zero_mpi.errors import UsageError
+from zero_mpi.telemetry import spans
 from zero_mpi.timeline import Timeline
 
 CONFIG = tiny.MODELS["llama"]

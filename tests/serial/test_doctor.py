@@ -24,14 +24,14 @@ from test_command_bits import needs_mpiexec
 
 import zero_mpi
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.slots import padded
+from zero_mpi.comm.gpu import probe
+from zero_mpi.comm.shared.slots import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,
     clocks,
     compute,
     device,
-    device_probe,
     folder,
     library,
     limits,
@@ -439,7 +439,7 @@ def test_the_live_test_knows_nothing_of_the_job():
 
 
 def test_device_memory_is_lent_by_the_protocol():
-    about = device_probe.DeviceArray(4096, 10).__cuda_array_interface__
+    about = probe.DeviceArray(4096, 10).__cuda_array_interface__
     assert about == {"shape": (10,), "typestr": "|u1", "data": (4096, False), "version": 3}
 
 

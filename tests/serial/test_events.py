@@ -7,12 +7,12 @@ import pytest
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import log
-from zero_mpi.events import Events
 from zero_mpi.files.text import readable
 from zero_mpi.launch import World
 from zero_mpi.outcome import Outcome
-from zero_mpi.status import Status
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.events import Events
+from zero_mpi.telemetry.status import Status
 
 FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "2", "--eval-every", "0"]
 
@@ -222,7 +222,8 @@ def test_at_debug_units_and_phases_are_told_by_rank_0_alone(story):
 
 
 FAULTY = """
-from zero_mpi import log, train
+from zero_mpi.telemetry import log
+from zero_mpi import train
 
 rounds = train.Trainer.rounds
 

@@ -187,7 +187,7 @@ def slowly(cls):
 
 slowly(files.PlainFile)
 if {parallel}:
-    from zero_mpi.comm.mpi_file import MPIFile
+    from zero_mpi.comm.mpi_io import MPIFile
     slowly(MPIFile)
 
 step = train.Trainer.step

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zero_mpi import log
+from zero_mpi.telemetry import log
 
 
 @pytest.fixture(autouse=True)

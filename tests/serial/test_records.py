@@ -7,8 +7,8 @@ import re
 import pytest
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import log, progress
-from zero_mpi.records import Records, keep_until, last_step
+from zero_mpi.telemetry import log, progress_bar
+from zero_mpi.telemetry.metrics import Records, keep_until, last_step
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
 COSTS = {"wait_seconds", "sent_bytes"}
@@ -42,7 +42,7 @@ def read(out):
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch):
     """Lines and no bar, wherever the tests are started from; and a command that speaks."""
-    monkeypatch.setattr(progress, "watched", lambda: False)
+    monkeypatch.setattr(progress_bar, "watched", lambda: False)
     log.install(0, 1)
     yield
     log.remove()
@@ -201,7 +201,7 @@ def test_a_resumed_job_begins_with_a_line(tmp_path, capsys):
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -245,7 +245,7 @@ def test_a_line_has_80_columns_at_most(more, tmp_path, capsys, clock):
     [(0, "0"), (999.4, "999"), (999.6, "1k"), (38412, "38.4k"), (1.238e6, "1.24M"), (2.5e10, "25G")],
 )
 def test_numbers_have_three_digits(count, text):
-    assert progress.short(count) == text
+    assert progress_bar.short(count) == text
 
 
 def test_a_log_is_plain_text(tmp_path, capsys):
@@ -258,7 +258,7 @@ def test_a_log_is_plain_text(tmp_path, capsys):
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
-    monkeypatch.setattr(progress, "watched", lambda: True)
+    monkeypatch.setattr(progress_bar, "watched", lambda: True)
     written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
     written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))
     log.info("a note")
@@ -276,7 +276,7 @@ def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
 
 
 def test_no_bar_is_shown_where_little_is_to_be_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "watched", lambda: True)
+    monkeypatch.setattr(progress_bar, "watched", lambda: True)
     log.install(0, 1, "warning")
     write(tmp_path, [1, 2, 3, 4])
     assert capsys.readouterr() == ("", "")

@@ -23,7 +23,7 @@ MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million param
 PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi import train
-from zero_mpi.comm import window
+from zero_mpi.comm.shared.comm import window
 from zero_mpi.optim import ShardedAdamW
 
 step = ShardedAdamW.step

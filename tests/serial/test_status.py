@@ -8,8 +8,9 @@ import pytest
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import __version__, status
-from zero_mpi.status import DONE, FAILED, RUNNING, STOPPED, Status
+from zero_mpi import __version__
+from zero_mpi.telemetry import status
+from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED, Status
 
 FIELDS = ["state", "reason", "step", "steps", "ranks", "host", "pid", "started", "updated", "version"]
 

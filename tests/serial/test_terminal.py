@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from zero_mpi import cli, log, watchdog
+from zero_mpi import cli, watchdog
 from zero_mpi.files.text import printable
+from zero_mpi.telemetry import log
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
 ARGUMENTS = {

@@ -16,11 +16,12 @@ from jobs import run_command, run_job
 from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, write_text
 from timelines import check_events, event, lasting, save
 
-from zero_mpi import SerialComm, device, spans
+from zero_mpi import SerialComm, device
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
 from zero_mpi.launch import World
+from zero_mpi.telemetry import spans
 from zero_mpi.timeline import Timeline, Tracer
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler
 from zero_mpi.trace.command import command

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_mpi import spans
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.contributions import Contribution, Snapshot, moments_of, parameters_of
 from zero_mpi.checkpoint.digest import digest_of_state
@@ -29,6 +28,7 @@ from zero_mpi.checkpoint.state import (
 )
 from zero_mpi.errors import JobError, explain
 from zero_mpi.optim import ShardedAdamW
+from zero_mpi.telemetry import spans
 
 Parts = tuple[list[Contribution], list[Contribution]]
 

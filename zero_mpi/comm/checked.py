@@ -13,10 +13,11 @@ import hashlib
 import numpy as np
 
 from zero_mpi.comm.agree import odd_one
-from zero_mpi.comm.base import Comm, Partition
+from zero_mpi.comm.base import Comm
 from zero_mpi.comm.meter import collective
 from zero_mpi.comm.noticing import Noticing
-from zero_mpi.comm.patience import wait_until
+from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError
 

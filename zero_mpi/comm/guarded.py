@@ -11,9 +11,10 @@ import threading
 from collections import deque
 from typing import Any, NamedTuple
 
-from zero_mpi.comm.base import Comm, Partition
+from zero_mpi.comm.base import Comm
 from zero_mpi.comm.meter import collective
 from zero_mpi.comm.noticing import Noticing
+from zero_mpi.comm.partition import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from types import TracebackType
 
-from zero_mpi import spans
+from zero_mpi.telemetry import spans
 
 _known: list[weakref.ref[Meter]] = []
 

@@ -18,31 +18,25 @@ import numpy as np
 
 from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
-from zero_mpi.comm.base import DONE, Comm, Handle, Partition, Piece
-from zero_mpi.comm.clocks import Offset, offset_of_node
+from zero_mpi.comm.base import DONE, Comm, Handle
+from zero_mpi.comm.clock_sync import Offset, offset_of_node
 from zero_mpi.comm.files import OutputFile
-from zero_mpi.comm.progress import PAUSE, Progress
+from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.progress_thread import PAUSE, Progress
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.transfer import Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
-from zero_mpi.spans import Transfer as Record
+from zero_mpi.telemetry.spans import Transfer as Record
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
 DEPTH = 2  # pieces of an exact reduction in flight
-
-
-def mpi_type(array: Array) -> Any:
-    """The MPI type of an array's elements; of low precision one that is moved and never added."""
-    assert array.flags.c_contiguous, "a collective needs a contiguous array"
-    if array.dtype.itemsize == 2:
-        return MPI.UINT16_T
-    return MPI._typedict[array.dtype.char]
 
 
 class MPIComm(Comm):
@@ -294,14 +288,14 @@ class MPIComm(Comm):
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
 
     def node_owners(self) -> Comm:
-        from zero_mpi.comm.node_owners import owners_by_messages
+        from zero_mpi.comm.nodes.hybrid import owners_by_messages
 
         if self._owners is None:
             self._owners = owners_by_messages(self, self._control)
         return self._owners
 
     def create_file(self, path: Path) -> OutputFile:
-        from zero_mpi.comm.mpi_file import MPIFile
+        from zero_mpi.comm.mpi_io import MPIFile
 
         with self.meter.waiting("create_file", path.name):
             return MPIFile(self._gathering("create_file"), path)

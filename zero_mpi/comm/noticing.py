@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import Comm, Handle, Memory, Partition, Piece
-from zero_mpi.comm.clocks import Offset
+from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.clock_sync import Offset
 from zero_mpi.comm.files import OutputFile
-from zero_mpi.comm.forwarding import Forwarding
+from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.wrapper import Forwarding
 from zero_mpi.device.types import Array
 
 

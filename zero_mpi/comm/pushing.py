@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle
-from zero_mpi.comm.forwarding import Forwarding
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.patience import wait_until
+from zero_mpi.comm.spin_wait import wait_until
+from zero_mpi.comm.wrapper import Forwarding
 
 
 class Pushing(Forwarding):

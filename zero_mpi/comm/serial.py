@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.comm.base import DONE, Comm, Handle, Memory, Partition, Piece
+from zero_mpi.comm.base import DONE, Comm, Handle, Memory
 from zero_mpi.comm.files import OutputFile, PlainFile
+from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array

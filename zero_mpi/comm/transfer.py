@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi import spans
 from zero_mpi.comm.base import Handle
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.telemetry import spans
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
 Running = Iterator[Needed]

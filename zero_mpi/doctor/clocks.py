@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from zero_mpi.comm.clocks import answer, ask
+from zero_mpi.comm.clock_sync import answer, ask
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import NOTE, Row, duration
 

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_mpi.comm.device.live import PROBE, run_probe
-from zero_mpi.comm.device.live import outside_job as outside_job  # where the doctor's readers look for it
+from zero_mpi.comm.gpu.run_probe import (
+    PROBE,
+    run_probe,
+)
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import NOTE, Row, plural
 from zero_mpi.doctor.versions import installed

@@ -138,7 +138,7 @@ def messages(comm: Comm, partition: Partition) -> dict[str, Operation]:
 
 def shared(comm: Comm, partition: Partition) -> dict[str, Operation]:
     """Operations over shared memory: a gather is to say that one has written and to see that all have."""
-    from zero_mpi.comm.window import NoSharedMemory
+    from zero_mpi.comm.shared.window import NoSharedMemory
 
     try:
         memory = comm.memory([partition], [partition.length])
@@ -165,8 +165,8 @@ def shared(comm: Comm, partition: Partition) -> dict[str, Operation]:
 def inside(where: Ranks) -> Iterator[Way]:
     """The ways among the ranks of a node, of which one has to be closed before the next."""
     from zero_mpi.comm.mpi import MPIComm
-    from zero_mpi.comm.shared import SharedComm
-    from zero_mpi.comm.window import NoSharedMemory
+    from zero_mpi.comm.shared.comm import SharedComm
+    from zero_mpi.comm.shared.window import NoSharedMemory
 
     comm: Comm | None
     parts = max(map(len, where.nodes))

@@ -49,7 +49,7 @@ def try_window(where: Ranks) -> str:
 
     Collective.
     """
-    from zero_mpi.comm.window import NoSharedMemory, Window  # needs an MPI library
+    from zero_mpi.comm.shared.window import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
     try:

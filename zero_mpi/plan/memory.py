@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from zero_mpi.comm.slots import padded
+from zero_mpi.comm.shared.slots import padded
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
 from zero_mpi.plan.rehearsal import kernels_of, rehearse
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.comm.device.choice import ON_GPU
+from zero_mpi.comm.gpu.select import ON_GPU
 from zero_mpi.config import Config, check, read_toml, spelled
 from zero_mpi.config import make_parser as train_parser
 from zero_mpi.defaults import settled

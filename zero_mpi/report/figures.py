@@ -15,7 +15,7 @@ from zero_mpi.files.text import shown
 from zero_mpi.report.folder import LOST, Run, integer, text
 from zero_mpi.report.metrics import RECENT, is_number
 from zero_mpi.report.numbers import count, duration, percent, plain, size
-from zero_mpi.status import DONE, FAILED, RUNNING, STOPPED
+from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED
 
 MOST_WORD = 60  # letters of what is said beside a figure
 

@@ -24,10 +24,10 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import exists, read_file, read_lines
 from zero_mpi.files.parse import parse_json, parse_toml
 from zero_mpi.files.text import shown
-from zero_mpi.records import METRICS
 from zero_mpi.report.metrics import LIMIT, Metrics, is_number, read_metrics
-from zero_mpi.status import NAME as STATUS
-from zero_mpi.status import RUNNING, read_status
+from zero_mpi.telemetry.metrics import METRICS
+from zero_mpi.telemetry.status import NAME as STATUS
+from zero_mpi.telemetry.status import RUNNING, read_status
 
 EVENTS, CONFIG = "events.jsonl", "config.toml"
 LOST = "lost"  # a run that says "running" and was not heard of for SILENCE

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.files.open import read_lines
-from zero_mpi.records import MOST_STEPS
+from zero_mpi.telemetry.metrics import MOST_STEPS
 
 LIMIT = 2000  # columns of a run
 PIECE = 1 << 22  # bytes of lines that are read at a time

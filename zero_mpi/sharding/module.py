@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from zero_mpi import spans
 from zero_mpi.arguments import came, instance, whole
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.comm.agree import agreed
@@ -29,6 +28,7 @@ from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.shard import ShardedUnit
 from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.telemetry import spans
 
 NONE = "there are no gradients yet"
 SOME = "gradients of the step's last round are missing"

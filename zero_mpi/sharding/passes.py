@@ -5,10 +5,11 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi import device, spans
+from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
+from zero_mpi.telemetry import spans
 
 if TYPE_CHECKING:
     from zero_mpi.sharding.module import ShardedModule

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from zero_mpi.spans import CHECKPOINT, COMPUTE, DATA, MOVES, OPTIMIZER, STALLS, STEPS, WAITS
+from zero_mpi.telemetry.spans import CHECKPOINT, COMPUTE, DATA, MOVES, OPTIMIZER, STALLS, STEPS, WAITS
 from zero_mpi.trace.events import FAMILIES
 from zero_mpi.trace.read import Lane, Recorded, Slice, is_step
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.text import shown
-from zero_mpi.spans import MOST, STEPS
+from zero_mpi.telemetry.spans import MOST, STEPS
 from zero_mpi.trace.events import FIRST
 from zero_mpi.trace.stream import PackingError, members
 

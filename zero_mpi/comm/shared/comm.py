@@ -20,20 +20,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi import environment, spans
-from zero_mpi.comm.base import DONE, Handle, Memory, Partition
-from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED
-from zero_mpi.comm.forwarding import Forwarding
+from zero_mpi import environment
+from zero_mpi.comm.base import DONE, Handle, Memory
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.node_memory import NodeMemory
-from zero_mpi.comm.patience import wait_until
-from zero_mpi.comm.slots import SlotPool
+from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.shared.counters import ENTRIES, POSTED, SUMMED
+from zero_mpi.comm.shared.memory import NodeMemory
+from zero_mpi.comm.shared.slots import SlotPool
+from zero_mpi.comm.shared.window import NodesApart
+from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.window import NodesApart
+from zero_mpi.comm.wrapper import Forwarding
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
-from zero_mpi.spans import Transfer as Record
+from zero_mpi.telemetry import spans
+from zero_mpi.telemetry.spans import Transfer as Record
 
 SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
 

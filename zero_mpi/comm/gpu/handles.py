@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_mpi import spans
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.device.side import Side
-from zero_mpi.comm.forwarding import Forwarding
+from zero_mpi.comm.gpu.streams import Side
 from zero_mpi.comm.pushing import Pushed, Pushing
+from zero_mpi.comm.wrapper import Forwarding
 from zero_mpi.device.types import Array
+from zero_mpi.telemetry import spans
 
 
 class Ended:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device.rounds import MPI, Round
-from zero_mpi.comm.device.side import GpuSide
+from zero_mpi.comm.gpu.rounds import MPI, Round
+from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array

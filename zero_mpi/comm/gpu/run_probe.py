@@ -19,7 +19,7 @@ JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
     r"MPI_LOCAL(NRANKS|RANKID)$"
 )
-PROBE = (sys.executable, "-m", "zero_mpi.doctor.device_probe")
+PROBE = (sys.executable, "-m", "zero_mpi.comm.gpu.probe")
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
 
 

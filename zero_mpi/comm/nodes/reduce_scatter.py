@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.comm.base import Handle, Partition
-from zero_mpi.comm.counters import ENTRIES, POSTED, SUMMED, Counters
-from zero_mpi.comm.mpi import MPIComm, mpi_type
-from zero_mpi.comm.node_memory import NodeMemory
-from zero_mpi.comm.relay import DEPTH, PIECE, Relay, Source, Sum
-from zero_mpi.comm.slots import SlotPool
+from zero_mpi.comm.base import Handle
+from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.nodes.chain_sum import DEPTH, PIECE, Relay, Source, Sum
+from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.shared.counters import ENTRIES, POSTED, SUMMED, Counters
+from zero_mpi.comm.shared.memory import NodeMemory
+from zero_mpi.comm.shared.slots import SlotPool
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty

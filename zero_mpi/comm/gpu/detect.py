@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.comm.device.live import PROBE, run_probe
+from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.comm.topology import node_communicator
 
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.comm.base import Partition
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.start_mpi import MPI as MPI
 from zero_mpi.comm.transfer import Needed, Running
 from zero_mpi.device.types import Array

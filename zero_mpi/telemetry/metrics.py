@@ -18,8 +18,8 @@ from zero_mpi.errors import FileError, explain, naming, writing
 from zero_mpi.files.atomic import write_all, write_whole
 from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
-from zero_mpi.progress import Display
-from zero_mpi.tensorboard import TensorBoard
+from zero_mpi.telemetry.progress_bar import Display
+from zero_mpi.telemetry.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from zero_mpi.config import Config

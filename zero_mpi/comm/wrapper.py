@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle, Partition, Piece
-from zero_mpi.comm.clocks import Offset
+from zero_mpi.comm.base import Comm, Handle
+from zero_mpi.comm.clock_sync import Offset
 from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
 
 

@@ -1,4 +1,4 @@
-"""A process of its own that hands device memory to MPI: `python -m zero_mpi.doctor.device_probe`.
+"""A process of its own that hands device memory to MPI: `python -m zero_mpi.comm.gpu.probe`.
 
 It prints a line of JSON with the devices, then one that says whether a message from device memory to device
 memory arrived; a library that cannot read such memory ends the process between the two. Memory is had from
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from zero_mpi.launch import find_world
 
 MEANING = {46: ": others have it, and its compute mode lets in one process"}  # CUDA_ERROR_DEVICE_UNAVAILABLE
 BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
@@ -104,6 +102,15 @@ def exchange(driver: Driver, mpi: Any) -> bool:
     return bool((driver.download(target) == sent).all())
 
 
+def mpi_library() -> Any:
+    """mpi4py's MPI, started now; None where there is none."""
+    try:
+        from zero_mpi.comm.start_mpi import MPI
+    except (ImportError, RuntimeError):
+        return None
+    return MPI
+
+
 def say(**about: Any) -> None:
     """A line for the one who asked, out before anything else can happen."""
     os.write(1, f"{json.dumps(about)}\n".encode())
@@ -117,7 +124,7 @@ def main() -> None:
         say(names=names, driver=driver.version())
         if names:
             driver.open()  # before MPI starts: Open MPI looks for the device of the thread that starts it
-            arrived = exchange(driver, find_world().mpi)
+            arrived = exchange(driver, mpi_library())
             text = (
                 "a message from device to device memory arrived"
                 if arrived

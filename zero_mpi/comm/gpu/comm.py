@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import Comm, Handle, Partition, Piece
-from zero_mpi.comm.device.handle import Ended, Joined, OfAnotherThread
-from zero_mpi.comm.device.rounds import MPI, Round, Turns, Wire, lent, passed
-from zero_mpi.comm.device.side import Side
+from zero_mpi.comm.base import Comm, Handle
+from zero_mpi.comm.gpu.handles import Ended, Joined, OfAnotherThread
+from zero_mpi.comm.gpu.rounds import MPI, Round, Turns, Wire, lent, passed
+from zero_mpi.comm.gpu.streams import Side
 from zero_mpi.comm.mpi import TAGS, MPIComm
+from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.pushing import Pushing
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running

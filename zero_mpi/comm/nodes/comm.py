@@ -15,17 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle, Memory, Partition
-from zero_mpi.comm.counters import ENTRIES, GATHERED, RELEASED, Counters
-from zero_mpi.comm.mpi import MPIComm, mpi_type
-from zero_mpi.comm.node_memory import NodeMemory
-from zero_mpi.comm.node_owners import NodeOwners
-from zero_mpi.comm.node_sums import NodeSums
+from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.nodes.hybrid import NodeOwners
+from zero_mpi.comm.nodes.reduce_scatter import NodeSums
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.shared.counters import ENTRIES, GATHERED, RELEASED, Counters
+from zero_mpi.comm.shared.memory import NodeMemory
+from zero_mpi.comm.shared.window import NodesApart
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
-from zero_mpi.comm.window import NodesApart
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.comm.base import Partition
-from zero_mpi.comm.mpi import mpi_type
+from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import log
 from zero_mpi.files.text import shown
+from zero_mpi.telemetry import log
 
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"

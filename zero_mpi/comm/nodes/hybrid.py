@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle, Memory, Partition
-from zero_mpi.comm.counters import ENTRIES
+from zero_mpi.comm.base import Comm, Handle, Memory
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.node_sums import NodeSums
+from zero_mpi.comm.nodes.reduce_scatter import NodeSums
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.shared.counters import ENTRIES
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError

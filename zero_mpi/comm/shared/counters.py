@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_mpi.comm.window import Window
+from zero_mpi.comm.shared.window import Window
 
 # Words of 8 bytes in a rank's part; each counter starts a cache line.
 POSTED, SUMMED, PUBLISHED, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40

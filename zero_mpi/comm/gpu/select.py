@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.comm.base import Comm, Partition
+from zero_mpi.comm.base import Comm
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.device import Cuda
 from zero_mpi.errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_mpi.comm.device.comm import DeviceComm
-    from zero_mpi.comm.device.detect import Answer
+    from zero_mpi.comm.gpu.comm import DeviceComm
+    from zero_mpi.comm.gpu.detect import Answer
 
 AUTO, MPI, SHARED, STAGED, NCCL = "auto", "mpi", "shared", "staged", "nccl"
 ON_GPU = (STAGED, NCCL)  # transports that are for a GPU only
@@ -39,8 +40,8 @@ def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
         )
     if ranks == 1:
         return SerialComm()
-    from zero_mpi.comm.device.detect import find_answer
-    from zero_mpi.comm.device.rounds import MPI as library
+    from zero_mpi.comm.gpu.detect import find_answer
+    from zero_mpi.comm.gpu.rounds import MPI as library
 
     comm, because = None, ""
     if transport in (AUTO, MPI):
@@ -59,8 +60,8 @@ def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
 
 def make(transport: str, exact: bool) -> DeviceComm:
     """The transport of that name. Collective."""
-    from zero_mpi.comm.device.comm import DeviceComm
-    from zero_mpi.comm.device.side import GpuSide
+    from zero_mpi.comm.gpu.comm import DeviceComm
+    from zero_mpi.comm.gpu.streams import GpuSide
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.device.ordered_sum import kernels
 
@@ -69,16 +70,16 @@ def make(transport: str, exact: bool) -> DeviceComm:
     side = GpuSide(gpu)
     kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
     if transport == MPI:
-        from zero_mpi.comm.device.aware import AwareWire
+        from zero_mpi.comm.gpu.cuda_aware import AwareWire
 
         return DeviceComm(MPIComm(exact=exact), AwareWire(side), side, "mpi, from GPU to GPU")
     if transport == STAGED:
-        from zero_mpi.comm.device.staged import StagedWire
+        from zero_mpi.comm.gpu.staged import StagedWire
 
         staged = StagedWire(side)
         about = f"staged, through {staged.about}"
         return DeviceComm(MPIComm(exact=True), staged, side, about)
-    from zero_mpi.comm.device.nccl import NcclWire
+    from zero_mpi.comm.gpu.nccl import NcclWire
 
     nccl = NcclWire(side)
     sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
-from zero_mpi.comm.device.side import GpuSide
+from zero_mpi.comm.gpu.rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
+from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device import Done
 from zero_mpi.device.types import Array

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero_mpi import log
+from zero_mpi.telemetry import log
 
 LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # in the names of processes that pass a rank's output on
 WIDTH = 79  # of a bar, where the terminal's is not to be seen

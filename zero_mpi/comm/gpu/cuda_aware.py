@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_mpi.comm.base import Partition
-from zero_mpi.comm.device.rounds import MPI, Round, arrived, as_message, overlapped, passed
-from zero_mpi.comm.device.side import Side
+from zero_mpi.comm.gpu.rounds import MPI, Round, arrived, as_message, overlapped, passed
+from zero_mpi.comm.gpu.streams import Side
+from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 

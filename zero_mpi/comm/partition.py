@@ -1,0 +1,72 @@
+"""How a flat array is dealt out to ranks: which slice each has, and the pieces that it travels in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from zero_mpi.arguments import whole
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
+
+    Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first. A rank
+    may own nothing, and `idle` ranks after the others do.
+    """
+
+    length: int
+    parts: int
+    quantum: int = 1
+    idle: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 0), ("parts", 1), ("quantum", 1), ("idle", 0)):
+            whole(f"Partition: {name}", getattr(self, name), least)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """parts + idle + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        share, longer = divmod(-(-self.length // self.quantum), self.parts)
+        offsets = (rank * share + min(rank, longer) for rank in range(self.parts + 1))
+        bounds = tuple(min(offset * self.quantum, self.length) for offset in offsets)
+        return bounds + bounds[-1:] * self.idle
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Elements that each rank owns."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    def part(self, rank: int) -> slice:
+        """The slice of the flat buffer that `rank` owns."""
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def outside(self, rank: int) -> int:
+        """Elements that others own."""
+        return self.length - self.counts[rank]
+
+    def cut(self, most: int) -> Iterator[Piece]:
+        """The buffer in contiguous pieces of at most `most` elements."""
+        for start in range(0, self.length, most):
+            stop = min(start + most, self.length)
+            inside = [min(max(bound, start), stop) - start for bound in self.bounds]
+            counts = tuple(b - a for a, b in pairwise(inside))
+            yield Piece(start, stop, counts, tuple(inside[:-1]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
+
+    start: int
+    stop: int
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def of_slice(self, partition: Partition, rank: int) -> slice:
+        """What the piece takes of `rank`'s slice, counted from the slice's own beginning."""
+        first = self.start + self.offsets[rank] - partition.bounds[rank]
+        return slice(first, first + self.counts[rank])

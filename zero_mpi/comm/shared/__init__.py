@@ -1,0 +1,1 @@
+"""Ranks of one node by shared memory: parameters lie there once, sums are made where gradients lie."""
