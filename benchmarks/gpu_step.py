@@ -26,7 +26,7 @@ from workloads import BATCHES, CLIP
 from zero_mpi import GradAccum, SerialComm, device, ops
 from zero_mpi.config import Config
 from zero_mpi.device.arrays import pool_of
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.parser import Parser

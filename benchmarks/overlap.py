@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 
 HERE = Path(__file__).resolve().parent

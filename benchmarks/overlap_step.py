@@ -29,7 +29,7 @@ from zero_mpi import FULL_SHARD, Comm, GradAccum, MPIComm, Partition, ShardedAda
 from zero_mpi.comm import DONE, Handle
 from zero_mpi.config import Config
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights

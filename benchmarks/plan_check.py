@@ -22,7 +22,7 @@ from workloads import WORKLOADS, Workload
 
 from zero_mpi.config import Config
 from zero_mpi.doctor.compute import rate
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import ASSUMED, Link, Machine

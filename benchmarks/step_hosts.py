@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 
 HERE = Path(__file__).resolve().parent

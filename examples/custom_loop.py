@@ -15,7 +15,7 @@ import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, connect, cross_entropy
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 
 VOCABULARY, CONTEXT = 32, 16

@@ -15,7 +15,7 @@ import numpy as np
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, connect
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.nn import Chain, CrossEntropy, Embedding, Layer, Linear, Param, Residual, RMSNorm, Stage, SwiGLU
 
 VOCABULARY, CONTEXT, WIDTH, BLOCKS = 32, 16, 48, 2

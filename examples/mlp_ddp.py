@@ -12,7 +12,7 @@ import numpy as np
 
 from zero_mpi import DDP, ShardedAdamW, connect
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.nn import GELU, Linear, Stage
 
 INPUTS, HIDDEN, STEPS, ROWS = 4, 64, 200, 96

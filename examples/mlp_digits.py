@@ -23,7 +23,7 @@ from zero_mpi import (
     cross_entropy,
 )
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.nn import GELU, Chain, Linear, Stage
 
 PIXELS, HIDDEN, CLASSES, HELD_OUT = 64, 128, 10, 360

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zero_mpi import ShardedAdamW, ShardedLinear, connect
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 
 INPUTS, OUTPUTS, STEPS, ROWS = 6, 10, 200, 48
 draw = np.random.default_rng(0)

@@ -5,7 +5,7 @@ Importing it starts neither MPI nor CUDA; the names below are loaded when they a
 
 from __future__ import annotations
 
-from zero_mpi import interrupts, stopping
+from zero_mpi.launch import interrupts, stopping
 
 if interrupts.program == "train":  # first of all: what is imported below takes a while
     stopping.signals.listen()
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from zero_mpi.comm import Comm, Partition, SerialComm
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.errors import UsageError
+    from zero_mpi.launch.connect import connect
     from zero_mpi.nn import cross_entropy
     from zero_mpi.optim import ShardedAdamW, clip_grad_norm
-    from zero_mpi.script import connect
     from zero_mpi.sharding import (
         DDP,
         FULL_SHARD,

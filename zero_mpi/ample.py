@@ -17,8 +17,8 @@ from pathlib import Path
 from zero_mpi import device
 from zero_mpi.config import Config
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
-from zero_mpi.limits import Limits, look
+from zero_mpi.launch.limits import Limits, look
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import SERIAL, Case

@@ -15,7 +15,7 @@ from typing import Any
 from zero_mpi.cli import COMMANDS
 from zero_mpi.errors import UsageError
 from zero_mpi.inspect import write
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")

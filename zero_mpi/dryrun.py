@@ -23,7 +23,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.inspect import write
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import MPI, NODES, SERIAL, SHARED, Case
 from zero_mpi.plan.fit import elements
@@ -33,6 +33,7 @@ from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
 from zero_mpi.plan.resident import ask_lines, resident, text_of
 from zero_mpi.resume import Start, check_resume, find_start
+from zero_mpi.same_flags import check_settings
 from zero_mpi.session import (
     choose_device,
     open_model,
@@ -41,7 +42,6 @@ from zero_mpi.session import (
     try_operations,
 )
 from zero_mpi.source import passed_over
-from zero_mpi.uniform import check_settings
 
 TRANSPORTS = {
     SERIAL: "one process, nothing travels",

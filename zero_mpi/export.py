@@ -33,7 +33,7 @@ from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, read_file, refusing
 from zero_mpi.files.text import show, shown
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
 from zero_mpi.parser import Parser
 

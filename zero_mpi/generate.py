@@ -19,7 +19,7 @@ from zero_mpi import environment
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import readable
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 from zero_mpi.source import tokenizer_of
 from zero_mpi.textmodel import TextModel

@@ -17,7 +17,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.open import read_file as read_whole
 from zero_mpi.files.text import show, shown
 from zero_mpi.inspect import write
-from zero_mpi.launch import World, run, say
+from zero_mpi.launch.world import World, run, say
 from zero_mpi.parser import Parser
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address

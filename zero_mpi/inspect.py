@@ -19,7 +19,7 @@ from zero_mpi.compare import compare
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST, one_line, printable, shown
 from zero_mpi.inspection import Report, examine
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.hold import Hold
-from zero_mpi.launch import BAD_USAGE, REQUEUE, World
-from zero_mpi.stopping import was_stopped_early
+from zero_mpi.launch.folder_hold import Hold
+from zero_mpi.launch.stopping import was_stopped_early
+from zero_mpi.launch.world import BAD_USAGE, REQUEUE, World
 from zero_mpi.summary import Start
 from zero_mpi.telemetry import events
 from zero_mpi.telemetry.events import Events

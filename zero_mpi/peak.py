@@ -16,7 +16,7 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.device.types import Array
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.ghost import Room
 from zero_mpi.plan.kernels import Compiled

@@ -21,7 +21,7 @@ from zero_mpi.defaults import SIZES
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.samebits import changes
 from zero_mpi.telemetry.log import Caution
 

@@ -18,10 +18,10 @@ from zero_mpi import __version__, device, ops, trial
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
-from zero_mpi.launch import World
-from zero_mpi.rollcall import named
+from zero_mpi.launch.consistency import blas
+from zero_mpi.launch.hang_report import named
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
-from zero_mpi.uniform import blas
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"

@@ -26,7 +26,8 @@ from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, lo
 from zero_mpi.defaults import settled
 from zero_mpi.description import describe, what_was_read
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.consistency import check_inputs
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.remarks import remarks, threads_within
@@ -46,7 +47,6 @@ from zero_mpi.source import (
     read_model,
 )
 from zero_mpi.telemetry import log
-from zero_mpi.uniform import check_inputs
 
 TRANSPORT = "transport: "  # how the note begins that says what carries between ranks
 NOT_SHARED = (

@@ -18,31 +18,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import device, dryrun, environment, leftovers, peak
+from zero_mpi import device, dryrun, environment, peak
 from zero_mpi.accumulate import Criterion, GradAccum, evaluate
-from zero_mpi.batch import TimeLimit, find_job
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import Config, parse, seconds
 from zero_mpi.device.types import Array
 from zero_mpi.divergence import Divergence
 from zero_mpi.errors import UsageError
 from zero_mpi.finale import compare_with_letters, is_over, say_over, show_sample
-from zero_mpi.hold import take_folder
-from zero_mpi.launch import REQUEUE, World, run
+from zero_mpi.launch import leftovers
+from zero_mpi.launch.consistency import blas, check_installation, check_not_alone
+from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.hang_report import RollCall
+from zero_mpi.launch.stopping import OVER, PREPARING, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
+from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import REQUEUE, World, run
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.optim import make_schedule
 from zero_mpi.outcome import Outcome
 from zero_mpi.replay import write_config
-from zero_mpi.rollcall import RollCall
+from zero_mpi.same_flags import check_settings
 from zero_mpi.session import Session, choose_device, prepare
-from zero_mpi.stopping import OVER, PREPARING, STEPS, signals
 from zero_mpi.summary import Start, cautions, hosts_of, lines, plan
 from zero_mpi.telemetry import events, log, spans, tensorboard
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.timeline import Tracer, step_range
-from zero_mpi.uniform import blas, check_installation, check_not_alone, check_settings
-from zero_mpi.watchdog import STATUS as STANDING_STILL
-from zero_mpi.watchdog import Watchdog
 
 SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before the time is up
 SHORTEST_SAVE = 1.0  # seconds

@@ -26,7 +26,8 @@ pytestmark = [
 WAITING = """
 import os, platform, time
 from pathlib import Path
-from zero_mpi import hold, lock, train
+from zero_mpi.launch import folder_hold as hold, folder_lock as lock
+from zero_mpi import train
 
 if {none}:
     lock.lock, lock.BOOT, lock.PATIENCE = lambda handle: None, Path("/nowhere"), 6.0

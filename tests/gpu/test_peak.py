@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import peak
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.sharding.precision import BF16, FP32
 
 pytestmark = pytest.mark.world(1)

@@ -14,7 +14,7 @@ from zero_mpi.comm.gpu.detect import Answer
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config import Config
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import find_world
+from zero_mpi.launch.world import find_world
 from zero_mpi.session import make_comm
 
 WORLD = MPI.COMM_WORLD

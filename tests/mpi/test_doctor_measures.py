@@ -10,7 +10,7 @@ from zero_mpi.comm.topology import PRETEND
 from zero_mpi.doctor import clocks, folder, links, sharing
 from zero_mpi.doctor.ranks import find_ranks
 from zero_mpi.doctor.rows import BAD, NOTE, OK
-from zero_mpi.launch import find_world
+from zero_mpi.launch.world import find_world
 
 
 def found_with(monkeypatch, ranks_per_node):

@@ -34,7 +34,7 @@ from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config import Config
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.session import make_comm, make_module
 from zero_mpi.sharding import STRATEGIES

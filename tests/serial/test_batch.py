@@ -19,8 +19,9 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
-from zero_mpi import batch, config
-from zero_mpi.batch import (
+from zero_mpi import config
+from zero_mpi.launch import time_limit
+from zero_mpi.launch.time_limit import (
     NOTICE,
     BatchJob,
     TimeLimit,
@@ -108,7 +109,7 @@ def test_what_squeue_says(answer, left):
 
 
 def test_what_qstat_says(monkeypatch):
-    monkeypatch.setattr(batch, "process_age", lambda: 60.0)
+    monkeypatch.setattr(time_limit, "process_age", lambda: 60.0)
     used = "    resources_used.walltime = {}\n"
     assert pbs_left(QSTAT.format(used=used.format("01:00:30"))) == 3 * 3600 - 30
     assert pbs_left(QSTAT.format(used="")) == 4 * 3600 - 60, "the job is not younger than this process"
@@ -137,7 +138,7 @@ def test_a_task_of_an_array_asks_for_itself():
 
 
 def test_a_pbs_job_is_found(monkeypatch):
-    monkeypatch.setattr(batch, "process_age", lambda: 10.0)
+    monkeypatch.setattr(time_limit, "process_age", lambda: 10.0)
     job = find_job({"PBS_JOBID": "9.server", "PBS_WALLTIME": "100"})
     assert (job.name, job.question, job.at_start) == ("PBS job 9.server", ("qstat", "-f", "9.server"), 90)
     assert find_job({"PBS_JOBID": "9.server"}).at_start is None
@@ -169,7 +170,7 @@ def test_no_program_is_no_answer(tmp_path):
 
 
 def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
-    monkeypatch.setattr(batch, "PATIENCE", 0.2)
+    monkeypatch.setattr(time_limit, "PATIENCE", 0.2)
     program(programs, "squeue", "exec sleep 30")
     begun = time.monotonic()
     assert ask(job_that_asks("squeue")) is None
@@ -180,7 +181,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
 
 
 def test_the_age_of_a_process_counts_from_its_start():
-    text = "import time; time.sleep(0.5); from zero_mpi.batch import process_age; print(process_age())"
+    text = "import time; time.sleep(0.5)\nfrom zero_mpi.launch.time_limit import process_age\nprint(process_age())"
     begun = time.monotonic()
     printed = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
     assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms
@@ -213,7 +214,7 @@ def without_a_thread(monkeypatch) -> None:
 )
 def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
     without_a_thread(monkeypatch)
-    monkeypatch.setattr(batch, "process_age", lambda: 0.0)
+    monkeypatch.setattr(time_limit, "process_age", lambda: 0.0)
     limit = TimeLimit(own, job_that_asks("false", at_start=at_start))
     assert limit.left() == pytest.approx(left, abs=0.1)
     assert limit.name == name

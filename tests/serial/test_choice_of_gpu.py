@@ -34,7 +34,8 @@ WHOLE = (
     LISTENING
     + """
 import os, pathlib
-from zero_mpi import device, launch, train
+from zero_mpi import device, train
+from zero_mpi.launch import world as launch
 finish = launch.finish
 def telling(world, *rest):
     told = next((int(os.environ[name]) for name in device.LOCAL_RANK if name in os.environ), world.rank)

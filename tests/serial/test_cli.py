@@ -10,7 +10,7 @@ from test_command_bits import needs_mpiexec
 from zero_mpi import __version__, cli, completion, parser
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 
 WIDTH = 80
 NAMES = list(cli.COMMANDS)

@@ -45,8 +45,8 @@ from zero_mpi.doctor import command as doctor
 from zero_mpi.doctor.fit import Line, Point, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.rows import BAD, NOTE, OK, Row
-from zero_mpi.launch import World
-from zero_mpi.limits import Limits, group_limits
+from zero_mpi.launch.limits import Limits, group_limits
+from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
 from zero_mpi.sharding import FULL_SHARD
 from zero_mpi.sharding.layout import lay_out

@@ -11,7 +11,7 @@ from test_command_bits import needs_mpiexec
 from zero_mpi import dryrun
 from zero_mpi.config import Config, parse
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.plan import options
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan

@@ -8,7 +8,7 @@ from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.files.text import readable
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.outcome import Outcome
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events

@@ -82,7 +82,7 @@ def in_a_notebook():
     code = (
         "import importlib, sys; sys.modules['mpi4py.MPI'] = None\n"
         f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
-        "from zero_mpi.launch import World\n"
+        "from zero_mpi.launch.world import World\n"
         f"for name in {SHORT}:\n"
         "    assert importlib.import_module(name).command(World(0, 1), []) == 0\n"
         "    print('\\f', end='')"

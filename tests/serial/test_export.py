@@ -28,7 +28,7 @@ from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export import command
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama, ModelConfig
 from zero_mpi.textmodel import TextModel
 

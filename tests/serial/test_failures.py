@@ -15,7 +15,7 @@ import pytest
 from jobs import TIMED_OUT, run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
-from zero_mpi import watchdog
+from zero_mpi.launch import watchdog
 
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
@@ -42,7 +42,7 @@ train.main()
 # Runs a command of its own through the launcher's `run`: one rank fails, the others wait in a barrier.
 COMMAND = """
 import sys
-from zero_mpi.launch import run
+from zero_mpi.launch.world import run
 
 def command(world, arguments):
     if {where}:
@@ -345,7 +345,7 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
 def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
     """Where nothing can be written, as where a file system hangs, the job ends all the same."""
     in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
-    sooner = "from zero_mpi import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
+    sooner = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
     script = FAULTY.format(step=2, where="True", fault=f"{in_the_way}; {sooner}; time.sleep(99)")
     status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5")
     assert status == watchdog.STATUS

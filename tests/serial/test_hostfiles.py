@@ -11,7 +11,7 @@ from jobs import launcher, run_command
 
 from zero_mpi.errors import UsageError
 from zero_mpi.hostfile import LINES, Host, command, read_hosts
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
 TWICE_TWO = [Host("node1", 2), Host("node2", 2)]

@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.compare import compare
 from zero_mpi.errors import UsageError
 from zero_mpi.inspection import examine
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
 NAME = "blk.1.ffn_up.weight"  # 97 x 48

@@ -18,7 +18,7 @@ from zero_mpi.export import command as export
 from zero_mpi.files.gguf_keys import MERGES, GGUFKeys
 from zero_mpi.generate import command as generate
 from zero_mpi.inspect import command as inspect
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.source import read_model
 
 ODD = {

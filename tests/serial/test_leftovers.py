@@ -16,7 +16,7 @@ from jobs import hands_sigterm_on, launcher, run_command
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
-from zero_mpi import leftovers
+from zero_mpi.launch import leftovers
 
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--context", "16", "--batch-size", "4"]
 SMALL += ["--warmup", "1", "--sample", "0", "--steps"]

@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 from jobs import clean_environment
 
-from zero_mpi import lock
-from zero_mpi.lock import ROOM, Record, unpacked
+from zero_mpi.launch import folder_lock
+from zero_mpi.launch.folder_lock import ROOM, Record, unpacked
 
 PATIENCE = 2.0
 CHILD = f"""
 import os, subprocess, sys, time
 from pathlib import Path
-from zero_mpi import hold, lock
+from zero_mpi.launch import folder_hold as hold, folder_lock as lock
 from zero_mpi.errors import UsageError
 
 kind, name = sys.argv[1:]
@@ -257,8 +257,10 @@ def test_of_two_claims_at_once_the_one_written_last_stays(tmp_path, monkeypatch)
     path = tmp_path / ".lock"
     path.write_bytes(Record("2026-01-01T00:00:00Z").packed())
     first, second = Record("2026-01-01T00:00:01Z"), Record("2026-01-01T00:00:02Z")
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: None)
     with path.open("r+b", buffering=0) as file:
-        assert lock.Taking(path, first)._claim(file.fileno())
-        monkeypatch.setattr(lock.time, "sleep", lambda seconds: lock.write(file.fileno(), second))
-        assert not lock.Taking(path, first)._claim(file.fileno())
+        assert folder_lock.Taking(path, first)._claim(file.fileno())
+        monkeypatch.setattr(
+            folder_lock.time, "sleep", lambda seconds: folder_lock.write(file.fileno(), second)
+        )
+        assert not folder_lock.Taking(path, first)._claim(file.fileno())

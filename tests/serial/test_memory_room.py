@@ -17,9 +17,10 @@ from jobs import COMPILED, clean_environment, end, hands_sigterm_on, launcher, r
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
-from zero_mpi import ample, shmroom
+from zero_mpi import ample
 from zero_mpi.config import Config
-from zero_mpi.limits import Limits
+from zero_mpi.launch import shm_room
+from zero_mpi.launch.limits import Limits
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.models.size import elements, parameter_count
 
@@ -70,8 +71,8 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
 def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
     def found(free, ranks, **other):
         environ = {"PMI_FD": "3", "MPI_LOCALNRANKS": str(ranks), **other}
-        monkeypatch.setattr(shmroom, "free_bytes", lambda: free)
-        problem = shmroom.find_problem(environ)
+        monkeypatch.setattr(shm_room, "free_bytes", lambda: free)
+        problem = shm_room.find_problem(environ)
         return bool(problem), environ.get("UCX_TLS")
 
     assert found(64 << 20, 12) == (False, None)
@@ -79,14 +80,14 @@ def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
     assert found(64 << 20, 64) == (True, "^posix")
     assert found(64 << 20, 14, UCX_TLS="all") == (True, "all")
     assert found(None, 64) == (False, None)
-    shmroom.check({"MPI_LOCALNRANKS": "64"})  # no MPICH
+    shm_room.check({"MPI_LOCALNRANKS": "64"})  # no MPICH
 
 
 def test_ranks_of_other_nodes_are_ended_by_the_launcher():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"cmd=response_to_init rc=0\n")
-        shmroom.abort_job({"PMI_FD": str(ours.fileno())})
+        shm_room.abort_job({"PMI_FD": str(ours.fileno())})
         assert theirs.recv(1000).endswith(b"cmd=abort exitcode=2\n")
 
 

@@ -15,7 +15,7 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
@@ -226,7 +226,7 @@ from pathlib import Path
 import numpy as np
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
@@ -285,7 +285,7 @@ HELD = """
 import json, sys
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.launch import run
+from zero_mpi.launch.world import run
 from zero_mpi.models import GPT2
 from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.precision import precision_named

@@ -18,7 +18,7 @@ from report_runs import EVENTS, STARTED, event, record, records, status, write_r
 
 from zero_mpi.errors import UsageError
 from zero_mpi.inspection import examine
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.report import command
 from zero_mpi.report.charts import charts_of, marks, points
 from zero_mpi.report.figures import figures

@@ -10,7 +10,7 @@ import pytest
 
 RANK = """
 import os, signal, sys
-from zero_mpi import reprieve
+from zero_mpi.launch import open_mpi_reprieve as reprieve
 reprieve.LIMIT, reprieve.LATER = 0.2, 0.1
 reprieve.hold()
 stat = open(f"/proc/{os.getppid()}/stat").read()

@@ -10,12 +10,12 @@ from report_runs import record, status, write_run
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
-from zero_mpi.launch import World
+from zero_mpi.launch.hang_report import RollCall, Standing
+from zero_mpi.launch.world import World
 from zero_mpi.outcome import Outcome
 from zero_mpi.report import command
 from zero_mpi.report.figures import figures
 from zero_mpi.report.folder import MOST_HISTORY, read_run
-from zero_mpi.rollcall import RollCall, Standing
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step

@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 
 MACHINE = {

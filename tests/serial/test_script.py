@@ -17,9 +17,9 @@ from jobs import run_command, run_job
 
 from zero_mpi import SerialComm
 from zero_mpi.comm.guarded import GuardedComm, Records, Started, ThreadError
-from zero_mpi.lookout import Note, Notes, Verdict, verdict
-from zero_mpi.script import time_limit
-from zero_mpi.watchdog import STATUS
+from zero_mpi.launch.connect import time_limit
+from zero_mpi.launch.lookout import Note, Notes, Verdict, verdict
+from zero_mpi.launch.watchdog import STATUS
 
 CONNECT = """
 import os, sys, threading, time

@@ -173,7 +173,8 @@ def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
 # Rank 1 is lost when it has done its work, on its way to the end.
 LOST = """
 import os, signal
-from zero_mpi import launch, train
+from zero_mpi.launch import world as launch
+from zero_mpi import train
 
 leave_together = launch.leave_together
 

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from zero_mpi import cli, watchdog
+from zero_mpi import cli
 from zero_mpi.files.text import printable
+from zero_mpi.launch import watchdog
 from zero_mpi.telemetry import log
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
@@ -73,7 +74,7 @@ def test_the_watchdogs_words_and_a_traceback_control_nothing(capfd):
     watchdog.say("zero_mpi: a\x1b[2J\nb\n")
     assert capfd.readouterr().err == "zero_mpi: a\\x1b[2J\nb\n"
     code = (
-        "from zero_mpi.launch import run\n"
+        "from zero_mpi.launch.world import run\n"
         "def fail(world, arguments): raise RuntimeError('a\\x1b[2J' + 'x' * 100_000)\n"
         "run('it', fail, [], alone=True)"
     )

@@ -20,7 +20,7 @@ from zero_mpi import SerialComm, device
 from zero_mpi.config import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
 from zero_mpi.timeline import Timeline, Tracer
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler

@@ -25,7 +25,8 @@ SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0
 # Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
 WAITING = """
 import os, time
-from zero_mpi import hold, train
+from zero_mpi.launch import folder_hold as hold
+from zero_mpi import train
 
 hold.EVERY = 0.2
 step = train.Trainer.step

@@ -15,10 +15,10 @@ from jobs import launcher, run_command
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 import zero_mpi
-from zero_mpi import uniform
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import World
+from zero_mpi.launch import consistency
+from zero_mpi.launch.world import World
 
 FLAGS = [*SIZES, "--steps", "1", "--sample", "0", "--batch-size", "4", "--eval-every", "0"]
 PACKAGE = Path(zero_mpi.__file__).parent
@@ -80,25 +80,25 @@ def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
 
 
 def test_all_alike_is_no_fault():
-    uniform.check(World(0, 1), {"Python": "3.11"}, "")
-    uniform.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
+    consistency.check(World(0, 1), {"Python": "3.11"}, "")
+    consistency.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
 
 
 def test_the_first_difference_is_named_with_hosts_and_values():
     ranks = Ranks({"A": "1", "B": "2"}, {"A": "1", "B": "3"}, {"A": "1", "B": "2"}, {"A": "4", "B": "2"})
     with pytest.raises(UsageError, match=r"rank 3 on node3 has A 4, ranks 0-2 \(on node0\) 1; mend it"):
-        uniform.check(ranks, {"A": "1", "B": "2"}, "mend it")
+        consistency.check(ranks, {"A": "1", "B": "2"}, "mend it")
 
 
 def test_what_only_some_ranks_have_differs_too():
     ranks = Ranks({"A": "1"}, {"A": "1", "ZERO_MPI_X": "on"})
     with pytest.raises(UsageError, match=r"rank 1 on node1 has ZERO_MPI_X on, rank 0 \(on node0\) nothing"):
-        uniform.check(ranks, {"A": "1"}, "")
+        consistency.check(ranks, {"A": "1"}, "")
 
 
 def test_every_flag_and_what_else_decides_counts(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "2")
-    found = uniform.settings(zero_mpi.config.Config(seed=5))
+    found = same_flags.settings(zero_mpi.config.Config(seed=5))
     assert found["--seed"] == "5"
     assert found["ZERO_MPI_RANKS_PER_NODE"] == "2"
     assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.FIELDS)
@@ -106,10 +106,10 @@ def test_every_flag_and_what_else_decides_counts(monkeypatch):
 
 def test_one_changed_byte_of_the_source_shows(tmp_path):
     copy = copy_of_package(tmp_path)
-    same = uniform.source_digest(copy)
-    assert same == uniform.source_digest(PACKAGE)
+    same = consistency.source_digest(copy)
+    assert same == consistency.source_digest(PACKAGE)
     (copy / "optim.py").write_text((copy / "optim.py").read_text().replace("eps", "eqs", 1))
-    assert uniform.source_digest(copy) != same
+    assert consistency.source_digest(copy) != same
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", UsageError), ("2", SystemExit)])
@@ -117,14 +117,14 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(rank, expected):
     """As under the launcher of another MPI; the first one says it, the others leave."""
     environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank}
     with pytest.raises(expected) as found:
-        uniform.check_not_alone(World(0, 1), environ)
+        consistency.check_not_alone(World(0, 1), environ)
     assert expected is SystemExit or "started 4 ranks, but each of them is alone" in str(found.value)
 
 
 @pytest.mark.parametrize("environ", [{}, {"PMI_SIZE": "1"}, {"PMI_SIZE": "", "SLURM_STEP_NUM_TASKS": "x"}])
 def test_a_run_of_one_rank_is_no_mistake(environ):
-    uniform.check_not_alone(World(0, 1), environ)
-    uniform.check_not_alone(World(0, 4), {"PMI_SIZE": "4"})
+    consistency.check_not_alone(World(0, 1), environ)
+    consistency.check_not_alone(World(0, 4), {"PMI_SIZE": "4"})
 
 
 # in jobs

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zero_mpi.comm.meter import Meter, collective, meters
-from zero_mpi.rollcall import FOLDER, RollCall, Standing, named, report, shown_stacks, verdict
-from zero_mpi.watchdog import Watchdog
+from zero_mpi.launch.hang_report import FOLDER, RollCall, Standing, named, report, shown_stacks, verdict
+from zero_mpi.launch.watchdog import Watchdog
 
 PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
 

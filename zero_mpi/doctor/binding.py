@@ -18,7 +18,7 @@ from zero_mpi import environment
 from zero_mpi.doctor.library import set_in
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, ranges, ranks
-from zero_mpi.uniform import mpi_library
+from zero_mpi.launch.consistency import mpi_library
 
 YIELDING = {  # by how the library's name begins
     "MPICH": ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE"),

@@ -39,9 +39,9 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.inspect import write
-from zero_mpi.launch import FAILED, World, run
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import FAILED, World, run
 from zero_mpi.parser import Parser
-from zero_mpi.watchdog import Watchdog
 
 MOST_MB, QUICK_MB = 16.0, 1.0
 BUFFERS = 4  # of the largest size that a rank may need at once

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import BAD, NOTE, Row, plural
-from zero_mpi.uniform import NUMBERS, STARTED
+from zero_mpi.launch.consistency import NUMBERS, STARTED
 
 LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",

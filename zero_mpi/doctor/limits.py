@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import NOTE, Row, few, plural, size
-from zero_mpi.limits import Limits, look
+from zero_mpi.launch.limits import Limits, look
+from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs
-from zero_mpi.shmroom import WITH_UCX
 
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers

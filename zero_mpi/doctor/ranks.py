@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm import Comm, SerialComm
-from zero_mpi.launch import World
+from zero_mpi.launch.world import World
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, size
-from zero_mpi.leftovers import PLACE, SEGMENTS, left_behind
+from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 
 SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB

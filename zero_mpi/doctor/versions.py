@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from zero_mpi import uniform
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import BAD, NOTE, Row, few, ranks
-from zero_mpi.launch import World
+from zero_mpi.launch import consistency
+from zero_mpi.launch.world import World
 
 SLOW = "numpy"  # the operations of an installation without numba
 
@@ -27,7 +27,7 @@ class Versions:
 
 def look(world: World) -> Versions:
     """The versions that this rank runs."""
-    return Versions(uniform.installation(world), {"mpi4py": installed("mpi4py")})
+    return Versions(consistency.installation(world), {"mpi4py": installed("mpi4py")})
 
 
 def installed(package: str) -> str:

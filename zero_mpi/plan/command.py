@@ -12,8 +12,8 @@ from typing import Any
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.inspect import write as show
-from zero_mpi.launch import World
-from zero_mpi.launch import run as launch
+from zero_mpi.launch.world import World
+from zero_mpi.launch.world import run as launch
 from zero_mpi.plan.options import Question, read
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import head, introduction, report, sweep_lines

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from zero_mpi import ops
 from zero_mpi.config import Config
 from zero_mpi.data.corpus import Corpus, collect_files, stdlib_files
+from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import Memory
 from zero_mpi.plan.report import row, size
-from zero_mpi.shmroom import WITH_UCX
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zero_mpi.errors import UsageError
 from zero_mpi.inspect import write
-from zero_mpi.launch import World, run
+from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
 from zero_mpi.trace.read import read
 from zero_mpi.trace.table import comparison, table

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero_mpi import environment, interrupts, reprieve
+from zero_mpi import environment
+from zero_mpi.launch import interrupts, open_mpi_reprieve
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is requeued for them
@@ -142,7 +143,7 @@ class StopSignals:
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name
         if number == signal.SIGTERM and self.phase == STEPS:
-            reprieve.hold()
+            open_mpi_reprieve.hold()
         if number == signal.SIGINT and since > TWICE:
             self._end_now()
         if is_first or (number == signal.SIGINT and since == 0):
@@ -162,7 +163,7 @@ class StopSignals:
 
     def _leave(self, status: int, reason: str) -> NoReturn:
         """End all ranks, or this one where the MPI library is in the way."""
-        reprieve.release()
+        open_mpi_reprieve.release()
         threading.Thread(target=self.ending, args=(status, reason), daemon=True).start()
         time.sleep(PATIENCE)
         os._exit(status)
@@ -172,9 +173,9 @@ def stopped_early(stopped: Stopped) -> str:
     """What a person is told of a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to go on"
-    from zero_mpi import batch
+    from zero_mpi.launch import time_limit
 
-    job, age = batch.find_job(), batch.process_age()
+    job, age = time_limit.find_job(), time_limit.process_age()
     left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
     return (
         f"{stopped}, as in the job before: such jobs would follow each other for ever; the signal came {left}"

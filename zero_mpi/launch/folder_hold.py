@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zero_mpi.batch import find_job
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import reason
 from zero_mpi.files.text import shown
-from zero_mpi.launch import World
-from zero_mpi.lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
+from zero_mpi.launch.folder_lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
+from zero_mpi.launch.time_limit import find_job
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import metrics
 from zero_mpi.telemetry.events import utc
 

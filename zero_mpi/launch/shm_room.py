@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from zero_mpi import environment, leftovers
+from zero_mpi import environment
 from zero_mpi.errors import UsageError
+from zero_mpi.launch import leftovers
 
 # Bytes of a rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from zero_mpi import environment, interrupts, leftovers, reprieve, shmroom
+from zero_mpi import environment
 from zero_mpi.comm.meter import Meter
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.text import one_line
-from zero_mpi.stopping import Stopped, signals, stopped_early
+from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
+from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
@@ -53,7 +54,7 @@ class World:
 
     def kill(self, status: int) -> NoReturn:
         """End all ranks at once, from any thread."""
-        reprieve.release()
+        open_mpi_reprieve.release()
         if self.mpi is not None:
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)
@@ -131,7 +132,7 @@ def find_world() -> World:
 
     Raises UsageError where MPI cannot start.
     """
-    shmroom.check()
+    shm_room.check()
     try:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
@@ -261,7 +262,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:
         let_it_be_told(world)
-    reprieve.release()
+    open_mpi_reprieve.release()
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
     interrupts.leave(status)

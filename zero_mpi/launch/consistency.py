@@ -18,18 +18,17 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
+import zero_mpi
 from zero_mpi import __version__, environment, ops
 from zero_mpi.comm.agree import odd_one
-from zero_mpi.config import FIELDS, Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
-from zero_mpi.launch import BAD_USAGE, World, first_line
-from zero_mpi.rollcall import named
+from zero_mpi.launch.hang_report import named
+from zero_mpi.launch.world import BAD_USAGE, World, first_line
 
 Facts = Mapping[str, str]
 NOTHING = "nothing"
 LONGEST = 80  # characters of a value that are shown
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
 # How many ranks a launcher has started, and the number that it gave to one of them.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
@@ -68,7 +67,7 @@ def installation(world: World) -> dict[str, str]:
     """What this rank computes with."""
     facts = {
         "zero_mpi": __version__,
-        "zero_mpi's source": source_digest(Path(__file__).parent),
+        "zero_mpi's source": source_digest(Path(zero_mpi.__file__).parent),
         "Python": platform.python_version(),
         "NumPy": np.__version__,
         "operations": ops.backend(),
@@ -96,17 +95,6 @@ def source_digest(folder: Path) -> str:
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
-
-
-def check_settings(world: World, config: Config) -> None:
-    """The flags, and the variables that stand for flags. Collective; raises UsageError."""
-    check(world, settings(config), "start all ranks with the same flags and variables")
-
-
-def settings(config: Config) -> dict[str, str]:
-    """Every setting by its flag, and the variables by their names."""
-    flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
-    return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 
 
 def check_inputs(world: World, inputs: Mapping[str, Any]) -> None:

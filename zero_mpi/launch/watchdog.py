@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from zero_mpi.comm.meter import collective, meters
 from zero_mpi.files.text import printable
-from zero_mpi.rollcall import RollCall, Standing, report, shown_stacks, verdict
+from zero_mpi.launch.hang_report import RollCall, Standing, report, shown_stacks, verdict
 
 STATUS = 86  # of a job that was ended for standing still
 LOOK = 0.5  # seconds between looks

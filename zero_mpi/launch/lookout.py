@@ -23,8 +23,8 @@ from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.guarded import Records, Started
 from zero_mpi.comm.meter import meters
 from zero_mpi.files.text import shown
-from zero_mpi.rollcall import named
-from zero_mpi.watchdog import leave, say
+from zero_mpi.launch.hang_report import named
+from zero_mpi.launch.watchdog import leave, say
 
 LOOK = 0.25  # seconds between looks
 LOOKS, NOTES = 0.5, 2.0  # seconds of one wait after which a rank looks for notes, and leaves its own

@@ -30,10 +30,10 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.guarded import GuardedComm, Records
 from zero_mpi.comm.serial import SerialComm
-from zero_mpi.launch import DRAIN, FAILED, STAGGER, World, find_world, say
-from zero_mpi.lookout import Lookout, Notes
-from zero_mpi.rollcall import RollCall
-from zero_mpi.watchdog import Watchdog
+from zero_mpi.launch.hang_report import RollCall
+from zero_mpi.launch.lookout import Lookout, Notes
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import DRAIN, FAILED, STAGGER, World, find_world, say
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
 TIMEOUT = 600.0  # as `--timeout` of the command

@@ -1,0 +1,22 @@
+"""The flags and variables that all ranks must share."""
+
+from __future__ import annotations
+
+import os
+
+from zero_mpi.config import FIELDS, Config, spelled
+from zero_mpi.launch.consistency import NOTHING, check
+from zero_mpi.launch.world import World
+
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
+
+
+def check_settings(world: World, config: Config) -> None:
+    """The flags, and the variables that stand for flags. Collective; raises UsageError."""
+    check(world, settings(config), "start all ranks with the same flags and variables")
+
+
+def settings(config: Config) -> dict[str, str]:
+    """Every setting by its flag, and the variables by their names."""
+    flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
+    return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
