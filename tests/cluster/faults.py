@@ -107,7 +107,7 @@ ROWS = [
 # The real command, slowed down. A rank looks for the file `now` at the beginning of each step.
 PACED = """
 import os, sys, time
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 rounds = train.Trainer.rounds
 
@@ -121,7 +121,7 @@ def paced_rounds(self, number):
     rounds(self, number)
 
 train.Trainer.rounds = paced_rounds
-train.main()
+train_command.main()
 """
 
 # A clock that is off by the seconds in a file, for rank 0; it is loaded before the C library.

@@ -27,7 +27,7 @@ WAITING = """
 import os, platform, time
 from pathlib import Path
 from zero_mpi.launch import folder_hold as hold, folder_lock as lock
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 if {none}:
     lock.lock, lock.BOOT, lock.PATIENCE = lambda handle: None, Path("/nowhere"), 6.0
@@ -40,7 +40,7 @@ def step_on(self):
     return step(self)
 
 train.Trainer.step = step_on
-train.main()
+train_command.main()
 """
 DELAYS = [0.0, 0.0, random.Random(7).random() * 5, 5.0]
 Start = Callable[[str], subprocess.Popen[str]]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from zero_mpi import peak
 from zero_mpi.launch.world import World
 from zero_mpi.sharding.precision import BF16, FP32
+from zero_mpi.train import mfu
 
 pytestmark = pytest.mark.world(1)
 
@@ -13,23 +13,23 @@ pytestmark = pytest.mark.world(1)
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 def test_products_are_timed_on_the_gpu_in_the_type_of_computing(precision, gpu, monkeypatch):
     seen = []
-    matrix = peak.matrix
+    matrix = mfu.matrix
 
     def noted(edge, dtype):
         seen.append(matrix(edge, dtype))
         return seen[-1]
 
-    monkeypatch.setattr(peak, "EDGES", (64,))
-    monkeypatch.setattr(peak, "matrix", noted)
-    assert peak.measure(World(0, 1), precision.compute) > 0
+    monkeypatch.setattr(mfu, "EDGES", (64,))
+    monkeypatch.setattr(mfu, "matrix", noted)
+    assert mfu.measure(World(0, 1), precision.compute) > 0
     assert {x.dtype for x in seen} == {precision.compute}
     assert all(isinstance(x, gpu.cupy.ndarray) for x in seen)
 
 
 def test_products_are_added_to_what_is_there(gpu):
-    a, b, out = (peak.matrix(64, FP32.compute) for _ in range(3))
+    a, b, out = (mfu.matrix(64, FP32.compute) for _ in range(3))
     expected = gpu.to_host(out) + gpu.to_host(a) @ gpu.to_host(b)
-    assert peak.products(1, a, b, out) > 0
+    assert mfu.products(1, a, b, out) > 0
     np.testing.assert_allclose(gpu.to_host(out), expected, rtol=1e-3)
 
 

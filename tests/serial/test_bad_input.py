@@ -253,9 +253,9 @@ from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 2:
     os.chdir({folder!r})
 
-from zero_mpi import train
+from zero_mpi.train import command as train_command
 
-train.main()
+train_command.main()
 """
 
 

@@ -24,17 +24,18 @@ cuda.Device.use = listening
 CLAIM = (
     LISTENING
     + """
-from zero_mpi import train
-train.run = lambda *_: print(json.dumps(used))
+from zero_mpi.train import command as train_command
+train_command.run = lambda *_: print(json.dumps(used))
 sys.argv = ["train", *sys.argv[1:]]
-train.main()
+train_command.main()
 """
 )
 WHOLE = (
     LISTENING
     + """
 import os, pathlib
-from zero_mpi import device, train
+from zero_mpi import device
+from zero_mpi.train import command as train_command
 from zero_mpi.launch import world as launch
 finish = launch.finish
 def telling(world, *rest):
@@ -42,7 +43,7 @@ def telling(world, *rest):
     pathlib.Path(os.environ["TOLD"], str(world.rank)).write_text(json.dumps([told, used]))
     finish(world, *rest)
 launch.finish = telling
-train.main()
+train_command.main()
 """
 )
 

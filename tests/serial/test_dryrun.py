@@ -8,7 +8,6 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import dryrun
 from zero_mpi.config import Config, parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -16,6 +15,7 @@ from zero_mpi.plan import options
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines
+from zero_mpi.train import dry_run
 
 SMALL = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 6 --micro-batch 2 --eval-every 0 --sample 0"
 FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
@@ -154,16 +154,16 @@ def test_nodes_are_those_of_the_job(folder):
 
 def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
     (tmp_path / "file").write_text("")
-    dryrun.check_out(tmp_path / "new" / "run")
+    dry_run.check_out(tmp_path / "new" / "run")
     with pytest.raises(UsageError, match=r"^--out .*file/run: cannot write there: .*file is no folder"):
-        dryrun.check_out(tmp_path / "file" / "run")
+        dry_run.check_out(tmp_path / "file" / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_epochs_and_the_room_that_is_there(folder, monkeypatch, capfdbinary):
     monkeypatch.chdir(folder)
     config = Config(**vars(parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])))
-    assert dryrun.show(World(0, 1), config) == 0
+    assert dry_run.show(World(0, 1), config) == 0
     printed = capfdbinary.readouterr().out.decode()
     assert re.search(
         r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data$", printed

@@ -9,10 +9,10 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.files.text import readable
 from zero_mpi.launch.world import World
-from zero_mpi.outcome import Outcome
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.status import Status
+from zero_mpi.train.outcome import Outcome
 
 FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "2", "--eval-every", "0"]
 
@@ -223,7 +223,7 @@ def test_at_debug_units_and_phases_are_told_by_rank_0_alone(story):
 
 FAULTY = """
 from zero_mpi.telemetry import log
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 rounds = train.Trainer.rounds
 
@@ -235,7 +235,7 @@ def faulty(self, number):
     rounds(self, number)
 
 train.Trainer.rounds = faulty
-train.main()
+train_command.main()
 """
 
 

@@ -26,7 +26,7 @@ LIMIT = 15.0
 # Runs `zero_mpi.train` with a fault at the beginning of a step.
 FAULTY = """
 import os, signal, sys, time
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 step = train.Trainer.step
 
@@ -37,7 +37,7 @@ def faulty_step(self):
     return step(self)
 
 train.Trainer.step = faulty_step
-train.main()
+train_command.main()
 """
 # Runs a command of its own through the launcher's `run`: one rank fails, the others wait in a barrier.
 COMMAND = """
@@ -239,7 +239,7 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(small_disk, flag
 HANGING = """
 import os, signal, time
 import numpy as np
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 rounds = train.Trainer.rounds
 
@@ -260,7 +260,7 @@ def standing_rounds(self, number):
     rounds(self, number)
 
 train.Trainer.rounds = standing_rounds
-train.main()
+train_command.main()
 """
 TIMEOUT = 1.5
 

@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
 # Runs `zero_mpi.train`; after some steps rank 0 may write no file as large as a checkpoint's.
 SMALL_FILES = """
 import resource
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 step = train.Trainer.step
 
@@ -114,7 +114,7 @@ def step_on(self):
     return step(self)
 
 train.Trainer.step = step_on
-train.main()
+train_command.main()
 """
 
 
@@ -135,7 +135,7 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
 # that to whatever is opened from then on, and leaves the records alone, which are open.
 READ_ONLY = """
 import subprocess
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 step = train.Trainer.step
 
@@ -150,7 +150,7 @@ def step_on(self):
     return step(self)
 
 train.Trainer.step = step_on
-train.main()
+train_command.main()
 """
 
 

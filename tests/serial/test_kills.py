@@ -175,7 +175,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path):
 # Runs `zero_mpi.train` on a disk that takes a while for each write, and signals itself before a step.
 SLOW = """
 import os, signal, time
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 from zero_mpi.comm import files
 
 def slowly(cls):
@@ -198,7 +198,7 @@ def signalled_step(self):
     return step(self)
 
 train.Trainer.step = signalled_step
-train.main()
+train_command.main()
 """
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]

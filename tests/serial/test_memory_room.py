@@ -17,12 +17,12 @@ from jobs import COMPILED, clean_environment, end, hands_sigterm_on, launcher, r
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
-from zero_mpi import ample
 from zero_mpi.config import Config
 from zero_mpi.launch import shm_room
 from zero_mpi.launch.limits import Limits
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.models.size import elements, parameter_count
+from zero_mpi.train import memory_check
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
 HUGE = ["--layers", "100000000"]
@@ -119,7 +119,7 @@ def node(memory=8 << 30, **other):
     """A host of two ranks that has `memory` free."""
     settings = {"group_memory": None, "group_room": None, "group_cores": None, "address_space": None}
     settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
-    return ample.Node("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
+    return memory_check.Node("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def node(memory=8 << 30, **other):
 def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
     (tmp_path / "text").write_text("a" * 1000)
     config = Config(data=[str(tmp_path / "text")], **{k: v for k, v in SIZES.items() if k != "vocab_size"})
-    problem = ample.find_problem([found], config, Llama.from_flags(SIZES), 2)
+    problem = memory_check.find_problem([found], config, Llama.from_flags(SIZES), 2)
     assert bool(problem) == bool(said)
     assert said is None or re.match(f"no memory for this run: {said}", problem)
     assert "\n" not in problem

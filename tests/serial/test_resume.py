@@ -201,7 +201,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, fla
 
 SIGNALLED = """
 import os, signal
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 step = train.Trainer.step
 
@@ -211,7 +211,7 @@ def signalled_step(self):
     return step(self)
 
 train.Trainer.step = signalled_step
-train.main()
+train_command.main()
 """
 
 
@@ -228,17 +228,17 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(name, flags, endless, tmp
 
 EARLY = """
 import os, signal
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
-prepare = train.prepare
+prepare = train_command.prepare
 
 def signalled_prepare(world, config):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     return prepare(world, config)
 
-train.prepare = signalled_prepare
-train.main()
+train_command.prepare = signalled_prepare
+train_command.main()
 """
 
 

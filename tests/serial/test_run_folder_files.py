@@ -12,7 +12,6 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
 from zero_mpi.launch.hang_report import RollCall, Standing
 from zero_mpi.launch.world import World
-from zero_mpi.outcome import Outcome
 from zero_mpi.report import command
 from zero_mpi.report.figures import figures
 from zero_mpi.report.folder import MOST_HISTORY, read_run
@@ -20,6 +19,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
 from zero_mpi.telemetry.status import Status, read_status
+from zero_mpi.train.outcome import Outcome
 
 HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 

@@ -15,13 +15,14 @@ from jobs import REFERENCE, launcher, run_command
 from test_command_bits import needs_mpiexec, train, write_text
 from test_uniform import FLAGS, RUN, refused
 
-from zero_mpi import ops, samebits, trial
+from zero_mpi import ops, trial
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
+from zero_mpi.train import same_bits
 
 MACHINE = {
     "threads": 1,
@@ -91,7 +92,7 @@ def test_every_operation_is_tried_and_one_bit_of_it_shows(name, monkeypatch):
 DIGEST = """
 import json, zero_mpi
 from threadpoolctl import threadpool_limits
-from zero_mpi import samebits
+from zero_mpi.train import same_bits as samebits
 with threadpool_limits({threads}):
     print(json.dumps(samebits.machine({threads})))
 """
@@ -127,8 +128,8 @@ def test_another_number_of_threads_shows_in_the_trial():
 
 def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
     other = MACHINE | {"processor": "B", "code for": "b", "BLAS": "K 2"}
-    samebits.check_bits(Ranks(MACHINE, other, MACHINE), MACHINE, True, [])
-    samebits.check_bits(World(0, 1), MACHINE, True, [])
+    same_bits.check_bits(Ranks(MACHINE, other, MACHINE), MACHINE, True, [])
+    same_bits.check_bits(World(0, 1), MACHINE, True, [])
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
 def test_a_rank_of_other_bits_is_refused_by_what_is_known(change, here, there):
     odd = MACHINE | change
     with pytest.raises(UsageError) as refusal:
-        samebits.check_bits(Ranks(MACHINE, MACHINE, odd), MACHINE, True, [])
+        same_bits.check_bits(Ranks(MACHINE, MACHINE, odd), MACHINE, True, [])
     assert f"rank 2 on node2 has {here}, ranks 0-1 (on node0) {there}; give all ranks" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 def test_fast_reductions_go_on_with_a_warning():
     notes = []
-    samebits.check_bits(Ranks(MACHINE, MACHINE | {"threads": 2}), MACHINE, False, notes)
+    same_bits.check_bits(Ranks(MACHINE, MACHINE | {"threads": 2}), MACHINE, False, notes)
     (note,) = notes
     assert isinstance(note, log.Caution)
     assert "rank 1 on node1 has threads 2, rank 0 (on node0) threads 1" in note
@@ -160,7 +161,7 @@ def test_fast_reductions_go_on_with_a_warning():
 
 def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
     there = MACHINE | {"device": "a GPU"}
-    samebits.check_bits(Ranks(there, there | {"threads": 2}), there, True, [])
+    same_bits.check_bits(Ranks(there, there | {"threads": 2}), there, True, [])
 
 
 # at a resume
@@ -183,7 +184,7 @@ def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
     ids=str,
 )
 def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
-    found = list(samebits.changes(MACHINE, MACHINE | change))
+    found = list(same_bits.changes(MACHINE, MACHINE | change))
     assert found == (
         [f"the checkpoint was made with {expected}: the last bits may change"] if expected else []
     )
@@ -191,15 +192,15 @@ def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
 
 def test_a_checkpoint_without_a_trial_says_so():
     before = {"threads": 1, "operations": "numpy"}
-    (line,) = samebits.changes(before, MACHINE)
+    (line,) = same_bits.changes(before, MACHINE)
     assert "no trial of its operations" in line
 
 
 def test_the_processors_name_is_the_systems(tmp_path):
     about = tmp_path / "cpuinfo"
     about.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Another\n")
-    assert samebits.processor(about) == "Some CPU @ 2 GHz"
-    assert samebits.processor(tmp_path / "none")
+    assert same_bits.processor(about) == "Some CPU @ 2 GHz"
+    assert same_bits.processor(tmp_path / "none")
 
 
 # in jobs
@@ -225,10 +226,11 @@ def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
     script = tmp_path / "other.py"
     script.write_text(
         "import numpy as np\n"
-        "from zero_mpi import ops, samebits, train\n"
+        "from zero_mpi import ops\n"
+        "from zero_mpi.train import same_bits as samebits, command as train_command\n"
         "gelu, samebits.processor = ops.gelu, lambda: 'Another 9000'\n"
         "ops.gelu = lambda x: np.nextafter(gelu(x), np.float32(9))\n"
-        "train.main()\n"
+        "train_command.main()\n"
     )
     said = refused([*RUN, *flags], [sys.executable, str(script), *flags], tmp_path)
     assert f"rank 1 on {platform.node()} has processor Another 9000, ranks 0, 2" in said
@@ -241,9 +243,9 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
     """What ranks write together describes one machine, that of rank 0."""
     script = tmp_path / "other.py"
     script.write_text(
-        "from zero_mpi import samebits, train\n"
+        "from zero_mpi.train import same_bits as samebits, command as train_command\n"
         "samebits.processor = lambda: 'Another 9000 with a long name'\n"
-        "train.main()\n"
+        "train_command.main()\n"
     )
     more = [*flags, "--checkpoint-io", io]
     command = [*launcher(), "-n", "1", *RUN, *more, ":", "-n", "1", sys.executable, str(script), *more]
@@ -251,7 +253,7 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     model, state = open_checkpoint(tmp_path / "out" / "latest")
     check_digests(model, state, 0, 1)
-    assert json.loads(state.metadata["training.machine"])["processor"] == samebits.processor()
+    assert json.loads(state.metadata["training.machine"])["processor"] == same_bits.processor()
 
 
 @needs_mpiexec

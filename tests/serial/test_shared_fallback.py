@@ -22,7 +22,7 @@ MODEL = ["--layers", "2", "--dim", "256", "--heads", "4", "--context", "16", "--
 MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million parameters: 6 MiB, and slots
 PATCH = """
 import os, signal, sys, tempfile
-from zero_mpi import train
+from zero_mpi.train import command as train_command
 from zero_mpi.comm.shared.comm import window
 from zero_mpi.optim import ShardedAdamW
 
@@ -50,7 +50,7 @@ if "race" in HOW:
     window.populate = full  # others take the room after we looked and have made the window
 else:
     ShardedAdamW.step = dying
-train.main()
+train_command.main()
 """
 
 

@@ -174,7 +174,7 @@ def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):
 LOST = """
 import os, signal
 from zero_mpi.launch import world as launch
-from zero_mpi import train
+from zero_mpi.train import command as train_command
 
 leave_together = launch.leave_together
 
@@ -184,7 +184,7 @@ def lost(world, status, problem):
     leave_together(world, status, problem)
 
 launch.leave_together = lost
-train.main()
+train_command.main()
 """
 
 

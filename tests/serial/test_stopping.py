@@ -158,7 +158,7 @@ def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_p
 LONG_STEP = """
 import time
 from pathlib import Path
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 step = train.Trainer.step
 
@@ -169,7 +169,7 @@ def long_step(self):
     return step(self)
 
 train.Trainer.step = long_step
-train.main()
+train_command.main()
 """
 
 
@@ -401,7 +401,7 @@ def busy(*arguments):
         pass
 
 {module}.{name} = busy
-train.main()
+train_command.main()
 """
 MYSELF = "os.kill(os.getpid(), signal.{name})"
 
@@ -480,9 +480,9 @@ def test_a_person_may_stop_runs_at_their_start_again_and_again(flags, tmp_path):
 # what is lost where nobody stops it
 
 SOON = """
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 train.SAVE_SECONDS, train.SAVE_PAUSE = 0.0, 0
-train.main()
+train_command.main()
 """
 
 

@@ -87,7 +87,7 @@ def test_what_is_allowed_is_not_found(tmp_path):
         violations(
             tmp_path,
             {
-                "__init__.py": "from zero_mpi.train import x\nfrom mpi4py import MPI\n",
+                "__init__.py": "from zero_mpi.train.trainer import x\nfrom mpi4py import MPI\n",
                 "arrays.py": "",
                 "device.py": "import cupy\n",
                 "ops/cpu.py": "import numba\n"

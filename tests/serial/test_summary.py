@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import environment, peak
+from zero_mpi import environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.config import Config
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
-from zero_mpi.peak import step_flop
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import plan_memory
 from zero_mpi.plan.options import read as plan_options
-from zero_mpi.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
+from zero_mpi.train import mfu
+from zero_mpi.train.mfu import step_flop
+from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H
@@ -96,24 +97,24 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
         edges.append(len(a))
         return count * 2.0 * len(a) ** 3 / reached
 
-    monkeypatch.setattr(peak, "products", products)
-    monkeypatch.setattr(peak, "matrix", lambda edge, dtype: np.empty((edge, 0), dtype))
-    assert peak.measure(Ranks(0, 3), np.float32) == pytest.approx(3 * reached)
+    monkeypatch.setattr(mfu, "products", products)
+    monkeypatch.setattr(mfu, "matrix", lambda edge, dtype: np.empty((edge, 0), dtype))
+    assert mfu.measure(Ranks(0, 3), np.float32) == pytest.approx(3 * reached)
     assert edges[-1] == edge
 
 
 def test_products_are_products():
-    a, b, out = (peak.matrix(512, np.float32) for _ in range(3))
+    a, b, out = (mfu.matrix(512, np.float32) for _ in range(3))
     expected = out + a @ b
-    assert peak.products(1, a, b, out) > 0
+    assert mfu.products(1, a, b, out) > 0
     np.testing.assert_allclose(out, expected, rtol=1e-4)
     assert len(np.unique(a[:64])) > 1000
 
 
 def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch):
     seen = []
-    monkeypatch.setattr(peak, "rate", lambda dtype: seen.append(dtype) or 1.0)
-    peak.measure(World(0, 1), np.dtype(np.float16))
+    monkeypatch.setattr(mfu, "rate", lambda dtype: seen.append(dtype) or 1.0)
+    mfu.measure(World(0, 1), np.dtype(np.float16))
     assert seen == [np.float32]
 
 

@@ -114,9 +114,9 @@ WITHOUT = """
 import sys
 
 sys.modules["tensorboardX"] = None  # as if it were not installed
-from zero_mpi import train
+from zero_mpi.train import command as train_command
 
-train.main()
+train_command.main()
 """
 
 

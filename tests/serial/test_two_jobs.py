@@ -26,7 +26,7 @@ SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0
 WAITING = """
 import os, time
 from zero_mpi.launch import folder_hold as hold
-from zero_mpi import train
+from zero_mpi.train import command as train_command, trainer as train
 
 hold.EVERY = 0.2
 step = train.Trainer.step
@@ -39,7 +39,7 @@ def step_on(self):
     return step(self)
 
 train.Trainer.step = step_on
-train.main()
+train_command.main()
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from zero_mpi import ample, device, environment, ops, samebits
+from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
@@ -24,14 +24,12 @@ from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.config import Config, thread_count
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
 from zero_mpi.defaults import settled
-from zero_mpi.description import describe, what_was_read
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import check_inputs
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.optim import ShardedAdamW
 from zero_mpi.remarks import remarks, threads_within
-from zero_mpi.resume import Start, check_resume, find_start
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.sharding.offload import STATE
@@ -47,6 +45,9 @@ from zero_mpi.source import (
     read_model,
 )
 from zero_mpi.telemetry import log
+from zero_mpi.train import memory_check, same_bits
+from zero_mpi.train.description import describe, what_was_read
+from zero_mpi.train.resume import Start, check_resume, find_start
 
 TRANSPORT = "transport: "  # how the note begins that says what carries between ranks
 NOT_SHARED = (
@@ -205,7 +206,7 @@ def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]
         raise UsageError(
             f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
         )
-    ample.check(world, config, model)
+    memory_check.check(world, config, model)
     if world.mpi is None or (world.size == 1 and config.transport == "auto"):
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
@@ -340,8 +341,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     UsageError on all ranks where bits differ in exact mode.
     """
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
-    mine = world.together(lambda: samebits.machine(threads))
-    samebits.check_bits(world, mine, config.reduction == "exact", notes)
+    mine = world.together(lambda: same_bits.machine(threads))
+    same_bits.check_bits(world, mine, config.reduction == "exact", notes)
     machine: dict[str, Any] = world.share(mine)
     return machine
 

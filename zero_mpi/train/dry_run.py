@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero_mpi import ample, device, environment
+from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.config import Config
 from zero_mpi.data import Corpus, StepLoader, Windows, named
 from zero_mpi.defaults import settled
-from zero_mpi.description import describe
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
@@ -32,16 +31,12 @@ from zero_mpi.plan.options import check_layout, make_case
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
 from zero_mpi.plan.resident import ask_lines, resident, text_of
-from zero_mpi.resume import Start, check_resume, find_start
-from zero_mpi.same_flags import check_settings
-from zero_mpi.session import (
-    choose_device,
-    open_model,
-    read_corpus,
-    set_threads,
-    try_operations,
-)
 from zero_mpi.source import passed_over
+from zero_mpi.train import memory_check
+from zero_mpi.train.description import describe
+from zero_mpi.train.resume import Start, check_resume, find_start
+from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.setup import choose_device, open_model, read_corpus, set_threads, try_operations
 
 TRANSPORTS = {
     SERIAL: "one process, nothing travels",
@@ -74,7 +69,7 @@ def show(world: World, config: Config) -> int:
     found = look_ahead(world, config)
     if found is not None:
         write(lines(found, alone=world.size == 1 and not environment.under_launcher()))
-    ample.check(world, config, world.share(found and found.case.model))
+    memory_check.check(world, config, world.share(found and found.case.model))
     return 0
 
 

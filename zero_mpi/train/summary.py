@@ -15,14 +15,14 @@ from typing import Any
 from zero_mpi import __version__, device, environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.data import named
-from zero_mpi.peak import step_flop
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import Memory, plan_memory
 from zero_mpi.plan.options import make_case
 from zero_mpi.plan.report import MEMORY, size
 from zero_mpi.plan.resident import gibibytes, resident, text_of
-from zero_mpi.session import Session
 from zero_mpi.telemetry import log
+from zero_mpi.train.mfu import step_flop
+from zero_mpi.train.setup import Session
 
 TITLE = 11  # width
 SHOWN = 3  # kinds of memory that are named

@@ -22,8 +22,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
-from zero_mpi.samebits import changes
 from zero_mpi.telemetry.log import Caution
+from zero_mpi.train.same_bits import changes
 
 
 @dataclass(frozen=True)

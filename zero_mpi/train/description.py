@@ -10,8 +10,8 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config import Config
 from zero_mpi.data import Corpus, Tokenizer
 from zero_mpi.models import ModelConfig
-from zero_mpi.resume import Start
 from zero_mpi.source import fingerprint, has_tokenizer
+from zero_mpi.train.resume import Start
 
 
 def describe(

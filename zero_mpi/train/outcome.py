@@ -8,11 +8,11 @@ from typing import Any
 from zero_mpi.launch.folder_hold import Hold
 from zero_mpi.launch.stopping import was_stopped_early
 from zero_mpi.launch.world import BAD_USAGE, REQUEUE, World
-from zero_mpi.summary import Start
 from zero_mpi.telemetry import events
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, MOST_STEPS, last_step
 from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
+from zero_mpi.train.summary import Start
 
 
 class Outcome:

@@ -9,11 +9,11 @@ import numpy as np
 
 from zero_mpi.checkpoint import manager
 from zero_mpi.data import unigram_entropy
-from zero_mpi.divergence import check_recorded
-from zero_mpi.session import Session
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.textmodel import TextModel
+from zero_mpi.train.divergence import check_recorded
+from zero_mpi.train.setup import Session
 
 
 def is_over(session: Session) -> bool:

@@ -1,0 +1,4 @@
+"""`python -m zero_mpi.train`: a run from its flags to its last checkpoint.
+
+`command` reads the flags and starts all ranks, `setup` makes what they train with, `trainer` runs the steps.
+"""

@@ -1,0 +1,107 @@
+"""`python -m zero_mpi.train`: from the flags to the end of a run, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from zero_mpi import device, environment
+from zero_mpi.config import Config, parse
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import leftovers
+from zero_mpi.launch.consistency import check_installation, check_not_alone
+from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.hang_report import RollCall
+from zero_mpi.launch.stopping import PREPARING, signals
+from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World, run
+from zero_mpi.replay import write_config
+from zero_mpi.telemetry import log, tensorboard
+from zero_mpi.train import dry_run
+from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.sample import is_over, say_over
+from zero_mpi.train.setup import choose_device, prepare
+from zero_mpi.train.trainer import Trainer
+
+
+def read_flags(world: World, arguments: Sequence[str]) -> Config:
+    """The configuration; `--help` is printed by rank 0 only."""
+    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
+    with quiet:
+        return parse(arguments)
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """The whole run. Returns the exit status."""
+    check_not_alone(world)
+    check_installation(world)
+    config = world.together(lambda: read_flags(world, arguments))
+    if config.dry_run:
+        signals.enter(PREPARING)
+        return dry_run.show(world, config)
+    log.install(world.rank, world.size, config.log_level)
+    phase = log.Phases()
+    watchdog, outcome = stand_guard(world, config)
+    check_settings(world, config)
+    choose_device(world, config.device)
+    world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
+    session = prepare(world, config)
+    phase("the run is prepared")
+    outcome.at(session.progress.step)
+    if is_over(session):
+        world.on_root(lambda: say_over(session))
+        return 0
+    world.on_root(lambda: write_config(session.out, session.config))
+    session.notes += removed_at_start(world)
+    return Trainer(world, session, watchdog, outcome).run()
+
+
+def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
+    """What ends the job where it stands still, and what tells the world how it fares. Collective."""
+    out = Path(config.out)
+    folder = take_folder(world, out)
+    watchdog = Watchdog(world.rank, config.timeout)
+    places = world.everyone(f"process {os.getpid()} on {platform.node()}")
+    roll = RollCall(out, world.rank, job=world.share(f"{places[0]}, {time.time_ns()}"))
+    if world.rank == 0:
+        roll.clear()  # what a job left that was killed while it stood still
+    outcome = Outcome(out, world, config.steps, folder)
+    watchdog.gather(roll, places, partial(outcome.end, STANDING_STILL), world.kill)
+    outcome.open()
+    signals.again = outcome.follows_a_stop
+    signals.enter(PREPARING)
+    return watchdog, outcome
+
+
+def removed_at_start(world: World) -> list[str]:
+    """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
+    removed = sum(world.everyone(leftovers.removed), leftovers.Left())
+    return [f"removed {removed.text}"] if removed.files else []
+
+
+def wanted_device(arguments: Sequence[str]) -> str:
+    """What `--device` will be; flags that are wrong are complained about later, by one rank."""
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            return parse(arguments).device
+        except (UsageError, SystemExit):
+            return "cpu"
+
+
+def main() -> None:
+    """Entry point."""
+    signals.listen()
+    if environment.local_rank() == 0:
+        leftovers.sweep()
+    device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
+    run("train", command, sys.argv[1:])
