@@ -12,7 +12,6 @@ from typing import Any
 
 from svg import MARGIN, Picture
 
-from zero_mpi.accumulate import Rounds
 from zero_mpi.comm import Partition
 from zero_mpi.config import Config
 from zero_mpi.data import ByteTokenizer
@@ -29,6 +28,7 @@ from zero_mpi.sharding.actions import (
     WaitReduce,
     by_stage,
 )
+from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.layout import Layout
 from zero_mpi.source import model_from_flags
 

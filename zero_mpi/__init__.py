@@ -22,13 +22,11 @@ environment.prepare()  # before numpy is imported and MPI starts
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zero_mpi.accumulate import GradAccum
     from zero_mpi.comm import Comm, Partition, SerialComm
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.errors import UsageError
     from zero_mpi.launch.connect import connect
     from zero_mpi.nn import cross_entropy
-    from zero_mpi.optim import ShardedAdamW, clip_grad_norm
     from zero_mpi.sharding import (
         DDP,
         FULL_SHARD,
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
         ShardInfo,
         Strategy,
     )
+    from zero_mpi.sharding.grad_accum import GradAccum
+    from zero_mpi.sharding.optimizer import ShardedAdamW, clip_grad_norm
     from zero_mpi.timeline import tracing
 
 PUBLIC = {

@@ -1,6 +1,7 @@
-"""The trial of the operations (`zero_mpi.trial`) is one of the GPU's operations where a GPU computes."""
+"""The trial of the operations (`zero_mpi.ops.trial`) is one of the GPU's operations where a GPU computes."""
 
-from zero_mpi import device, ops, trial
+from zero_mpi import device, ops
+from zero_mpi.ops import trial
 
 
 def test_a_trial_on_a_gpu_repeats_and_sees_the_gpus_operations(gpu, monkeypatch):

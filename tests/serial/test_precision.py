@@ -10,9 +10,9 @@ import tiny
 from jobs import run_job
 
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, ops
-from zero_mpi.accumulate import GradAccum
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.ops import half, reference
+from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.loss_scale import FIRST, MOST, PATIENCE, LossScale
 from zero_mpi.sharding.precision import BF16, FP16, FP32, as_kind, floats, precision_named
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_mpi.accumulate import Rounds
+from zero_mpi.sharding.grad_accum import Rounds
 
 COUNTS = [1, 2, 5, 8, 9, 13]
 RANKS = [1, 2, 3, 5, 8]

@@ -15,12 +15,13 @@ from jobs import REFERENCE, launcher, run_command
 from test_command_bits import needs_mpiexec, train, write_text
 from test_uniform import FLAGS, RUN, refused
 
-from zero_mpi import ops, trial
+from zero_mpi import ops
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
+from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 from zero_mpi.train import same_bits
 

@@ -100,7 +100,7 @@ def test_what_is_allowed_is_not_found(tmp_path):
                 "if TYPE_CHECKING:\n    from zero_mpi.nn.layer import Layer\n",
                 "sharding/unit.py": "from zero_mpi.nn.layer import Param\nfrom zero_mpi.comm import mpi\n",
                 "optim.py": "from zero_mpi import __version__\nfrom zero_mpi.sharding.unit import Unit\n",
-                "train.py": "from zero_mpi import optim\nfrom zero_mpi.sharding import unit\n",
+                "train.py": "from zero_mpi.sharding import optimizer as optim\nfrom zero_mpi.sharding import unit\n",
             },
         )
         == []

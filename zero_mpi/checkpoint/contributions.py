@@ -10,8 +10,8 @@ from zero_mpi.checkpoint.digest import PIECE, piece_digests
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
-from zero_mpi.optim import ShardedAdamW
-from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.optimizer import ShardedAdamW
+from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.unit import BYTES, Unit
 
 FIRST, SECOND = "optimizer.adam.first_moments.", "optimizer.adam.second_moments."

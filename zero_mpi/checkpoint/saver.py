@@ -27,7 +27,7 @@ from zero_mpi.checkpoint.state import (
     sign,
 )
 from zero_mpi.errors import JobError, explain
-from zero_mpi.optim import ShardedAdamW
+from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.telemetry import spans
 
 Parts = tuple[list[Contribution], list[Contribution]]

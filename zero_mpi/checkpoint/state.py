@@ -33,8 +33,8 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.text import show
-from zero_mpi.optim import Moments, ShardedAdamW
-from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
+from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.state import fill
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from zero_mpi.accumulate import Rounds
 from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
+from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
 from zero_mpi.sharding.offload import NONE, STATE

@@ -25,7 +25,7 @@ from zero_mpi.sharding.parameters import Place, Views
 from zero_mpi.sharding.passes import Pass
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
-from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.telemetry import spans

@@ -18,9 +18,9 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops import chunk_squares
-from zero_mpi.sharding.initialize import initial_values
+from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import ShardInfo, shard_infos
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import __version__, device, ops, trial
+from zero_mpi import __version__, device, ops
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.hang_report import named
 from zero_mpi.launch.world import World
+from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
 Machine = Mapping[str, Any]

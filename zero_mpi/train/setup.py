@@ -28,11 +28,11 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import check_inputs
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.optim import ShardedAdamW
 from zero_mpi.remarks import remarks, threads_within
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.sharding.offload import STATE
+from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.source import (
     BYTE,

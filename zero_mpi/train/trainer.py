@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.accumulate import Criterion, GradAccum, evaluate
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.config import seconds
 from zero_mpi.device.types import Array
@@ -26,6 +25,7 @@ from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import REQUEUE, World
 from zero_mpi.nn import CrossEntropy
+from zero_mpi.sharding.grad_accum import Criterion, GradAccum, evaluate
 from zero_mpi.telemetry import events, log, spans
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.timeline import Tracer, step_range

@@ -19,7 +19,7 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
-from zero_mpi.sharding.shard import ShardedUnit
+from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.telemetry import spans
 
 
