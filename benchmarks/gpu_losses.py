@@ -21,7 +21,7 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, ops
 from zero_mpi.comm import Comm
-from zero_mpi.config import Config, check
+from zero_mpi.config.settings import Config, check
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig

@@ -24,7 +24,7 @@ from step import micro_batch
 from workloads import BATCHES, CLIP
 
 from zero_mpi import GradAccum, SerialComm, device, ops
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

@@ -27,7 +27,7 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import FULL_SHARD, Comm, GradAccum, MPIComm, Partition, ShardedAdamW, ShardedModule
 from zero_mpi.comm import DONE, Handle
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

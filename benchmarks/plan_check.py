@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from workloads import WORKLOADS, Workload
 
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.doctor.compute import rate
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

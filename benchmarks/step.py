@@ -24,7 +24,7 @@ import numpy as np
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

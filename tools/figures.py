@@ -18,7 +18,8 @@ from typing import Any
 from svg import MARGIN, Picture
 
 from zero_mpi.comm import Partition
-from zero_mpi.config import Config
+from zero_mpi.config.inputs import model_from_flags
+from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import MPI, Case
@@ -26,7 +27,6 @@ from zero_mpi.plan.memory import Memory, plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.sharding.unit import Unit
-from zero_mpi.source import model_from_flags
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH, RANKS, NODES = 960, 4, 2

@@ -13,7 +13,8 @@ from typing import Any
 from svg import MARGIN, Picture
 
 from zero_mpi.comm import Partition
-from zero_mpi.config import Config
+from zero_mpi.config.inputs import model_from_flags
+from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
@@ -30,7 +31,6 @@ from zero_mpi.sharding.actions import (
 )
 from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.layout import Layout
-from zero_mpi.source import model_from_flags
 
 WIDTH, LEFT, CELL, HIGH = 960, 150, 57, 30
 TOP = 150

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from zero_mpi.sharding.grad_accum import GradAccum
     from zero_mpi.sharding.optimizer import ShardedAdamW, clip_grad_norm
-    from zero_mpi.timeline import tracing
+    from zero_mpi.trace.timeline import tracing
 
 PUBLIC = {
     "GradAccum": "accumulate",

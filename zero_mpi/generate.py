@@ -17,11 +17,11 @@ from threadpoolctl import threadpool_limits
 
 from zero_mpi import environment
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import readable
 from zero_mpi.launch.world import World, run
 from zero_mpi.parser import Parser
-from zero_mpi.source import tokenizer_of
 from zero_mpi.textmodel import TextModel
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 import wild
 
-from zero_mpi.config import FIELDS
+from zero_mpi.config.settings import FIELDS
 
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["text.txt"]}

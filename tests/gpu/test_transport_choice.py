@@ -12,7 +12,7 @@ from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.cuda_aware import AwareWire
 from zero_mpi.comm.gpu.detect import Answer
 from zero_mpi.comm.transfer import MPI
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import find_world
 from zero_mpi.train.setup import make_comm

@@ -31,7 +31,7 @@ from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.shared.comm import SharedComm, counters, window
 from zero_mpi.comm.shared.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

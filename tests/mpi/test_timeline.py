@@ -17,7 +17,7 @@ from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccu
 from zero_mpi.device import Stopwatch
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
-from zero_mpi.timeline import Timeline
+from zero_mpi.trace.timeline import Timeline
 
 CONFIG = tiny.MODELS["llama"]
 STEPS, MICRO_BATCHES = 2, 5

@@ -19,7 +19,7 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
-from zero_mpi import config
+from zero_mpi.config import settings
 from zero_mpi.launch import time_limit
 from zero_mpi.launch.time_limit import (
     NOTICE,
@@ -311,7 +311,7 @@ def test_a_script_shows_its_command_with_flags_that_exist(path):
     after = usage.partition(path.name)[2] if path.suffix == ".sbatch" else usage
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", after))
     assert named
-    assert named <= {config.spelled(name) for name in config.FIELDS} | {"--config"}
+    assert named <= {settings.spelled(name) for name in settings.FIELDS} | {"--config"}
 
 
 @pytest.fixture

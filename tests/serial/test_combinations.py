@@ -5,10 +5,10 @@ import re
 import pytest
 
 from zero_mpi import environment
-from zero_mpi.combinations import CONTRADICTIONS, IDLE, Setting, without_effect
-from zero_mpi.config import Config, parse, write_toml
+from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, Setting, without_effect
+from zero_mpi.config.remarks import remarks, threads_within
+from zero_mpi.config.settings import Config, parse, write_toml
 from zero_mpi.errors import UsageError
-from zero_mpi.remarks import remarks, threads_within
 
 REFUSED = {
     "trace_steps": ("--trace-steps 2:5", "--trace-steps 2:5: .*--trace FILE", "--trace t.json"),

@@ -14,10 +14,10 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__, cli
-from zero_mpi.config import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
-from zero_mpi.defaults import FROM_NOTHING
+from zero_mpi.config.defaults import FROM_NOTHING
+from zero_mpi.config.replay import recorded
+from zero_mpi.config.settings import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
 from zero_mpi.errors import UsageError
-from zero_mpi.replay import recorded
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
 # Settings whose values are checked more closely than by type.

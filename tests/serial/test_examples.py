@@ -14,8 +14,9 @@ from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
-from zero_mpi import config, export, generate, hostfile
+from zero_mpi import export, generate, hostfile
 from zero_mpi import inspect as inspect_command
+from zero_mpi.config import settings
 from zero_mpi.doctor import command as doctor
 from zero_mpi.errors import UsageError
 from zero_mpi.plan import options as plan_options
@@ -202,7 +203,7 @@ def test_readme_python_runs_and_prints_once(block, tmp_path):
 
 
 def test_flags_in_readme_exist():
-    own = {config.spelled(name) for name in config.FIELDS} | {"--config", "--help"}
+    own = {settings.spelled(name) for name in settings.FIELDS} | {"--config", "--help"}
     for command in (generate, export, inspect_command, doctor, plan_options, hostfile):
         own |= set(command.make_parser().format_help().replace("[", " ").replace("]", " ").split())
     own |= {"--with-mpi", "--shm-size"}  # of pytest-mpi, of docker
@@ -215,7 +216,7 @@ def test_strategies_in_readme_are_those_of_the_flag():
     table = README.partition("| `--strategy` |")[2].partition("\n\n")[0]
     assert (
         tuple(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE))
-        == (config.FIELDS["strategy"].metadata["choices"])
+        == (settings.FIELDS["strategy"].metadata["choices"])
     )
 
 

@@ -13,13 +13,13 @@ import zero_mpi
 from zero_mpi.checkpoint import index
 from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.config.inputs import read_model
 from zero_mpi.errors import UsageError
 from zero_mpi.export import command as export
 from zero_mpi.files.gguf_keys import MERGES, GGUFKeys
 from zero_mpi.generate import command as generate
 from zero_mpi.inspect import command as inspect
 from zero_mpi.launch.world import World
-from zero_mpi.source import read_model
 
 ODD = {
     "a number": fuzz_gguf.typed(4, 3),

@@ -17,7 +17,7 @@ from jobs import COMPILED, clean_environment, end, hands_sigterm_on, launcher, r
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.launch import shm_room
 from zero_mpi.launch.limits import Limits
 from zero_mpi.models import GPT2, Llama

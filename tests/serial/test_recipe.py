@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.ops import reference

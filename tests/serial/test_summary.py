@@ -11,7 +11,7 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi import environment
 from zero_mpi.comm import SerialComm
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case

@@ -17,16 +17,16 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, writ
 from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm, device
-from zero_mpi.config import parse
+from zero_mpi.config.settings import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
-from zero_mpi.timeline import Timeline, Tracer
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler
 from zero_mpi.trace.command import command
 from zero_mpi.trace.events import Event, as_json, events_of, lanes
 from zero_mpi.trace.read import read
+from zero_mpi.trace.timeline import Timeline, Tracer
 
 STEP = event(0, "steps", "step", 0, 100)
 

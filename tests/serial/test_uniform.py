@@ -99,10 +99,10 @@ def test_what_only_some_ranks_have_differs_too():
 
 def test_every_flag_and_what_else_decides_counts(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "2")
-    found = same_flags.settings(zero_mpi.config.Config(seed=5))
+    found = same_flags.settings(zero_mpi.config.settings.Config(seed=5))
     assert found["--seed"] == "5"
     assert found["ZERO_MPI_RANKS_PER_NODE"] == "2"
-    assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.FIELDS)
+    assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.settings.FIELDS)
 
 
 def test_one_changed_byte_of_the_source_shows(tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.doctor import (
     binding,
     clocks,

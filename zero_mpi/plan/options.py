@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.comm.gpu.select import ON_GPU
-from zero_mpi.config import Config, check, read_toml, spelled
-from zero_mpi.config import make_parser as train_parser
-from zero_mpi.defaults import settled
+from zero_mpi.config.defaults import settled
+from zero_mpi.config.inputs import model_from_flags, open_init, open_tokenizer, read_model
+from zero_mpi.config.settings import Config, check, read_toml, spelled
+from zero_mpi.config.settings import make_parser as train_parser
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.parser import Parser
@@ -22,7 +23,6 @@ from zero_mpi.plan.resident import text_bytes
 from zero_mpi.sharding.given import check_patterns, check_reduction
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
-from zero_mpi.source import model_from_flags, open_init, open_tokenizer, read_model
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}

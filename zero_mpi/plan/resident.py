@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from zero_mpi import ops
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.data.corpus import Corpus, collect_files, stdlib_files
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from zero_mpi.config import FIELDS
+from zero_mpi.config.settings import FIELDS
 from zero_mpi.files.text import LONGEST_LINE
 from zero_mpi.files.text import shown as shown_text
 from zero_mpi.report.charts import Chart, about

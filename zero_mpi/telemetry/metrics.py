@@ -22,7 +22,7 @@ from zero_mpi.telemetry.progress_bar import Display
 from zero_mpi.telemetry.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
-    from zero_mpi.config import Config
+    from zero_mpi.config.settings import Config
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from zero_mpi import device, environment
-from zero_mpi.config import Config, parse
+from zero_mpi.config.replay import write_config
+from zero_mpi.config.settings import Config, parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import leftovers
 from zero_mpi.launch.consistency import check_installation, check_not_alone
@@ -23,7 +24,6 @@ from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
-from zero_mpi.replay import write_config
 from zero_mpi.telemetry import log, tensorboard
 from zero_mpi.train import dry_run
 from zero_mpi.train.outcome import Outcome

@@ -7,10 +7,10 @@ from typing import Any
 
 from zero_mpi.checkpoint.state import ID, Description
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.config import Config
+from zero_mpi.config.inputs import fingerprint, has_tokenizer
+from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, Tokenizer
 from zero_mpi.models import ModelConfig
-from zero_mpi.source import fingerprint, has_tokenizer
 from zero_mpi.train.resume import Start
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
-from zero_mpi.config import Config
+from zero_mpi.config.defaults import settled
+from zero_mpi.config.inputs import passed_over
+from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, StepLoader, Windows, named
-from zero_mpi.defaults import settled
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
@@ -31,7 +32,6 @@ from zero_mpi.plan.options import check_layout, make_case
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
 from zero_mpi.plan.resident import ask_lines, resident, text_of
-from zero_mpi.source import passed_over
 from zero_mpi.train import memory_check
 from zero_mpi.train.description import describe
 from zero_mpi.train.resume import Start, check_resume, find_start

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_mpi import device
-from zero_mpi.config import Config
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World

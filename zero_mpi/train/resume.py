@@ -16,8 +16,8 @@ from typing import Any
 from zero_mpi.checkpoint import manager
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
-from zero_mpi.config import Config, spelled
-from zero_mpi.defaults import SIZES
+from zero_mpi.config.defaults import SIZES
+from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown

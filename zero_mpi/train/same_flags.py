@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from zero_mpi.config import FIELDS, Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.launch.consistency import NOTHING, check
 from zero_mpi.launch.world import World
 

@@ -21,20 +21,8 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.comm.gpu import select as device_choice
-from zero_mpi.config import Config, thread_count
-from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
-from zero_mpi.defaults import settled
-from zero_mpi.errors import UsageError
-from zero_mpi.launch.consistency import check_inputs
-from zero_mpi.launch.world import World
-from zero_mpi.models import ModelConfig
-from zero_mpi.remarks import remarks, threads_within
-from zero_mpi.sharding import ShardedModule, strategy_named
-from zero_mpi.sharding.layout import lay_out
-from zero_mpi.sharding.offload import STATE
-from zero_mpi.sharding.optimizer import ShardedAdamW
-from zero_mpi.sharding.precision import precision_named
-from zero_mpi.source import (
+from zero_mpi.config.defaults import settled
+from zero_mpi.config.inputs import (
     BYTE,
     carried_keys,
     carrying,
@@ -44,6 +32,18 @@ from zero_mpi.source import (
     passed_over,
     read_model,
 )
+from zero_mpi.config.remarks import remarks, threads_within
+from zero_mpi.config.settings import Config, thread_count
+from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.consistency import check_inputs
+from zero_mpi.launch.world import World
+from zero_mpi.models import ModelConfig
+from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.sharding.layout import lay_out
+from zero_mpi.sharding.offload import STATE
+from zero_mpi.sharding.optimizer import ShardedAdamW
+from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, what_was_read

@@ -17,7 +17,8 @@ from typing import Any
 
 from zero_mpi import device
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.config import seconds
+from zero_mpi.config.settings import seconds
+from zero_mpi.config.step_range import step_range
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.stopping import OVER, STEPS, signals
@@ -28,7 +29,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.grad_accum import Criterion, GradAccum, evaluate
 from zero_mpi.telemetry import events, log, spans
 from zero_mpi.telemetry.metrics import Records
-from zero_mpi.timeline import Tracer, step_range
+from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import mfu
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.lr_schedule import make_schedule

@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 
 if TYPE_CHECKING:
-    from zero_mpi.config import Config
+    from zero_mpi.config.settings import Config
 
 
 class Contradiction(NamedTuple):

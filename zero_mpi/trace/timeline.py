@@ -13,7 +13,6 @@ import contextlib
 import gzip
 import json
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
-from zero_mpi.files.text import shown
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.events import as_json, events_of
@@ -212,18 +210,6 @@ def check_place(comm: Comm, path: Path) -> None:
     problem = comm.broadcast_object(problem)
     if problem:
         raise UsageError(problem)
-
-
-def step_range(text: str | None, steps: int) -> tuple[int, int] | None:
-    """`--trace-steps` as (first, stop) for a run of `steps`; None if not given. Raises UsageError."""
-    if text is None:
-        return None
-    found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
-    if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
-    if int(found[1]) > steps:
-        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
-    return int(found[1]), int(found[2])
 
 
 class Tracer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_mpi import environment
-from zero_mpi.combinations import Setting, without_effect
-from zero_mpi.config import Config
+from zero_mpi.config.conflicts import Setting, without_effect
+from zero_mpi.config.defaults import FURTHER
+from zero_mpi.config.settings import Config
 from zero_mpi.data import named
-from zero_mpi.defaults import FURTHER
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry.log import Caution
 

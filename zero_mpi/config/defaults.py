@@ -13,7 +13,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 
 if TYPE_CHECKING:
-    from zero_mpi.config import Config
+    from zero_mpi.config.settings import Config
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.config import FIELDS, Config, write_toml
+from zero_mpi.config.inputs import BYTE, FROM_INIT
+from zero_mpi.config.settings import FIELDS, Config, write_toml
 from zero_mpi.errors import writing
 from zero_mpi.files.atomic import write_whole
-from zero_mpi.source import BYTE, FROM_INIT
 
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")

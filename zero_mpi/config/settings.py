@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import combinations
-from zero_mpi.defaults import defaults, told
+from zero_mpi.config import conflicts
+from zero_mpi.config.defaults import defaults, told
+from zero_mpi.config.step_range import step_range
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
@@ -24,7 +25,6 @@ from zero_mpi.files.text import LONGEST, show, shown
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.parser import KINDS, Parser, nearest, refuse_empty, with_choices
 from zero_mpi.sharding.precision import precision_named
-from zero_mpi.timeline import step_range
 
 
 def flag(
@@ -349,7 +349,7 @@ def check(config: Config) -> None:
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
     step_range(config.trace_steps, config.steps)
-    combinations.refuse(config)
+    conflicts.refuse(config)
     for name in FIELDS.keys() - {"prompt"}:
         refuse_empty(spelled(name), getattr(config, name))
 

@@ -1,0 +1,1 @@
+"""The flags of a run (`settings`), what they mean together, and which files they name (`inputs`)."""

@@ -1,0 +1,20 @@
+"""The steps that a flag names."""
+
+from __future__ import annotations
+
+import re
+
+from zero_mpi.errors import UsageError
+from zero_mpi.files.text import shown
+
+
+def step_range(text: str | None, steps: int) -> tuple[int, int] | None:
+    """`--trace-steps` as (first, stop) for a run of `steps`; None if not given. Raises UsageError."""
+    if text is None:
+        return None
+    found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
+    if not found or not 1 <= int(found[1]) < int(found[2]):
+        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+    if int(found[1]) > steps:
+        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
+    return int(found[1]), int(found[2])
