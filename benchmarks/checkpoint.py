@@ -29,10 +29,10 @@ from zero_mpi import FULL_SHARD, Comm, MPIComm, SerialComm, ShardedAdamW, Sharde
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
+from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
-from zero_mpi.parser import Parser
 
 BLOCK = 8 << 20
 WIDTHS = (1024, 512, 256, 128, 64, 32)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from zero_mpi import Comm, Partition
+from zero_mpi.cli.parser import Parser
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
 COLUMNS = {
     "copy": ("copy",),

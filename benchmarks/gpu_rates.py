@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from zero_mpi import device, ops
+from zero_mpi.cli.parser import Parser
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
 KINDS = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
 PRODUCTS = {  # rows, inputs, outputs

@@ -24,12 +24,12 @@ from step import micro_batch
 from workloads import BATCHES, CLIP
 
 from zero_mpi import GradAccum, SerialComm, device, ops
+from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.parser import Parser
 from zero_mpi.train.setup import make_module, make_optimizer
 
 WARM_UP = 4

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds for a job

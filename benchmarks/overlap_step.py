@@ -26,6 +26,7 @@ from step import SIZES, micro_batch
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import FULL_SHARD, Comm, GradAccum, MPIComm, Partition, ShardedAdamW, ShardedModule
+from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import DONE, Handle
 from zero_mpi.config.settings import Config
 from zero_mpi.device.types import Array
@@ -33,7 +34,6 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights
-from zero_mpi.parser import Parser
 from zero_mpi.train.setup import set_threads
 
 # Few tokens a rank, so that a link of 1 Gbit takes about as long as the products.

@@ -24,12 +24,12 @@ import numpy as np
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
 from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.parser import Parser
 from zero_mpi.sharding import strategy_named
 from zero_mpi.train.setup import make_comm, set_threads
 

@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
 HERE = Path(__file__).resolve().parent
 FEW, PATIENCE = 2, 600  # steps, seconds

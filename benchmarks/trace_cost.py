@@ -20,9 +20,9 @@ from step import STRATEGIES, Run, make_runs, median_of_longest
 from workloads import WORKLOADS
 
 from zero_mpi import device, tracing
+from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 from zero_mpi.telemetry import spans
 from zero_mpi.train.setup import set_threads
 

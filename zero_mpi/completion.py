@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zero_mpi.cli import COMMANDS
+from zero_mpi.cli.main import COMMANDS
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
 from zero_mpi.errors import UsageError
-from zero_mpi.inspect import write
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 # Where a command's parser is made: first in its own module, or in one of its package.

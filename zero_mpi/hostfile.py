@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.open import read_file as read_whole
 from zero_mpi.files.text import show, shown
-from zero_mpi.inspect import write
 from zero_mpi.launch.world import World, run, say
-from zero_mpi.parser import Parser
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
 NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")

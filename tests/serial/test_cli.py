@@ -7,13 +7,14 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import __version__, cli, completion, parser
+from zero_mpi import __version__, completion
+from zero_mpi.cli.main import main, parser
 from zero_mpi.config.settings import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
 WIDTH = 80
-NAMES = list(cli.COMMANDS)
+NAMES = list(main.COMMANDS)
 
 
 def python(*arguments, **rest):
@@ -72,7 +73,8 @@ def test_one_rank_speaks_for_all(arguments):
 
 
 def test_the_parser_brings_nothing_heavy_along():
-    code = "import sys, zero_mpi.parser; print([name for name in ('numpy', 'mpi4py') if name in sys.modules])"
+    code = "import sys, zero_mpi.cli.parser\n"
+    code += "print([name for name in ('numpy', 'mpi4py') if name in sys.modules])"
     assert python("-c", code) == (0, "[]\n", "")
 
 

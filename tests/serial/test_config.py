@@ -13,7 +13,8 @@ import pytest
 from jobs import run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import __version__, cli
+from zero_mpi import __version__
+from zero_mpi.cli.main import main
 from zero_mpi.config.defaults import FROM_NOTHING
 from zero_mpi.config.replay import recorded
 from zero_mpi.config.settings import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
@@ -271,7 +272,9 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
 
 def console(*arguments):
     """(status, stdout, stderr) of `zero-mpi ARGUMENTS`."""
-    done = subprocess.run([sys.executable, "-m", "zero_mpi.cli", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_mpi.cli.main", *arguments], capture_output=True, text=True
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -280,7 +283,7 @@ def test_the_console_script_says_its_version_and_commands():
     for arguments in ([], ["--help"], ["-h"]):
         status, printed, errors = console(*arguments)
         assert (status, errors) == (0, "")
-        for command in cli.COMMANDS:
+        for command in main.COMMANDS:
             assert re.search(rf"(?m)^  {command} +\S", printed)
 
 
@@ -288,11 +291,11 @@ def test_the_console_script_refuses_an_unknown_command():
     status, printed, errors = console("trian")
     assert (status, printed) == (2, "")
     assert errors == "zero-mpi: error: 'trian' is not a command; did you mean train?\n"
-    names = ", ".join(cli.COMMANDS)
+    names = ", ".join(main.COMMANDS)
     assert console("xyzzy")[2] == f"zero-mpi: error: 'xyzzy' is not a command; expected one of {names}\n"
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", main.COMMANDS)
 def test_the_console_script_hands_the_flags_on(command):
     status, printed, errors = console(command, "--no-such-flag")
     assert (status, printed) == (2, "")

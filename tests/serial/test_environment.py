@@ -105,7 +105,9 @@ def report(statement, names, ranks=0):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.cli"])
+@pytest.mark.parametrize(
+    "module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.cli.main"]
+)
 def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     loaded, environ = report(f"import {module}", THREADS)
     assert loaded == []

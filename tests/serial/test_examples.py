@@ -14,11 +14,13 @@ from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
-from zero_mpi import export, generate, hostfile
-from zero_mpi import inspect as inspect_command
+from zero_mpi import hostfile
 from zero_mpi.config import settings
 from zero_mpi.doctor import command as doctor
 from zero_mpi.errors import UsageError
+from zero_mpi.export import command as export
+from zero_mpi.generate import command as generate
+from zero_mpi.inspect import command as inspect_command
 from zero_mpi.plan import options as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +206,7 @@ def test_readme_python_runs_and_prints_once(block, tmp_path):
 
 def test_flags_in_readme_exist():
     own = {settings.spelled(name) for name in settings.FIELDS} | {"--config", "--help"}
-    for command in (generate, export, inspect_command, doctor, plan_options, hostfile):
+    for command in (export, generate, inspect_command, doctor, plan_options, hostfile):
         own |= set(command.make_parser().format_help().replace("[", " ").replace("]", " ").split())
     own |= {"--with-mpi", "--shm-size"}  # of pytest-mpi, of docker
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))

@@ -21,16 +21,16 @@ import pytest
 from jobs import run_command
 from oracles import greedy, open_server, smollm2
 
-from zero_mpi.checkpoint.encode import FILE_TYPES
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.export import command
+from zero_mpi.export.command import command
+from zero_mpi.export.encode import FILE_TYPES
+from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama, ModelConfig
-from zero_mpi.textmodel import TextModel
 
 NO_TOKENIZERS = "no tokenizers to write tokenizer.json with: pip install tokenizers"
 Kind = gguf.GGMLQuantizationType
@@ -434,7 +434,7 @@ def test_a_disk_that_refuses_leaves_nothing_half_done(
     monkeypatch.setattr(os, "fsync" if moment == "write" else "replace", refuse)
     if moment == "rename":
         monkeypatch.setattr(Path, "replace", refuse)
-        monkeypatch.setattr("zero_mpi.export.replace_folder", refuse)
+        monkeypatch.setattr("zero_mpi.export.command.replace_folder", refuse)
     with pytest.raises(JobError, match=r"x.*: cannot be written: No space left on device"):
         export(source, tmp_path / "there" / target, "--force")
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from test_command_bits import fields, needs_mpiexec
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.data import tokenizer_from_metadata
-from zero_mpi.textmodel import TextModel
+from zero_mpi.generate.text_model import TextModel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_smollm2.py"

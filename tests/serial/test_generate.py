@@ -24,8 +24,8 @@ from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizer import byte_characters
 from zero_mpi.errors import UsageError
+from zero_mpi.generate.text_model import TextModel, choose
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
-from zero_mpi.textmodel import TextModel, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 13

@@ -18,12 +18,12 @@ import pytest
 
 from zero_mpi.checkpoint import hforder
 from zero_mpi.checkpoint.hfconfig import ROPE_SCALING
-from zero_mpi.checkpoint.hfexport import config_json, outgoing, rope_scaling
 from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
+from zero_mpi.export.huggingface import config_json, outgoing, rope_scaling
 from zero_mpi.models import config_from_gguf
 
 library = pytest.importorskip(

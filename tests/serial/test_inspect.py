@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from jobs import clean_environment, run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import inspect
 from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.safetensors import SafetensorsStream
 from zero_mpi.checkpoint.state import signature
 from zero_mpi.checkpoint.writer import GGUFStream
-from zero_mpi.compare import compare
 from zero_mpi.errors import UsageError
-from zero_mpi.inspection import examine
+from zero_mpi.inspect import command as inspect_command
+from zero_mpi.inspect.compare import compare
+from zero_mpi.inspect.examine import examine
 from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
@@ -40,7 +40,7 @@ def run(*arguments) -> tuple[int, str, str]:
 
 def inside(*arguments) -> int:
     """The status of the command in this process."""
-    return inspect.command(World(0, 1), [str(argument) for argument in arguments])
+    return inspect_command.command(World(0, 1), [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.config.inputs import read_model
 from zero_mpi.errors import UsageError
-from zero_mpi.export import command as export
+from zero_mpi.export.command import command as export
 from zero_mpi.files.gguf_keys import MERGES, GGUFKeys
-from zero_mpi.generate import command as generate
-from zero_mpi.inspect import command as inspect
+from zero_mpi.generate.command import command as generate
+from zero_mpi.inspect.command import command as inspect
 from zero_mpi.launch.world import World
 
 ODD = {

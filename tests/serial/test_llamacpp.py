@@ -20,9 +20,9 @@ from zero_mpi.checkpoint.reader import GGUFFile
 from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
+from zero_mpi.generate.sampling import weights_of
+from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
-from zero_mpi.sampling import weights_of
-from zero_mpi.textmodel import TextModel
 
 llama_cpp()  # skips the module without it
 

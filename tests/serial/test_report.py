@@ -17,7 +17,7 @@ import pytest
 from report_runs import EVENTS, STARTED, event, record, records, status, write_run
 
 from zero_mpi.errors import UsageError
-from zero_mpi.inspection import examine
+from zero_mpi.inspect.examine import examine
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
 from zero_mpi.report.charts import charts_of, marks, points

@@ -350,7 +350,7 @@ def test_another_command_ends_at_once_without_a_traceback(command, tmp_path):
 
 AT_WORK = """
 import os, signal
-from zero_mpi import inspect
+from zero_mpi.inspect import command as inspect
 from zero_mpi.launch import world as launch
 
 def command(world, arguments):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zero_mpi import cli
+from zero_mpi.cli.main import main
 from zero_mpi.files.text import printable
 from zero_mpi.launch import watchdog
 from zero_mpi.telemetry import log
@@ -45,7 +45,7 @@ def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, 
 def test_a_command_that_is_none_is_named_on_a_short_line(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["zero-mpi", HOSTILE])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        main.main()
     said = capfd.readouterr().err
     assert (end.value.code, said.count("\n")) == (2, 1)
     assert said == printable(said, keep="\n")

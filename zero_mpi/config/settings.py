@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.cli.parser import KINDS, Parser, nearest, refuse_empty, with_choices
 from zero_mpi.config import conflicts
 from zero_mpi.config.defaults import defaults, told
 from zero_mpi.config.step_range import step_range
@@ -23,7 +24,6 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
 from zero_mpi.files.text import LONGEST, show, shown
 from zero_mpi.models import ARCHITECTURES
-from zero_mpi.parser import KINDS, Parser, nearest, refuse_empty, with_choices
 from zero_mpi.sharding.precision import precision_named
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import __version__
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
 from zero_mpi.config.settings import Config
 from zero_mpi.doctor import (
     binding,
@@ -38,10 +40,8 @@ from zero_mpi.doctor.rows import BAD, NOTE, OK, Row, lines, plural
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import check_target, refusing
-from zero_mpi.inspect import write
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import FAILED, World, run
-from zero_mpi.parser import Parser
 
 MOST_MB, QUICK_MB = 16.0, 1.0
 BUFFERS = 4  # of the largest size that a rank may need at once

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.cli.text import write as show
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
-from zero_mpi.inspect import write as show
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.plan.options import Question, read

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.cli.parser import Parser
 from zero_mpi.comm.gpu.select import ON_GPU
 from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import model_from_flags, open_init, open_tokenizer, read_model
@@ -16,7 +17,6 @@ from zero_mpi.config.settings import Config, check, read_toml, spelled
 from zero_mpi.config.settings import make_parser as train_parser
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
-from zero_mpi.parser import Parser
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write as show
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
-from zero_mpi.inspect import write as show
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
-from zero_mpi.parser import Parser
 from zero_mpi.report.folder import Run, read_runs
 from zero_mpi.report.metrics import LIMIT
 from zero_mpi.report.numbers import size

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
 from zero_mpi.errors import UsageError
-from zero_mpi.inspect import write
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 from zero_mpi.trace.read import read
 from zero_mpi.trace.table import comparison, table
 

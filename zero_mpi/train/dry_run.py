@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
+from zero_mpi.cli.text import write
 from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.config.settings import Config
@@ -22,7 +23,6 @@ from zero_mpi.data import Corpus, StepLoader, Windows, named
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
-from zero_mpi.inspect import write
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import MPI, NODES, SERIAL, SHARED, Case

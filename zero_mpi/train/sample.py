@@ -9,9 +9,9 @@ import numpy as np
 
 from zero_mpi.checkpoint import manager
 from zero_mpi.data import unigram_entropy
+from zero_mpi.generate.text_model import TextModel
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
-from zero_mpi.textmodel import TextModel
 from zero_mpi.train.divergence import check_recorded
 from zero_mpi.train.setup import Session
 

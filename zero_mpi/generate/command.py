@@ -17,12 +17,12 @@ from threadpoolctl import threadpool_limits
 
 from zero_mpi import environment
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.cli.parser import Parser
 from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import readable
+from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
-from zero_mpi.textmodel import TextModel
 
 
 def make_parser() -> Parser:
@@ -106,7 +106,3 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
 def main() -> None:
     """Entry point."""
     run("generate", command, sys.argv[1:], alone=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.stored import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.inspection import Report, Subject, as_json, elements, open_subject, pieces
+from zero_mpi.inspect.examine import Report, Subject, as_json, elements, open_subject, pieces
 
 Place = tuple[str, str]  # role and name of a tensor
 Stored = tuple[WeightSource, TensorSpec]

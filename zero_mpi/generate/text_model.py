@@ -14,9 +14,9 @@ import numpy as np
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.generate.sampling import choose
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.sampling import choose as choose
 
 
 class TextModel:

@@ -6,8 +6,8 @@ import importlib
 import sys
 
 from zero_mpi import environment
+from zero_mpi.cli.parser import nearest, version_lines
 from zero_mpi.files.text import show
-from zero_mpi.parser import nearest, version_lines
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
@@ -21,7 +21,7 @@ COMMANDS = {
     "report": "curves and figures of runs as one page for a browser, or in the terminal",
     "completion": "a script that completes commands and flags in your shell",
 }
-ONE_FILE = ("generate", "inspect", "export", "hostfile", "completion")
+ONE_FILE = ("hostfile", "completion")  # the others are packages
 EXAMPLES = """\
 mpirun -n 8 zero-mpi train        train on 8 ranks, here on Python's own library
 zero-mpi COMMAND --help           the flags of a command"""
@@ -46,7 +46,3 @@ def main() -> None:
         meant = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         sys.stderr.write(f"zero-mpi: error: {show(name)} is not a command{meant}\n")
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

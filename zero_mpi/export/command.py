@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.encode import FILE_TYPES, encoded, encoded_pieces, kind_of
-from zero_mpi.checkpoint.hfexport import Outgoing, config_json, outgoing
 from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.manager import replace_folder, sync_folder
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.cli.parser import Parser
 from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.export.encode import FILE_TYPES, encoded, encoded_pieces, kind_of
+from zero_mpi.export.huggingface import Outgoing, config_json, outgoing
 from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, read_file, refusing
 from zero_mpi.files.text import show, shown
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
-from zero_mpi.parser import Parser
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -290,7 +290,3 @@ def summary(target: Path, wanted: str, kinds: Kinds) -> str:
 def main() -> None:
     """Entry point."""
     run("export", command, sys.argv[1:], alone=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ made of nothing else. Exit status 0: sound, or the same; 1: not so; 2: it cannot
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
-from zero_mpi.compare import compare
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import MARGIN, WIDTH, size, write
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST, one_line, printable, shown
-from zero_mpi.inspection import Report, examine
+from zero_mpi.inspect.compare import compare
+from zero_mpi.inspect.examine import Report, examine
 from zero_mpi.launch.world import World, run
-from zero_mpi.parser import Parser
 
-WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 FEW = 8  # entries of a list that is not asked for
 MANY = 200  # keys that are shown though they were not asked for
 DIGEST = 16  # letters of a digest that are shown among other things
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def make_parser() -> Parser:
@@ -69,19 +67,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     else:
         write(lines)
     return 0 if sound else 1
-
-
-def write(lines: Iterable[str], *, keep: str = "") -> None:
-    """Print lines, each as one whatever is in it; a reader that has enough, as in `... | head`, is no error.
-
-    `keep`: letters that stay though they do not print, such as ESC where colours are ours.
-    """
-    data = "".join(f"{printable(line, keep)}\n" for line in lines).encode("utf-8", "backslashreplace")
-    try:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---------------------------------------------------------------------------------------------- a report
@@ -268,16 +253,6 @@ def told(value: Any, most: int = LONGEST) -> str:
     return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    power = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
-
-
 def main() -> None:
     """Entry point."""
     run("inspect", command, sys.argv[1:], alone=True)
-
-
-if __name__ == "__main__":
-    main()

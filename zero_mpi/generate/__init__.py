@@ -1,0 +1,1 @@
+"""`python -m zero_mpi.generate`: text from a GGUF model, in one process."""

@@ -1,0 +1,1 @@
+"""`python -m zero_mpi.inspect`: what a model file or checkpoint holds, if it is sound, and what differs."""

@@ -1,0 +1,5 @@
+"""`python -m zero_mpi.inspect`."""
+
+from zero_mpi.inspect.command import main
+
+main()
