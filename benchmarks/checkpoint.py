@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from zero_mpi import FULL_SHARD, Comm, MPIComm, SerialComm, ShardedAdamW, ShardedModule
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
 from zero_mpi.cli.parser import Parser

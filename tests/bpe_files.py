@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from oracles import smollm2
 
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 
 CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

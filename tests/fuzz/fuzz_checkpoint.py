@@ -20,8 +20,8 @@ import tiny
 import wild
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint.packing import pack_file
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.state import ID, Description, Progress, signature
 from zero_mpi.data import ByteTokenizer

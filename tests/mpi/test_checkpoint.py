@@ -11,9 +11,9 @@ import tiny
 from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint import pair
-from zero_mpi.checkpoint.digest import digest
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint import parallel_write
+from zero_mpi.checkpoint.checksum import digest
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver, save_checkpoint
 from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
 from zero_mpi.errors import JobError, UsageError
@@ -111,7 +111,7 @@ def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder
     first = save_checkpoint(ranks_folder, optimizer, Progress(1), DESCRIPTION)
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
-        monkeypatch.setattr(pair.Output, "write", refuse_moments)
+        monkeypatch.setattr(parallel_write.Output, "write", refuse_moments)
     with pytest.raises(JobError, match=r"cannot write .*optimizer.gguf: .*quota.*latest is step-00000001"):
         Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(progress)
     exact.barrier()

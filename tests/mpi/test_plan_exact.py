@@ -5,7 +5,7 @@ import tiny
 from recording import RecordingComm
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint.contributions import Snapshot, moments_of, parameters_of
+from zero_mpi.checkpoint.shards import Snapshot, moments_of, parameters_of
 from zero_mpi.comm.mpi import DEPTH, EXACT_PIECE, MPIComm
 from zero_mpi.comm.nodes.chain_sum import DEPTH as RELAY_DEPTH
 from zero_mpi.comm.nodes.chain_sum import PIECE as RELAY_PIECE

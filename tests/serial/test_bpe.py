@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from zero_mpi.data import (
     BPETokenizer,
     ByteTokenizer,
-    bpe,
     load_corpus,
     tokenizer_from_json,
     tokenizer_from_metadata,
 )
 from zero_mpi.data import corpus as corpus_module
-from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.data.tokenizers import bpe
+from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
 
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
-from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
-from zero_mpi.data.pretokenizers import PRE_TOKENIZERS
-from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 from zero_mpi.models import Llama
 
 llama_cpp()  # skips the module without it

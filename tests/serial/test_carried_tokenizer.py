@@ -8,7 +8,7 @@ import pytest
 from test_command_bits import needs_mpiexec, train
 from test_export import export
 
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import ByteTokenizer, tokenizer_from_json, tokenizer_json
 
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)

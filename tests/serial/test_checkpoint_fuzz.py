@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint.packing import pack_file
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.state import (
     COUNTS,

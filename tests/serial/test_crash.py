@@ -24,7 +24,7 @@ import pytest
 import tiny
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
 from zero_mpi.errors import JobError
@@ -65,14 +65,14 @@ class Operations:
     def __init__(self, stop_at: int, action: Callable[[str, tuple[Any, ...]], None]) -> None:
         self.count, self.stop_at, self.action = 0, stop_at, action
         self.opened: dict[int, Opened] = {}  # by inode: the numbers of handles are used again
-        self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": manager.exchange}
+        self.real = {name: getattr(os, name) for name in CALLS} | {"exchange": folders.exchange}
         self._lock = threading.Lock()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand between the package and the system."""
         for name in CALLS:
             patch.setattr(os, name, self.watching(name))
-        patch.setattr(manager, "exchange", self.watching("exchange"))
+        patch.setattr(folders, "exchange", self.watching("exchange"))
 
     def watching(self, name: str) -> Callable[..., Any]:
         """The call `name`, counted."""
@@ -149,7 +149,7 @@ CASES = {
 def case(request, monkeypatch) -> Case:
     chosen = CASES[request.param]
     if not chosen.exchanges:
-        monkeypatch.setattr(manager, "exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     return chosen
 
 
@@ -195,21 +195,21 @@ def sound_step(folder: Path) -> int:
 
 def assert_nothing_lost(out: Path, case: Case) -> None:
     """The newest one loads and is not older than what was complete; no half one has a final name."""
-    found = manager.candidates(out)
+    found = folders.candidates(out)
     assert found or not case.before
     least = max((step for step, _ in case.before), default=2)
     for folder in found[:1]:
         assert sound_step(folder.resolve()) >= least
         optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=7))
         assert load_checkpoint(folder, optimizer).step >= least
-    for step, folder in manager.steps(out):
+    for step, folder in folders.steps(out):
         assert sound_step(folder) == step
 
 
 def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
     """The next save of step 2 ends as if nothing had been."""
     save(out, 2, case.keep)
-    names = [manager.step_folder(out, step).name for step in case.after]
+    names = [folders.step_folder(out, step).name for step in case.after]
     assert sorted(path.name for path in out.iterdir()) == ["latest", *names]
     assert contents(out / "latest") == complete
 
@@ -252,7 +252,7 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
         killed = save_and_die(out, case, stop_at, power=power)
         if case.exchanges:  # then it holds at every moment, else once a command has cleaned up
             assert_nothing_lost(out, case)
-        manager.clean(out)
+        folders.clean(out)
         assert_nothing_lost(out, case)
         assert_goes_on(out, case, complete)
         if not killed:
@@ -301,7 +301,7 @@ def test_a_save_may_be_refused_any_operation(name, background, case, start, comp
         if text:
             refused += 1
             assert os.strerror(number) in text
-            assert str(out) in text or any(f in text for f in (manager.MODEL, manager.OPTIMIZER)), text
+            assert str(out) in text or any(f in text for f in (folders.MODEL, folders.OPTIMIZER)), text
             assert "\n" not in text
             assert not list(out.glob(".step-*.partial")), f"a partial folder was left: {text}"
         assert_nothing_lost(out, case)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from zero_mpi.checkpoint.digest import (
+from zero_mpi.checkpoint.checksum import (
     as_lines,
     digest,
     digest_of_pieces,

@@ -21,9 +21,9 @@ import pytest
 from jobs import run_command
 from oracles import greedy, open_server, smollm2
 
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.weights import open_weights
-from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export.command import command

@@ -8,7 +8,7 @@ from jobs import COMPILED, run_job
 from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
 
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.generate.text_model import TextModel

@@ -19,10 +19,10 @@ import jobs
 import numpy as np
 import pytest
 
-from zero_mpi.checkpoint.reader import GGUFFile, TensorInfo
-from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.reader import GGUFFile, TensorInfo
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
-from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
 from zero_mpi.generate.text_model import TextModel, choose
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3

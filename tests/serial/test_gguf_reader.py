@@ -21,9 +21,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.checkpoint import index, stored
-from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
-from zero_mpi.checkpoint.writer import GGUFStream, pack_key
+from zero_mpi.checkpoint import tensor_file
+from zero_mpi.checkpoint.gguf import index
+from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
+from zero_mpi.checkpoint.gguf.writer import GGUFStream, pack_key
 from zero_mpi.errors import FileError, UsageError
 
 Kind = gguf.GGMLQuantizationType
@@ -358,7 +359,7 @@ RANGES += [(700, 768), (767, 768), (768, 768)]
 def test_ranges_equal_the_slice_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, chunk: int
 ) -> None:
-    monkeypatch.setattr(stored, "CHUNK", chunk)
+    monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     arrays = {"before": (normal(5), Kind.F32), "x": (normal(3, 256), kind)}
     whole = packed(tmp_path / "m.gguf", arrays)["x"].ravel()
     file = GGUFFile.open(tmp_path / "m.gguf")

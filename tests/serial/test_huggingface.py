@@ -16,11 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zero_mpi.checkpoint import hforder
-from zero_mpi.checkpoint.hfconfig import ROPE_SCALING
-from zero_mpi.checkpoint.huggingface import HuggingFaceFolder
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.huggingface.config import ROPE_SCALING
+from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder, permute
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
 from zero_mpi.export.huggingface import config_json, outgoing, rope_scaling
@@ -100,7 +99,7 @@ def test_names_shapes_and_bits(tmp_path: Path, name: str) -> None:
 def test_any_range_is_the_slice_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(hforder, "CHUNK", chunk)
+    monkeypatch.setattr(permute, "CHUNK", chunk)
     source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
     for key, array in expected_tensors(name).items():
         whole = array.ravel()
@@ -350,7 +349,7 @@ def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
 def test_the_way_back_gives_the_folder_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(hforder, "CHUNK", chunk)
+    monkeypatch.setattr(permute, "CHUNK", chunk)
     source = open_weights(make(tmp_path / "a", name))
     found = {item.name: np.concatenate(list(item.pieces())).reshape(item.shape) for item in outgoing(source)}
     expected = hf_models.random_tensors(hf_models.CONFIGS[name])

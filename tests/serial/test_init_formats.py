@@ -13,7 +13,7 @@ from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
 from test_export import export
 from test_resume import refused
 
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 
 pytestmark = needs_mpiexec
 SIZES = ["--layers", "2", "--dim", "64", "--heads", "4", "--ffn", "96", "--context", "16"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import zero_mpi
-from zero_mpi.checkpoint import index
-from zero_mpi.checkpoint.reader import GGUFError, GGUFFile
+from zero_mpi.checkpoint.gguf import index
+from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.config.inputs import read_model
 from zero_mpi.errors import UsageError

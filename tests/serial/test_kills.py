@@ -18,7 +18,7 @@ import pytest
 from jobs import RANK_VARIABLES, clean_environment, end, launcher, run_job
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 
-from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 
 pytestmark = needs_mpiexec
@@ -143,10 +143,10 @@ class Trials:
     def check(self, before: int, complete: int) -> None:
         """What was complete is sound, and the command went on from where the last one was."""
         self.while_saving += bool(list(self.out.glob(".step-*.partial")))
-        best = manager.candidates(self.out)[0]
+        best = folders.candidates(self.out)[0]
         assert sound_step(best) >= complete > before
-        assert [sound_step(folder) for _, folder in manager.steps(self.out)] == [
-            step for step, _ in manager.steps(self.out)
+        assert [sound_step(folder) for _, folder in folders.steps(self.out)] == [
+            step for step, _ in folders.steps(self.out)
         ]
         said = self.log.read_text()
         assert "passed over" not in said

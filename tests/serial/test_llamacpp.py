@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
 
-from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.generate.sampling import weights_of

@@ -14,8 +14,8 @@ import pytest
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
-from zero_mpi.checkpoint.digest import digest, digest_of_state, from_lines
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.checksum import digest, digest_of_state, from_lines
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, MODEL_DIGESTS, STATE_DIGEST, TENSOR_DIGESTS, signature
 
 MODEL, STATE = "model.gguf", "optimizer.gguf"

@@ -10,7 +10,7 @@ import tiny
 from jobs import run_job
 
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, ops
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.ops import half, reference
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.loss_scale import FIRST, MOST, PATIENCE, LossScale

@@ -20,7 +20,7 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job
 from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
 
 from zero_mpi.data import StepLoader, Windows, load_corpus
-from zero_mpi.data.tokenizer import ByteTokenizer
+from zero_mpi.data.tokenizers.byte import ByteTokenizer
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.nn import cross_entropy
 

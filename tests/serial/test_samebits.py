@@ -16,7 +16,7 @@ from test_command_bits import needs_mpiexec, train, write_text
 from test_uniform import FLAGS, RUN, refused
 
 from zero_mpi import ops
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError

@@ -8,13 +8,7 @@ import bpe_files
 import numpy as np
 import pytest
 
-from zero_mpi.data import (
-    BPETokenizer,
-    ByteTokenizer,
-    tokenizer_config,
-    tokenizer_from_json,
-    tokenizer_json,
-)
+from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
 
 tokenizers = pytest.importorskip(

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.stored import StoredFile, TensorSpec, checked_range, output
-from zero_mpi.checkpoint.stream import TensorStream
+from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, checked_range, output
+from zero_mpi.checkpoint.tensor_stream import TensorStream
 from zero_mpi.errors import FileError
 from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.contributions import Contribution, Snapshot, moments_of, parameters_of
-from zero_mpi.checkpoint.digest import digest_of_state
-from zero_mpi.checkpoint.pair import Content, Digests, agree_on, write_pair
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.checksum import digest_of_state
+from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_pair
+from zero_mpi.checkpoint.shards import Contribution, Snapshot, moments_of, parameters_of
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     Description,
@@ -121,13 +121,13 @@ class Saver:
 
     def _write(self, progress: Progress, parts: Parts) -> Saved:
         begun, root = time.monotonic(), self.comm.rank == 0
-        folder = self.out / f".{manager.step_folder(self.out, progress.step).name}.partial"
+        folder = self.out / f".{folders.step_folder(self.out, progress.step).name}.partial"
         digests: dict[str, str] = {}
         try:
-            self._on_root(partial(manager.begin, self.out, progress.step))
+            self._on_root(partial(folders.begin, self.out, progress.step))
             self._write_files(progress, parts, folder, digests)
             self.tick(f"publishing step {progress.step}")
-            self._on_root(partial(manager.publish, self.out, progress.step, folder, self.keep))
+            self._on_root(partial(folders.publish, self.out, progress.step, folder, self.keep))
         except JobError as error:
             if root:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +135,7 @@ class Saver:
             raise JobError(text) from error
         seconds = time.monotonic() - begun
         self.longest = max(self.longest, seconds)
-        final = manager.step_folder(self.out, progress.step)
+        final = folders.step_folder(self.out, progress.step)
         return Saved(final, progress.step, digest_of_state(digests), seconds)
 
     def _write_files(self, progress: Progress, parts: Parts, folder: Path, digests: Digests) -> None:
@@ -143,9 +143,9 @@ class Saver:
         tensors = model_tensors(self.optimizer, description), moment_tensors(self.optimizer)
         contents = (
             Content(
-                folder / manager.MODEL, description.architecture, tensors[0], parts[0], description.constants
+                folder / folders.MODEL, description.architecture, tensors[0], parts[0], description.constants
             ),
-            Content(folder / manager.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
+            Content(folder / folders.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
         )
 
         def keys(model: Digests, moments: Digests) -> tuple[dict[str, object], dict[str, object]]:
@@ -166,7 +166,7 @@ class Saver:
 
     def _rest(self) -> str:
         """What is there all the same, for the message."""
-        link = self.out / manager.LATEST
+        link = self.out / folders.LATEST
         return f"{link} is {link.readlink()}" if link.is_symlink() else "there is no earlier one"
 
 
@@ -180,4 +180,4 @@ def save_checkpoint(
     saver = Saver(out, optimizer, description, keep=keep)
     saver.save(progress)
     saver.close()
-    return manager.step_folder(out, progress.step)
+    return folders.step_folder(out, progress.step)

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.contributions import FIRST, SECOND
-from zero_mpi.checkpoint.digest import (
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.checksum import (
     as_lines,
     digest_of_pieces,
     digest_of_state,
     from_lines,
     piece_digests,
 )
-from zero_mpi.checkpoint.packing import ARCHITECTURE_KEY, pack_key
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.header import ARCHITECTURE_KEY, pack_key
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.shards import FIRST, SECOND
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -132,7 +132,7 @@ def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]
 
 def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
-    model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
+    model, state = GGUFFile.open(folder / folders.MODEL), GGUFFile.open(folder / folders.OPTIMIZER)
     check_pair(model, state)
     return model, state
 
@@ -152,7 +152,7 @@ def check_pair(model: WeightSource, state: GGUFFile) -> None:
     ids = [keys_of(file).text(ID) for file in (model, state)]
     if None in ids or ids[0] != ids[1]:
         raise UsageError(
-            f"{state.path.parent}: {manager.MODEL} and {manager.OPTIMIZER} are not of one checkpoint "
+            f"{state.path.parent}: {folders.MODEL} and {folders.OPTIMIZER} are not of one checkpoint "
             f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
         )
     check_signature(model, state)
@@ -171,7 +171,7 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
     """Raise UsageError unless both files say what was written: sizes, tokenizer, progress, settings, ..."""
     if signature(model.metadata, state.metadata) != state.metadata[ID]:
         raise UsageError(
-            f"{state.path.parent}: {manager.MODEL} or {manager.OPTIMIZER} has a key that is not the one "
+            f"{state.path.parent}: {folders.MODEL} or {folders.OPTIMIZER} has a key that is not the one "
             "that was written"
         )
     if from_lines(keys_of(model).texts(TENSOR_DIGESTS)) != from_lines(keys_of(state).texts(MODEL_DIGESTS)):

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.index import Metadata
-from zero_mpi.checkpoint.manager import LATEST, MODEL
-from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.checkpoint.folders import LATEST, MODEL
+from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.errors import FileError
 from zero_mpi.files.open import exists, is_folder
 

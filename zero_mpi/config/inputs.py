@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (

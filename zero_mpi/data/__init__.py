@@ -6,7 +6,6 @@ so every rank works out its own part and no two can disagree.
 
 from collections.abc import Mapping
 
-from zero_mpi.data.bpe import BPETokenizer
 from zero_mpi.data.corpus import (
     Corpus,
     collect_files,
@@ -17,8 +16,9 @@ from zero_mpi.data.corpus import (
     unigram_entropy,
 )
 from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_of
-from zero_mpi.data.tokenizer import ByteTokenizer, Tokenizer
-from zero_mpi.data.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.data.tokenizers.bpe import BPETokenizer
+from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
+from zero_mpi.data.tokenizers.huggingface import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 from zero_mpi.files.text import show

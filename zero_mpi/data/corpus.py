@@ -19,11 +19,11 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.kinds import HEAD
+from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.sieve import Sieve
 from zero_mpi.data.token_file import read_token_file
-from zero_mpi.data.tokenizer import Tokenizer
+from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists, is_file, is_folder
 from zero_mpi.files.text import LONGEST, shown

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_mpi.data.kinds import BINARY, is_utf8, kind_of
+from zero_mpi.data.file_kinds import BINARY, is_utf8, kind_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint import folders
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.rows import BAD, NOTE, Row, duration, few, size
 
@@ -75,12 +75,12 @@ def write(path: Path, nbytes: int) -> float:
 def publish(trial: Path) -> None:
     """Publish two checkpoints of one step, the second in the place of the first; OSError if it went wrong."""
     for text in ("first", "second"):
-        folder = manager.begin(trial, 1)
-        (folder / manager.MODEL).write_text(text)
-        manager.publish(trial, 1, folder, keep=1)
-    seen = (trial / manager.LATEST / manager.MODEL).read_text()
+        folder = folders.begin(trial, 1)
+        (folder / folders.MODEL).write_text(text)
+        folders.publish(trial, 1, folder, keep=1)
+    seen = (trial / folders.LATEST / folders.MODEL).read_text()
     if seen != "second":
-        raise OSError(errno.EIO, f"a rename is not seen: `{manager.LATEST}` shows the {seen} of two files")
+        raise OSError(errno.EIO, f"a rename is not seen: `{folders.LATEST}` shows the {seen} of two files")
 
 
 def end(found: Found, made: list[Path]) -> None:
@@ -112,7 +112,7 @@ def sees(trial: Path | None) -> bool:
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return (trial / manager.LATEST / manager.MODEL).read_text() == "second"
+            return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
         except OSError:
             if time.monotonic() > until:
                 return False

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.huggingface import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.manager import replace_folder, sync_folder
+from zero_mpi.checkpoint.folders import replace_folder, sync_folder
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.checkpoint.writer import GGUFStream
 from zero_mpi.cli.parser import Parser
 from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import JobError, UsageError

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, quantize
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint.reader import GGUFFile
-from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
 from zero_mpi.files.text import show

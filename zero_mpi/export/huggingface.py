@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.hfconfig import GPT2_SIZES, LLAMA3, SIZES, kept_scaling, llama3_factors
-from zero_mpi.checkpoint.hfnames import FAMILIES, Order, from_gguf, order_of
-from zero_mpi.checkpoint.hforder import Floats, halves_of, transposes_of
-from zero_mpi.checkpoint.huggingface import EMBEDDING, HEAD, ROPE_FREQS
-from zero_mpi.checkpoint.stored import CHUNK, TensorSpec
+from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, LLAMA3, SIZES, kept_scaling, llama3_factors
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, ROPE_FREQS
+from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
+from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
+from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.inspect.examine import Report, Subject, as_json, elements, open_subject, pieces
 

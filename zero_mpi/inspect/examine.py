@@ -20,9 +20,9 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.digest import PIECE, digest_of_pieces, digest_of_state, from_lines, piece_digests
-from zero_mpi.checkpoint.reader import GGUFFile, decode
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.checksum import PIECE, digest_of_pieces, digest_of_state, from_lines, piece_digests
+from zero_mpi.checkpoint.gguf.reader import GGUFFile, decode
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     COUNTS,
@@ -32,7 +32,7 @@ from zero_mpi.checkpoint.state import (
     check_pair,
     read_json,
 )
-from zero_mpi.checkpoint.stored import NATIVE, TensorSpec
+from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
@@ -73,12 +73,12 @@ class Subject:
 
 def open_subject(path: Path) -> Subject:
     """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
-    if not os.path.exists(path / manager.MODEL) and os.path.exists(path / manager.LATEST / manager.MODEL):
-        path = path / manager.LATEST
+    if not os.path.exists(path / folders.MODEL) and os.path.exists(path / folders.LATEST / folders.MODEL):
+        path = path / folders.LATEST
     source = open_weights(path)
     if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
         return Subject(None, source)
-    state = path / manager.OPTIMIZER
+    state = path / folders.OPTIMIZER
     return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
 
 

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, STATE_DIGEST
 from zero_mpi.config.settings import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
@@ -176,7 +176,7 @@ def check_folder(path: Path) -> None:
         raise UsageError(f"{shown(path)}: {wanted}; found a file: give its folder")
     if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
         return
-    if os.path.exists(path / manager.MODEL):
+    if os.path.exists(path / folders.MODEL):
         above = Path(os.path.realpath(path)).parent
         raise UsageError(f"{shown(path)}: {wanted}; found a checkpoint: give the folder around it, {above}")
     raise UsageError(f"{shown(path)}: {wanted}; found neither: give the path of a run")
@@ -218,8 +218,8 @@ def event_of(line: bytes) -> Event:
 
 def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
     """The checkpoints of a run, oldest first."""
-    latest = os.path.realpath(out / manager.LATEST)
-    for step, folder in manager.steps(out):
+    latest = os.path.realpath(out / folders.LATEST)
+    for step, folder in folders.steps(out):
         is_latest = os.path.realpath(folder) == latest
         try:
             yield read_checkpoint(folder, step, is_latest)
@@ -230,7 +230,7 @@ def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
 
 def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
     """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
-    model, state = GGUFFile.open(folder / manager.MODEL), GGUFFile.open(folder / manager.OPTIMIZER)
+    model, state = GGUFFile.open(folder / folders.MODEL), GGUFFile.open(folder / folders.OPTIMIZER)
     keys, own = (GGUFKeys(file.metadata, str(file.path)) for file in (state, model))
     return Checkpoint(
         folder.name,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint import manager
-from zero_mpi.checkpoint.reader import GGUFFile
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
 from zero_mpi.config.defaults import SIZES
 from zero_mpi.config.settings import Config, spelled
@@ -42,9 +42,9 @@ def find_start(
 
     `notes` is told what was passed over. `tidy`: remove what interrupted saves have left.
     """
-    folders: list[Path] = world.share(world.on_root(lambda: look(config, out, tidy)))
+    found: list[Path] = world.share(world.on_root(lambda: look(config, out, tidy)))
     faults: list[str] = []
-    for folder in folders:
+    for folder in found:
         try:
             start = open_start(world, folder)
         except UsageError as error:
@@ -61,11 +61,11 @@ def find_start(
 def look(config: Config, out: Path, tidy: bool) -> list[Path]:
     """The folders that may be gone on from, the best first; leftovers are removed before, to tidy up."""
     if tidy:
-        manager.clean(out)
+        folders.clean(out)
     if config.resume == "never":
         return []
     if config.resume == "auto":
-        return [real(folder) for folder in manager.candidates(out)]
+        return [real(folder) for folder in folders.candidates(out)]
     folder = Path(config.resume)
     if not is_folder(folder):
         raise UsageError(
@@ -93,7 +93,7 @@ def open_start(world: World, folder: Path) -> Start:
 def read_indices(folder: Path) -> Start:
     """The checkpoint in a folder; raises UsageError unless there is a pair of sound files in it."""
     if not folder.is_dir():
-        raise UsageError(f"{folder.parent / manager.LATEST} names {folder.name}, which is not there")
+        raise UsageError(f"{folder.parent / folders.LATEST} names {folder.name}, which is not there")
     return Start(folder, *open_checkpoint(folder))
 
 

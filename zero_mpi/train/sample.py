@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zero_mpi.checkpoint import manager
+from zero_mpi.checkpoint import folders
 from zero_mpi.data import unigram_entropy
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.telemetry import events, log
@@ -50,7 +50,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     config, tokenizer = session.config, session.tokenizer
     if tokenizer is None or not config.sample:
         return
-    path = manager.step_folder(session.out, step) / manager.MODEL
+    path = folders.step_folder(session.out, step) / folders.MODEL
     if not path.exists():
         return
     model = TextModel(path)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint.index import (
+from zero_mpi.checkpoint.gguf.index import (
     ALIGNMENT_KEY,
     DEFAULT_ALIGNMENT,
     MAGIC,
@@ -27,7 +27,7 @@ from zero_mpi.checkpoint.index import (
     alignment_is_sane,
     padded,
 )
-from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.files.text import show
 
 ARCHITECTURE_KEY = "general.architecture"

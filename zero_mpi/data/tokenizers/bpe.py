@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zero_mpi.data.pretokenizers import pre_tokenizer
-from zero_mpi.data.tokenizer import byte_characters
+from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.pretokenizers import pre_tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, TOKENS, TYPES, GGUFKeys
 from zero_mpi.files.text import show, shown

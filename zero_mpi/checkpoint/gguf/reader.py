@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.index import (
+from zero_mpi.checkpoint.gguf.index import (
     GGUFError,
     Index,
     Metadata,
@@ -26,7 +26,7 @@ from zero_mpi.checkpoint.index import (
     padded,
     read_index,
 )
-from zero_mpi.checkpoint.stored import StoredFile, checked_range, decode, output
+from zero_mpi.checkpoint.tensor_file import StoredFile, checked_range, decode, output
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import open_file
 from zero_mpi.files.text import show

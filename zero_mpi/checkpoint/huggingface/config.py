@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.hfnames import FAMILIES
-from zero_mpi.checkpoint.index import Metadata
+from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface.names import FAMILIES
 from zero_mpi.errors import FileError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json

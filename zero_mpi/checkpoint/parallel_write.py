@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.contributions import Contribution, Run
-from zero_mpi.checkpoint.digest import PIECE, digest, digest_of_pieces, piece_digests
-from zero_mpi.checkpoint.packing import pack_file
+from zero_mpi.checkpoint.checksum import PIECE, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.comm import Comm, OutputFile, PlainFile
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.index import GGUFError
-from zero_mpi.checkpoint.packing import Announced, alignment_of, checked_table, pack_file, pack_key
-from zero_mpi.checkpoint.stream import TensorStream
+from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file, pack_key
+from zero_mpi.checkpoint.gguf.index import GGUFError
+from zero_mpi.checkpoint.tensor_stream import TensorStream
 from zero_mpi.files.text import show
 
 

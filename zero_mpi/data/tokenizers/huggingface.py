@@ -15,8 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.data.bpe import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, BPETokenizer, build, library
-from zero_mpi.data.pretokenizers import name_of
+from zero_mpi.data.tokenizers.bpe import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    BPETokenizer,
+    build,
+    library,
+)
+from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 from zero_mpi.files.open import read_file

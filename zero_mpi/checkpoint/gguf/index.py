@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint.stored import TensorSpec
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.errors import FileError
 from zero_mpi.files.text import show
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.hfconfig import (
+from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface.config import (
     Settings,
     architecture,
     biases_of,
@@ -27,11 +28,10 @@ from zero_mpi.checkpoint.hfconfig import (
     keys_of,
     rope_factors,
 )
-from zero_mpi.checkpoint.hfnames import Order, order_of, place_of, to_gguf
-from zero_mpi.checkpoint.hforder import interleaved, transposed
-from zero_mpi.checkpoint.index import Metadata
+from zero_mpi.checkpoint.huggingface.names import Order, order_of, place_of, to_gguf
+from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
-from zero_mpi.checkpoint.stored import CHUNK, TensorSpec, checked_range, output
+from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
 from zero_mpi.errors import FileError
 from zero_mpi.files.open import read_file
 from zero_mpi.files.text import show

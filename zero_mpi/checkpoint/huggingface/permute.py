@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.stored import CHUNK
+from zero_mpi.checkpoint.tensor_file import CHUNK
 
 Floats = npt.NDArray[np.float32]
 Read = Callable[[int, int], Floats]

@@ -1,0 +1,1 @@
+"""The GGUF format: index of a file, reader, header, writer."""

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, and byte-level BPE from a GGUF or a tokenizer.json."""
