@@ -10,10 +10,10 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.device import arrays
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.plan import kernels
+from zero_mpi.plan import workspaces
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import plan_memory
-from zero_mpi.plan.rehearsal import rehearse
+from zero_mpi.plan.simulate import rehearse
 from zero_mpi.plan.traffic import plan_traffic
 
 SIZES = {"layers": 2, "dim": 64, "heads": 4, "ffn": 96, "context": 48, "vocab_size": 301}
@@ -164,13 +164,13 @@ def test_sizes_are_those_of_the_operations(gpu):
     names = ("attention", "embedding", "launch", "linear", "norm", "sdpa", "sums")
     modules = [import_module(f"zero_mpi.ops.gpu.{name}") for name in names]
     attention, embedding, launch, linear, norm, sdpa, sums = modules
-    assert (kernels.LOGITS_BYTES, kernels.LINE) == (linear.LOGITS_BYTES, linear.LINE)
-    assert (kernels.SCORES, kernels.EVEN) == (attention.SCORES, attention.EVEN)
-    assert (kernels.COLUMN_ROWS, kernels.COLUMN_LINES) == (sums.ROWS_OF_A_LINE, sums.MOST_LINES)
-    assert embedding.RUN == kernels.RUN
-    assert sdpa.SLOPES == kernels.SLOPES
-    assert (kernels.PACK, kernels.THREADS) == (launch.PACK, launch.THREADS)
-    assert (kernels.HELD, kernels.NORM_LINES) == (norm.HELD, norm.MOST_LINES)
+    assert (workspaces.LOGITS_BYTES, workspaces.LINE) == (linear.LOGITS_BYTES, linear.LINE)
+    assert (workspaces.SCORES, workspaces.EVEN) == (attention.SCORES, attention.EVEN)
+    assert (workspaces.COLUMN_ROWS, workspaces.COLUMN_LINES) == (sums.ROWS_OF_A_LINE, sums.MOST_LINES)
+    assert embedding.RUN == workspaces.RUN
+    assert sdpa.SLOPES == workspaces.SLOPES
+    assert (workspaces.PACK, workspaces.THREADS) == (launch.PACK, launch.THREADS)
+    assert (workspaces.HELD, workspaces.NORM_LINES) == (norm.HELD, norm.MOST_LINES)
 
 
 def test_sizes_are_those_of_the_transports(gpu):

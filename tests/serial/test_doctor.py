@@ -29,22 +29,22 @@ from zero_mpi.comm.shared.slots import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,
-    clocks,
+    clock_sync,
     compute,
-    device,
-    folder,
-    library,
+    gpu,
     limits,
     links,
-    neighbours,
-    rows,
-    sharing,
+    mpi_library,
+    other_processes,
+    run_folder,
+    shared_memory,
+    table,
     versions,
 )
 from zero_mpi.doctor import command as doctor
-from zero_mpi.doctor.fit import Line, Point, fit
+from zero_mpi.doctor.alpha_beta import Line, Point, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
-from zero_mpi.doctor.rows import BAD, NOTE, OK, Row
+from zero_mpi.doctor.table import BAD, NOTE, OK, Row
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
@@ -73,14 +73,14 @@ def only(found):
     ("numbers", "text"), [([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 4], "4-5"), ([0, 2], "0, 2")]
 )
 def test_ranges(numbers, text):
-    assert rows.ranges(numbers) == text
+    assert table.ranges(numbers) == text
 
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
-    told = list(rows.lines(Row("disk", long, NOTE, f"do {long}")))
+    told = list(table.lines(Row("disk", long, NOTE, f"do {long}")))
     assert told[0].startswith("note  disk")
-    assert max(map(len, told)) <= rows.WIDTH
+    assert max(map(len, told)) <= table.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
     assert sum("-> do" in line for line in told) == 1
 
@@ -155,20 +155,20 @@ def test_plain_operations_are_a_note():
 
 def test_a_launcher_of_another_mpi_is_bad():
     environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
-    row = library.started(1, environ)
+    row = mpi_library.started(1, environ)
     assert row.verdict == BAD
     assert row.value == "mpirun of Open MPI started 4 processes, and each is a job of one rank"
-    assert library.started(4, environ) == Row("launcher", "mpirun of Open MPI, 4 ranks")
-    assert library.speaks(1, environ)
-    assert not library.speaks(1, environ | {"OMPI_COMM_WORLD_RANK": "2"})
-    assert library.started(1, {}) == Row("launcher", "none, 1 rank")
-    assert library.speaks(1, {})
+    assert mpi_library.started(4, environ) == Row("launcher", "mpirun of Open MPI, 4 ranks")
+    assert mpi_library.speaks(1, environ)
+    assert not mpi_library.speaks(1, environ | {"OMPI_COMM_WORLD_RANK": "2"})
+    assert mpi_library.started(1, {}) == Row("launcher", "none, 1 rank")
+    assert mpi_library.speaks(1, {})
 
 
-@pytest.mark.parametrize("name", library.ASYNC_PROGRESS)
+@pytest.mark.parametrize("name", mpi_library.ASYNC_PROGRESS)
 def test_progress_threads_of_the_library_are_a_note(name):
-    assert library.progress([{}, {name: "1"}]).remedy == f"unset {name}"
-    assert library.progress([{}, {name: "0"}]).verdict == OK
+    assert mpi_library.progress([{}, {name: "1"}]).remedy == f"unset {name}"
+    assert mpi_library.progress([{}, {name: "0"}]).verdict == OK
 
 
 def seat(cores=range(8), threads=1, chosen=False, yields=False):
@@ -234,7 +234,7 @@ def test_threads_and_cores(monkeypatch):
 def test_many_hosts_are_not_all_listed():
     found = [node(seat(), name=f"h{number}", first=number) for number in range(30)]
     told = list(binding.hosts(found))
-    assert len(told) == rows.FEW + 1
+    assert len(told) == table.FEW + 1
     assert told[-1].value == "22 more, 1 ranks on each"
     assert told[0] == Row("host h0", "rank 0 on 8 cores (0-7), 8 for each rank")
 
@@ -253,9 +253,9 @@ def test_a_slow_host_is_named():
 
 
 def test_a_clock_that_is_off_is_named():
-    row = only(clocks.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
+    row = only(clock_sync.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
     assert (row.verdict, row.value) == (NOTE, "at most 7.2 s apart: c (known to 20 us)")
-    assert only(clocks.rows([(0.9, 1e-5)], ("b",))).verdict == OK
+    assert only(clock_sync.rows([(0.9, 1e-5)], ("b",))).verdict == OK
 
 
 @pytest.mark.parametrize(
@@ -339,17 +339,17 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"x" * 5000)
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
-    monkeypatch.setattr(sharing, "PLACE", tmp_path)
+    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
     with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        found = sharing.look()
+        found = shared_memory.look()
     assert found.left == (str(tmp_path / "mpich_shm_old"),)
-    row = only(sharing.leftovers([found], ("a",)))
+    row = only(shared_memory.leftovers([found], ("a",)))
     assert row.value == "4.9 KiB on a, in 1 file that no process uses: mpich_shm_old"
     assert row.remedy == f"rm {tmp_path}/mpich_shm_old"
-    assert len(sharing.look().left) == 2
+    assert len(shared_memory.look().left) == 2
     assert len(list(tmp_path.iterdir())) == 4
     many = tuple(f"{tmp_path}/mpich_shm_{number}" for number in range(99))
-    command = sharing.removal(many).removeprefix("while no job starts: ")
+    command = shared_memory.removal(many).removeprefix("while no job starts: ")
     with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
         subprocess.run(["sh", "-c", command], check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mpich_shm_used", "other"]
@@ -357,12 +357,12 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(
-        sharing.os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9))
+        shared_memory.os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9))
     )
-    room = sharing.look()
+    room = shared_memory.look()
     assert room.free == 64 << 20  # as containers have it
     where = place((0, 1))
-    first, second = sharing.rows([room], ["/dev/shm is full"], where)[:2]
+    first, second = shared_memory.rows([room], ["/dev/shm is full"], where)[:2]
     assert "--shm-size" in first.remedy
     assert "--shm-size" in second.remedy
     assert (
@@ -376,17 +376,17 @@ def test_little_shared_memory_is_a_note(monkeypatch):
 def test_the_model_that_fits_shared_memory_is_what_the_layout_takes(ranks):
     """A model of as many blocks, by the runtime's own layout: its bytes are those that were told to fit."""
     model = Llama.from_flags(
-        {"layers": sharing.BLOCKS, "dim": 256, "heads": 4, "context": 64, "vocab_size": 256}
+        {"layers": shared_memory.BLOCKS, "dim": 256, "heads": 4, "context": 64, "vocab_size": 256}
     )
     layout = lay_out(model.stages(), FULL_SHARD)
     wholes = sum(padded(whole.length) for whole in layout.wholes(FULL_SHARD, ranks))
     needed = wholes + ranks * sum(map(padded, layout.buffers))
     parameters = sum(unit.length for unit in layout.units)
-    assert sharing.largest_model(needed, ranks) == pytest.approx(parameters, rel=0.1)
+    assert shared_memory.largest_model(needed, ranks) == pytest.approx(parameters, rel=0.1)
 
 
 def test_no_device_is_one_line():
-    assert device.rows([device.look(present=False)] * 2, ("a", "b")) == [Row("CUDA", "no CUDA device")]
+    assert gpu.rows([gpu.look(present=False)] * 2, ("a", "b")) == [Row("CUDA", "no CUDA device")]
 
 
 CHILD = "import os, signal, time; os.write(1, b'{}\\n'); {}"
@@ -405,25 +405,25 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
 )
 def test_what_the_live_test_of_devices_says(end, value, verdict, monkeypatch):
     """A child that finds two devices and then ends in some way; CuPy is not installed."""
-    monkeypatch.setattr(device, "PATIENCE", 1.0)
-    monkeypatch.setattr(device, "installed", lambda name: "none")
+    monkeypatch.setattr(gpu, "PATIENCE", 1.0)
+    monkeypatch.setattr(gpu, "installed", lambda name: "none")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
-    found = device.look([sys.executable, "-c", code], present=True)
-    devices, cupy, aware = device.rows([found], ("a",))
+    found = gpu.look([sys.executable, "-c", code], present=True)
+    devices, cupy, aware = gpu.rows([found], ("a",))
     assert devices == Row("CUDA", "a: 2 devices (X1), driver for CUDA 13.0")
     assert cupy.remedy.startswith("pip install")
     assert (aware.value, aware.verdict) == (value, verdict)
-    assert aware.remedy == ("" if verdict == OK else device.STAGED)
+    assert aware.remedy == ("" if verdict == OK else gpu.STAGED)
 
 
 def test_a_driver_that_does_not_work_is_a_note():
     """The probe itself, where there is no driver, and one that cannot be started."""
-    if device.has_driver():
+    if gpu.has_driver():
         pytest.skip("this machine has a driver")
-    found = device.look(present=True)
+    found = gpu.look(present=True)
     assert found.error.startswith("the driver's library cannot be loaded: libcuda.so.1")
-    assert only(device.rows([found], ("a",))).verdict == NOTE
-    assert "cannot be started" in device.look(["/no/such/program"], present=True).error
+    assert only(gpu.rows([found], ("a",))).verdict == NOTE
+    assert "cannot be started" in gpu.look(["/no/such/program"], present=True).error
 
 
 def test_the_live_test_knows_nothing_of_the_job():
@@ -435,7 +435,7 @@ def test_the_live_test_knows_nothing_of_the_job():
         "PMIX_ID": "1",
     }
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert device.outside_job(job | kept) == kept
+    assert gpu.outside_job(job | kept) == kept
 
 
 def test_device_memory_is_lent_by_the_protocol():
@@ -456,18 +456,18 @@ def test_a_busy_process_on_our_cores_is_named():
     core = min(os.sched_getaffinity(0))
     process = busy_process(core)
     try:
-        found = neighbours.look({os.getpid()}, (core,))
-        ours = neighbours.look({os.getpid(), process.pid}, (core,))
+        found = other_processes.look({os.getpid()}, (core,))
+        ours = other_processes.look({os.getpid(), process.pid}, (core,))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
     assert process.pid in [pid for pid, _, _ in found]
     assert process.pid not in [pid for pid, _, _ in ours]
-    row = only(neighbours.rows([found], ("a",)))
+    row = only(other_processes.rows([found], ("a",)))
     assert f"({process.pid}) on {core} of a" in row.value
     assert "--bind-to none" in row.remedy
-    assert neighbours.look(set(), tuple(range(os.cpu_count()))) == []  # we are not bound
+    assert other_processes.look(set(), tuple(range(os.cpu_count()))) == []  # we are not bound
 
 
 # ------------------------------------------------------------------------------------------- run folder
@@ -475,25 +475,25 @@ def test_a_busy_process_on_our_cores_is_named():
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     out = tmp_path / "new" / "run"
-    told = folder.section(place((0,)), out)
+    told = run_folder.section(place((0,)), out)
     assert [row.verdict for row in told if row.what != "disk"] == [
         OK if not on_memory(tmp_path) else NOTE,
         OK,
     ]
-    assert f"{out} on {folder.kind_of(tmp_path)}" in told[0].value
+    assert f"{out} on {run_folder.kind_of(tmp_path)}" in told[0].value
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
-    folder.section(place((0,)), tmp_path / "kept")
+    run_folder.section(place((0,)), tmp_path / "kept")
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
 def on_memory(path):
     """Whether the tests' own folder is on a file system in memory."""
-    return folder.kind_of(path) in folder.MEMORY
+    return run_folder.kind_of(path) in run_folder.MEMORY
 
 
 def test_a_run_folder_that_cannot_be_is_bad():
-    row = only(folder.section(place((0,)), Path("/dev/null/run")))
+    row = only(run_folder.section(place((0,)), Path("/dev/null/run")))
     assert row.verdict == BAD
     assert row.value.startswith("/dev/null/run: a run cannot save there: /dev/null")
     assert "--out DIR" in row.remedy
@@ -505,24 +505,24 @@ def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported", str(self))
 
     monkeypatch.setattr(Path, name, refuse)
-    row = only(folder.section(place((0,)), tmp_path))
+    row = only(run_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "Operation not supported" in row.value) == (BAD, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rename_that_is_not_seen_is_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder.manager, "replace_folder", lambda new, final: None)
-    row = only(folder.section(place((0,)), tmp_path))
+    monkeypatch.setattr(run_folder.manager, "replace_folder", lambda new, final: None)
+    row = only(run_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "a rename is not seen" in row.value) == (BAD, True)
 
 
 def test_slow_full_and_fleeting_file_systems_are_notes(tmp_path):
-    slow = folder.pace(folder.Found(synced=10.0))
+    slow = run_folder.pace(run_folder.Found(synced=10.0))
     assert (slow.verdict, slow.value) == (NOTE, "16 MiB brought to disk in 10 s, 1.6 MiB/s")
     assert "--async-save" in slow.remedy
-    assert folder.place(tmp_path, folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
-    assert "on a disk" in folder.place(tmp_path, folder.Found(kind="tmpfs", free=1 << 40)).remedy
-    blind = list(folder.rows(tmp_path, folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
+    assert run_folder.place(tmp_path, run_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
+    assert "on a disk" in run_folder.place(tmp_path, run_folder.Found(kind="tmpfs", free=1 << 40)).remedy
+    blind = list(run_folder.rows(tmp_path, run_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
     assert (blind.verdict, blind.value) == (BAD, f"not on b: what rank 0 writes to {tmp_path}")
 
 
@@ -533,9 +533,9 @@ def test_the_type_of_a_file_system_is_that_of_the_nearest_mount(tmp_path):
         f"2 1 0:5 / {tmp_path.parent} rw shared:1 - nfs4 server:/a rw\n"
         f"3 1 0:6 / {tmp_path.parent}/other rw - lustre x rw\n"
     )
-    assert folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
-    assert folder.kind_of(Path("/"), mounts) == "ext4"
-    assert folder.kind_of(Path("/dev/shm")) == "tmpfs"
+    assert run_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
+    assert run_folder.kind_of(Path("/"), mounts) == "ext4"
+    assert run_folder.kind_of(Path("/dev/shm")) == "tmpfs"
 
 
 # -------------------------------------------------------------------------------------------- the command
@@ -598,16 +598,16 @@ def test_rows_are_true(ranks, tmp_path):
     assert (status, time.monotonic() - begun < 20) == (0, True), said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
     assert told["zero_mpi"]["value"] == zero_mpi.__version__
-    assert told["launcher"]["value"].endswith(rows.plural(ranks, "rank"))
+    assert told["launcher"]["value"].endswith(table.plural(ranks, "rank"))
     host = told[f"host {platform.node()}"]["value"]
-    assert host.startswith(f"{rows.ranks(range(ranks))} on {rows.plural(CORES, 'core')}")
+    assert host.startswith(f"{table.ranks(range(ranks))} on {table.plural(CORES, 'core')}")
     crowded = ranks > CORES
     assert (told["ranks and cores"]["verdict"], "hands its core over" in said) == (
         NOTE if crowded else OK,
         crowded,
     )
     assert told["shared window"]["value"].startswith("made, written to and read")
-    assert told["CUDA"]["value"] == "no CUDA device" or device.has_driver()
+    assert told["CUDA"]["value"] == "no CUDA device" or gpu.has_driver()
     assert found["links"]["between"] is None
     assert said.splitlines().count("") == 0
     if ranks == 1:

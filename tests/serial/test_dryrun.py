@@ -11,7 +11,7 @@ from test_command_bits import needs_mpiexec
 from zero_mpi.config.settings import Config, parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.plan import options
+from zero_mpi.plan import flags
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines
@@ -51,7 +51,7 @@ def test_memory_and_traffic_are_the_plans_and_the_runs(folder):
     assert (status, errors) == (0, "")
     assert tree(folder) == before
     config = parse([*SMALL.split(), "--strategy", "shard-grad-op"])
-    case = options.make_case(config, options.find_model(config), config.strategy, 3, 1)
+    case = flags.make_case(config, flags.find_model(config), config.strategy, 3, 1)
     plan = make_plan(case, ASSUMED)
     for line in (*memory_lines([plan]), *traffic_lines([plan])):
         assert printed.count(f"{line}\n") == 1, line
@@ -84,12 +84,12 @@ def test_it_says_where_the_run_would_go_on_and_changes_nothing(folder):
 def test_what_a_run_would_refuse_is_refused_with_the_same_line(folder):
     assert train(1, folder, "--steps", "1")[0] == 0
     before = tree(folder)
-    for flags in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
-        dry = train(1, folder, *flags, "--dry-run")
+    for refused in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
+        dry = train(1, folder, *refused, "--dry-run")
         assert tree(folder) == before
         assert dry[0] == 2, dry
         assert len(dry[2].splitlines()) == 1
-        real = train(1, folder, *flags)
+        real = train(1, folder, *refused)
         assert real == dry
         before = tree(folder)
 

@@ -21,7 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.export import command as export
 from zero_mpi.generate import command as generate
 from zero_mpi.inspect import command as inspect_command
-from zero_mpi.plan import options as plan_options
+from zero_mpi.plan import flags as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -21,12 +21,12 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
-from zero_mpi.plan.fit import largest, most
 from zero_mpi.plan.machine import Link, Machine, machine_of
+from zero_mpi.plan.max_size import largest, most
 from zero_mpi.plan.memory import plan_memory
-from zero_mpi.plan.rehearsal import COMPUTE, GATHER, WAIT, Event, rehearse
-from zero_mpi.plan.steptime import Player, step_time
-from zero_mpi.plan.sweep import Point, limits, sweep
+from zero_mpi.plan.scaling import Point, limits, sweep
+from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, Event, rehearse
+from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
 

@@ -22,11 +22,11 @@ from zero_mpi.launch.world import World
 from zero_mpi.report import command
 from zero_mpi.report.charts import charts_of, marks, points
 from zero_mpi.report.figures import figures
-from zero_mpi.report.folder import read_run, read_runs
+from zero_mpi.report.format import FORMS, duration, size, ticks
 from zero_mpi.report.markup import safe, visible
 from zero_mpi.report.metrics import Metrics
-from zero_mpi.report.numbers import FORMS, duration, size, ticks
 from zero_mpi.report.page import page
+from zero_mpi.report.run_folder import read_run, read_runs
 from zero_mpi.report.text import terminal
 
 NOW = datetime(2026, 11, 21, 18, 0, 30, tzinfo=UTC)

@@ -13,7 +13,7 @@ from report_runs import event, record, records, status, write_run
 
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
-from zero_mpi.report.numbers import FORMS, labels, ticks
+from zero_mpi.report.format import FORMS, labels, ticks
 from zero_mpi.report.page import HERE
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -14,7 +14,7 @@ from zero_mpi.launch.hang_report import RollCall, Standing
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
 from zero_mpi.report.figures import figures
-from zero_mpi.report.folder import MOST_HISTORY, read_run
+from zero_mpi.report.run_folder import MOST_HISTORY, read_run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step

@@ -284,6 +284,10 @@ class MPIComm(Comm):
         node.Free()
         return found
 
+    def over(self, comm: Any) -> MPIComm:
+        """Messages of another communicator, that of a node for example, pushed on by whoever waits."""
+        return MPIComm(comm, threaded=False)
+
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
 

@@ -6,12 +6,15 @@ So whoever waits goes on pushing everything that is under way: another rank may 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.comm.wrapper import Forwarding
+
+if TYPE_CHECKING:
+    from zero_mpi.comm.mpi import MPIComm
 
 
 class Pushing(Forwarding):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from threadpoolctl import threadpool_info
 
 from zero_mpi import environment
-from zero_mpi.doctor.library import set_in
+from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, ranges, ranks
+from zero_mpi.doctor.table import FEW, NOTE, Row, few, plural, ranges, ranks
 from zero_mpi.launch.consistency import mpi_library
 
 YIELDING = {  # by how the library's name begins

@@ -24,19 +24,19 @@ from zero_mpi.cli.text import write
 from zero_mpi.config.settings import Config
 from zero_mpi.doctor import (
     binding,
-    clocks,
+    clock_sync,
     compute,
-    device,
-    folder,
-    library,
+    gpu,
     limits,
     links,
-    neighbours,
-    sharing,
+    mpi_library,
+    other_processes,
+    run_folder,
+    shared_memory,
 )
 from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
-from zero_mpi.doctor.rows import BAD, NOTE, OK, Row, lines, plural
+from zero_mpi.doctor.table import BAD, NOTE, OK, Row, lines, plural
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import check_target, refusing
@@ -137,8 +137,8 @@ def check_file(path: str | None) -> None:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(world, arguments))
-    speaks = world.rank == 0 and library.speaks(world.size)
-    if library.is_split(world.size) and not speaks:
+    speaks = world.rank == 0 and mpi_library.speaks(world.size)
+    if mpi_library.is_split(world.size) and not speaks:
         return FAILED  # each process takes itself for the job: one of them tells it
     world.on_root(lambda: check_file(options.json))
     watchdog = Watchdog(world.rank, options.timeout)
@@ -160,14 +160,14 @@ def examine(found: Examination) -> None:
     growth, for_links, for_products = QUICK if options.quick else THOROUGH
     figures |= {"ranks": where.size, "nodes": len(where.nodes), "ranks_per_node": max(map(len, where.nodes))}
     found.part("versions", lambda: installed.section(where))
-    found.part("MPI library", lambda: library.section(where))
+    found.part("MPI library", lambda: mpi_library.section(where))
     found.part("hosts and cores", lambda: binding.section(where))
-    found.part("neighbours", lambda: neighbours.section(where))
+    found.part("neighbours", lambda: other_processes.section(where))
     found.part("limits", lambda: limits.section(where, figures))
-    found.part("shared memory", lambda: sharing.section(where))
-    found.part("CUDA", lambda: device.section(where))
-    found.part("run folder", lambda: folder.section(where, Path(options.out)))
-    found.part("clocks", lambda: clocks.section(where))
+    found.part("shared memory", lambda: shared_memory.section(where))
+    found.part("CUDA", lambda: gpu.section(where))
+    found.part("run folder", lambda: run_folder.section(where, Path(options.out)))
+    found.part("clocks", lambda: clock_sync.section(where))
     found.part("speed of products", lambda: compute.section(where, for_products, figures))
     effort = links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
     found.part("gathers and reductions", lambda: links.section(where, effort, figures))

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, few
+from zero_mpi.doctor.table import NOTE, Row, few
 
 EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # of the median host's rate

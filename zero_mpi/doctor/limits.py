@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, few, plural, size
+from zero_mpi.doctor.table import NOTE, Row, few, plural, size
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm import Comm, Partition
-from zero_mpi.doctor.fit import Line, Point, fit
+from zero_mpi.doctor.alpha_beta import Line, Point, fit
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, duration, size
+from zero_mpi.doctor.table import NOTE, Row, duration, size
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 MESSAGES, SHARED = "mpi", "shared"  # the transports, as --transport names them

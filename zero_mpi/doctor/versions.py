@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import BAD, NOTE, Row, few, ranks
+from zero_mpi.doctor.table import BAD, NOTE, Row, few, ranks
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
-import zero_mpi
 from zero_mpi import __version__, environment, ops
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
@@ -67,7 +66,7 @@ def installation(world: World) -> dict[str, str]:
     """What this rank computes with."""
     facts = {
         "zero_mpi": __version__,
-        "zero_mpi's source": source_digest(Path(zero_mpi.__file__).parent),
+        "zero_mpi's source": source_digest(Path(environment.__file__).parent),
         "Python": platform.python_version(),
         "NumPy": np.__version__,
         "operations": ops.backend(),

@@ -14,11 +14,11 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
-from zero_mpi.plan.options import Question, read
+from zero_mpi.plan.flags import Question, read
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import head, introduction, report, sweep_lines
 from zero_mpi.plan.resident import ask_lines, resident
-from zero_mpi.plan.sweep import limits, sweep
+from zero_mpi.plan.scaling import limits, sweep
 
 
 def command(world: World, arguments: Sequence[str]) -> int:

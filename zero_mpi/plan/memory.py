@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from zero_mpi.comm.shared.slots import padded
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
-from zero_mpi.plan.rehearsal import kernels_of, rehearse
+from zero_mpi.plan.simulate import kernels_of, rehearse
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit

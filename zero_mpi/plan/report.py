@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.fit import MOST, elements
 from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.max_size import MOST, elements
 from zero_mpi.plan.plan import Plan
-from zero_mpi.plan.sweep import Point
+from zero_mpi.plan.scaling import Point
 
 TITLE, COLUMN = 34, 16  # widths
 MEMORY = {

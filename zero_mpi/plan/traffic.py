@@ -16,7 +16,7 @@ from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import NUMBER, chunks
-from zero_mpi.plan.ways import Way, ways_of
+from zero_mpi.plan.routes import Way, ways_of
 from zero_mpi.sharding.actions import Gather
 from zero_mpi.sharding.unit import BYTES
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.report.folder import LOST, Event, Run, integer, text
 from zero_mpi.report.metrics import MEMORY, WAITS, Floats, Metrics, Places
+from zero_mpi.report.run_folder import LOST, Event, Run, integer, text
 
 COLOURS = 8  # that the page has; a ninth run takes the first one again, dashed
 MOST_MARKS = 300  # of a run, saves apart; more would be a grey wall

@@ -20,10 +20,10 @@ from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
-from zero_mpi.report.folder import Run, read_runs
+from zero_mpi.report.format import size
 from zero_mpi.report.metrics import LIMIT
-from zero_mpi.report.numbers import size
 from zero_mpi.report.page import page
+from zero_mpi.report.run_folder import Run, read_runs
 from zero_mpi.report.text import terminal
 
 NAME = "report.html"

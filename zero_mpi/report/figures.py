@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.files.text import shown
-from zero_mpi.report.folder import LOST, Run, integer, text
+from zero_mpi.report.format import count, duration, percent, plain, size
 from zero_mpi.report.metrics import RECENT, is_number
-from zero_mpi.report.numbers import count, duration, percent, plain, size
+from zero_mpi.report.run_folder import LOST, Run, integer, text
 from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED
 
 MOST_WORD = 60  # letters of what is said beside a figure

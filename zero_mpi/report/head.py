@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from zero_mpi.files.text import shown
 from zero_mpi.report.figures import Figure, figures, state_line
-from zero_mpi.report.folder import Run, moment
 from zero_mpi.report.markup import row, safe, scrolling, tag
+from zero_mpi.report.run_folder import Run, moment
 from zero_mpi.report.svg import colour
 
 MOST_STATE = 20  # letters of a state

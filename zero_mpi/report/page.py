@@ -14,11 +14,11 @@ from pathlib import Path
 
 from zero_mpi import __version__
 from zero_mpi.report.charts import SAVED, Chart, charts_of, marks
-from zero_mpi.report.folder import Run
+from zero_mpi.report.format import shown
 from zero_mpi.report.head import head
 from zero_mpi.report.markup import safe, tag
-from zero_mpi.report.numbers import shown
 from zero_mpi.report.payload import payload
+from zero_mpi.report.run_folder import Run
 from zero_mpi.report.sections import sections
 from zero_mpi.report.svg import CROSS, colour, draw, glyph
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.report.charts import Chart, marks, points
-from zero_mpi.report.folder import Run
 from zero_mpi.report.markup import visible
 from zero_mpi.report.metrics import Floats
+from zero_mpi.report.run_folder import Run
 from zero_mpi.report.svg import colour
 
 DIGITS, EXACT = 5, 16  # of values, and of steps

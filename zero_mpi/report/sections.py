@@ -14,11 +14,11 @@ from zero_mpi.config.settings import FIELDS
 from zero_mpi.files.text import LONGEST_LINE
 from zero_mpi.files.text import shown as shown_text
 from zero_mpi.report.charts import Chart, about
-from zero_mpi.report.folder import Event, Run, integer, moment, text
+from zero_mpi.report.format import duration, shown, size
 from zero_mpi.report.head import label, swatch
 from zero_mpi.report.markup import row, safe, section, table, tag
 from zero_mpi.report.metrics import is_number
-from zero_mpi.report.numbers import duration, shown, size
+from zero_mpi.report.run_folder import Event, Run, integer, moment, text
 from zero_mpi.report.svg import bars
 
 MOST_EVENTS, MOST_SAMPLES, MOST_CHECKPOINTS = 200, 3, 100  # of a run

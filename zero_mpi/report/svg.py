@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 
 from zero_mpi.report.charts import COLOURS, SAVED, Chart, Points, Series, marks, points
-from zero_mpi.report.folder import Run
+from zero_mpi.report.format import labels, shown, ticks
 from zero_mpi.report.markup import safe, tag
 from zero_mpi.report.metrics import Floats
-from zero_mpi.report.numbers import labels, shown, ticks
+from zero_mpi.report.run_folder import Run
 
 RIGHT, TOP, BOTTOM = 14, 16, 26  # margins around the curves
 LETTER, LEAST_LEFT = 6.6, 46  # width of a digit on an axis; and of the smallest left margin

@@ -20,10 +20,10 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST_LINE, cut, printable, shown
 from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points
 from zero_mpi.report.figures import figures, state_line
-from zero_mpi.report.folder import Run
+from zero_mpi.report.format import count, ticks
+from zero_mpi.report.format import shown as shown_number
 from zero_mpi.report.metrics import Floats
-from zero_mpi.report.numbers import count, ticks
-from zero_mpi.report.numbers import shown as shown_number
+from zero_mpi.report.run_folder import Run
 from zero_mpi.report.svg import span
 
 COLOURS = (33, 208, 36, 170, 178, 137, 245, 99)  # of 256, like those of the page

@@ -26,9 +26,9 @@ from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import MPI, NODES, SERIAL, SHARED, Case
-from zero_mpi.plan.fit import elements
+from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.machine import assumed
-from zero_mpi.plan.options import check_layout, make_case
+from zero_mpi.plan.max_size import elements
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
 from zero_mpi.plan.resident import ask_lines, resident, text_of

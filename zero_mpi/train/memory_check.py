@@ -22,8 +22,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import SERIAL, Case
+from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.memory import Memory, plan_memory
-from zero_mpi.plan.options import check_layout, make_case
 from zero_mpi.plan.report import size
 from zero_mpi.plan.resident import private, text_bytes
 

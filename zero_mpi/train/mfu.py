@@ -18,9 +18,9 @@ from zero_mpi import device, ops
 from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.ghost import Room
-from zero_mpi.plan.kernels import Compiled
-from zero_mpi.plan.rehearsal import Rehearser
+from zero_mpi.plan.fake_array import Room
+from zero_mpi.plan.simulate import Rehearser
+from zero_mpi.plan.workspaces import Compiled
 
 SECONDS = 0.04  # of products that are timed, after one that starts threads or compiles
 LONG = 2e-3  # seconds of a product that is large enough: so short only where many cores or a GPU share it

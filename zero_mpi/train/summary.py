@@ -16,8 +16,8 @@ from zero_mpi import __version__, device, environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.data import named
 from zero_mpi.plan.case import Case
+from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.memory import Memory, plan_memory
-from zero_mpi.plan.options import make_case
 from zero_mpi.plan.report import MEMORY, size
 from zero_mpi.plan.resident import gibibytes, resident, text_of
 from zero_mpi.telemetry import log

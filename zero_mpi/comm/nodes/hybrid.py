@@ -8,10 +8,9 @@ owner on every node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_mpi.comm.base import Comm, Handle, Memory
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.reduce_scatter import NodeSums
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.pushing import Pushing
@@ -20,12 +19,15 @@ from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
+if TYPE_CHECKING:
+    from zero_mpi.comm.mpi import MPIComm
+
 
 class NodeOwners(Pushing):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
     def __init__(self, flat: MPIComm, sums: NodeSums) -> None:
-        super().__init__(MPIComm(sums.node, threaded=False), sums.topology.ranks_per_node)
+        super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
         self.meter = self._inner.meter = flat.meter
         self.exact = True  # also where `fast` would do
         self._flat, self._sums = flat, sums

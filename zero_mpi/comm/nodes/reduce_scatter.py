@@ -8,11 +8,10 @@ Between the nodes the sums travel as `relay` says.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_mpi.comm.base import Handle
 from zero_mpi.comm.message_type import mpi_type
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.chain_sum import DEPTH, PIECE, Relay, Source, Sum
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.counters import ENTRIES, POSTED, SUMMED, Counters
@@ -22,6 +21,9 @@ from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
+
+if TYPE_CHECKING:
+    from zero_mpi.comm.mpi import MPIComm
 
 TAGS = 1 << 14
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.collectives import unit_seconds, vector_seconds
+from zero_mpi.plan.cost_model import unit_seconds, vector_seconds
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.memory import chunks, updated
-from zero_mpi.plan.rehearsal import (
+from zero_mpi.plan.simulate import (
     ALLREDUCE,
     COMPUTE,
     GATHER,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import BAD, NOTE, Row, duration, few, size
+from zero_mpi.doctor.table import BAD, NOTE, Row, duration, few, size
 
 MOUNTS = Path("/proc/self/mountinfo")
 TRIAL = 16 << 20  # bytes that are written and brought to disk

@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.types import Array
-from zero_mpi.plan.ghost import Ghost, Room
-from zero_mpi.plan.kernels import weights_of_head
+from zero_mpi.plan.fake_array import Ghost, Room
+from zero_mpi.plan.workspaces import weights_of_head
 
 FLOAT = 4  # bytes of a score
 

@@ -20,10 +20,10 @@ from zero_mpi.comm import Handle, Partition
 from zero_mpi.comm.base import Memory
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
-from zero_mpi.plan import operations  # noqa: F401  (registers the operations on ghosts)
+from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on ghosts)
 from zero_mpi.plan.case import Case, Imagined
-from zero_mpi.plan.ghost import Room, without_memory
-from zero_mpi.plan.kernels import Compiled, OnGPU
+from zero_mpi.plan.fake_array import Room, without_memory
+from zero_mpi.plan.workspaces import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"

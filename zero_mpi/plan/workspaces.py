@@ -15,7 +15,7 @@ import numpy as np
 from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
 from zero_mpi.ops.reference import chunk_rows
-from zero_mpi.plan.ghost import Room
+from zero_mpi.plan.fake_array import Room
 
 BLOCK, KEPT_WEIGHTS = 64, 64 << 10  # of ops.cpu.attention
 LOGITS_BYTES, LINE = 256 << 20, 8  # of ops.gpu.linear

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import BAD, NOTE, Row, plural
+from zero_mpi.doctor.table import BAD, NOTE, Row, plural
 from zero_mpi.launch.consistency import NUMBERS, STARTED
 
 LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there

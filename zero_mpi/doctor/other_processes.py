@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, few, ranges
+from zero_mpi.doctor.table import NOTE, Row, few, ranges
 
 PROC = Path("/proc")
 LOOKS, PAUSE = 4, 0.02  # a process counts that is seen running in most looks

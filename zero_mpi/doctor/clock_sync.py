@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from zero_mpi.comm.clock_sync import answer, ask
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, duration
+from zero_mpi.doctor.table import NOTE, Row, duration
 
 FAR = 1.0  # seconds
 Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import FEW, NOTE, Row, few, plural, size
+from zero_mpi.doctor.table import FEW, NOTE, Row, few, plural, size
 from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 

@@ -13,7 +13,7 @@ import math
 from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
 from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.memory import EXACT_PIECE, NUMBER, RELAY_PIECE
-from zero_mpi.plan.rehearsal import ALLREDUCE, GATHER, GATHER_SUMS
+from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
 SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree

@@ -17,7 +17,7 @@ from zero_mpi.comm.gpu.run_probe import (
     run_probe,
 )
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.rows import NOTE, Row, plural
+from zero_mpi.doctor.table import NOTE, Row, plural
 from zero_mpi.doctor.versions import installed
 
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
