@@ -22,13 +22,15 @@ from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, ops
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import Comm
-from zero_mpi.config.settings import Config, check
+from zero_mpi.config.bounds import check
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import PRECISIONS
-from zero_mpi.train.setup import choose_device, make_comm, make_module, make_optimizer, set_threads
+from zero_mpi.train.setup import choose_device, make_module, make_optimizer, set_threads
+from zero_mpi.train.transport import make_comm
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 

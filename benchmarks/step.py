@@ -31,7 +31,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
-from zero_mpi.train.setup import make_comm, set_threads
+from zero_mpi.train.setup import set_threads
+from zero_mpi.train.transport import make_comm
 
 GEMM = 1024
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard")

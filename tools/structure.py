@@ -23,16 +23,18 @@ ORDER = (
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",
-    "inspect", "export", "generate", "plan", "doctor", "report", "train", "hostfile", "completion", "__main__",
+    "inspect", "export", "generate", "plan", "doctor", "report", "train",
+    "hostfile", "completion", "__main__",
 )  # fmt: skip
 
-# What the order would allow and the design does not: room: those that it may not use.
+# What the order would allow and the design does not: a room, and those that it may not use.
 NEVER: dict[str, tuple[str, ...]] = {
     "comm": ("ops", "nn"),  # transports carry and add arrays; they know no operation and no layer
     "nn": ("comm",),  # a layer holds no arrays and knows no ranks: that is what lets them be sharded
     "data": ("device", "ops", "comm", "cli", "telemetry"),  # functions of their arguments alone
+    "models": ("comm",),
+    "sharding": ("models",),
 }
-NEVER |= {"models": ("comm",), "files": ("arguments",)}
 # The only modules of a room that another one may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
     ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss"),
@@ -40,14 +42,32 @@ ONLY: dict[tuple[str, str], tuple[str, ...]] = {
 
 # Libraries that only some modules may import.
 GUARDED: dict[str, tuple[str, ...]] = {
-    "mpi4py": ("comm.*", "launch.*"),
+    "mpi4py": ("comm.start_mpi",),
     "cupy": ("device.*", "ops.gpu.*", "comm.*"),
     "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*",),
     "scipy": ("ops.cpu.*",),
 }
 
-MAX_FUNCTION, MAX_FILE = 60, 400
+MAX_FUNCTION, MAX_FILE = 40, 300
+# What is longer still: lines of a file, or of a function in it. These numbers may only fall.
+DEBT = {
+    "zero_mpi/comm/mpi.py": 312,
+    "zero_mpi/data/tokenizers/huggingface.py": 306,
+    "zero_mpi/ops/gpu/gemm.py": 392,
+    "zero_mpi/ops/reference.py": 392,
+    "zero_mpi/train/trainer.py": 308,
+    "tools/figures_time.py": 327,
+    "benchmarks/gpu_setup.py": 301,
+    "zero_mpi/ops/cpu/attention.py:backward": 44,
+    "zero_mpi/ops/cpu/blas.py:sgemm": 42,
+    "zero_mpi/ops/reference.py:adamw": 46,
+    "zero_mpi/sharding/layout.py:lay_out": 43,
+    "zero_mpi/sharding/schedule.py:make_schedule": 42,
+    "zero_mpi/train/setup.py:prepare": 53,
+    "zero_mpi/train/trainer.py:step": 53,
+    "tests/fuzz/fuzz_gguf.py:model": 44,
+}
 FOLDERS = (PACKAGE, "tools", "examples", "benchmarks", "tests")
 FREE_LENGTH = ("tests",)  # a table of cases may be long; its functions may not
 
@@ -187,16 +207,24 @@ def circles_from(
         done.add(module)
 
 
-def check_sizes(tree: ast.Module, text: str, limit: float) -> Iterator[Violation]:
-    """Files and functions that are too long."""
+def check_sizes(tree: ast.Module, text: str, name: str, limit: float) -> Iterator[Violation]:
+    """Files and functions that are longer than allowed, or shorter than their debt says."""
     lines = len(text.splitlines())
-    if lines > limit:
-        yield 1, f"{lines} lines, at most {limit} allowed"
+    yield from check_size(1, "the file", name, lines, limit)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION:
-                yield node.lineno, f"function {node.name} has {length} lines, at most {MAX_FUNCTION} allowed"
+            what, place = f"function {node.name}", f"{name}:{node.name}"
+            yield from check_size(node.lineno, what, place, length, MAX_FUNCTION)
+
+
+def check_size(line: int, what: str, place: str, length: int, limit: float) -> Iterator[Violation]:
+    """One length against its limit, or its debt."""
+    allowed = DEBT.get(place, limit)
+    if length > allowed:
+        yield line, f"{what} has {length} lines, at most {allowed} allowed"
+    elif limit < length < allowed:
+        yield line, f"{what} has {length} lines now: say so in DEBT of tools/structure.py"
 
 
 def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation]:
@@ -220,7 +248,8 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
     folder = path.relative_to(root).parts[0]
     if folder == PACKAGE:
         yield from check_imports(tree, path, root / PACKAGE)
-    yield from check_sizes(tree, text, float("inf") if folder in FREE_LENGTH else MAX_FILE)
+    limit = float("inf") if folder in FREE_LENGTH else MAX_FILE
+    yield from check_sizes(tree, text, path.relative_to(root).as_posix(), limit)
     yield from check_docstrings(tree, public_names=folder in (PACKAGE, "tools"))
 
 

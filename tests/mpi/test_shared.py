@@ -38,7 +38,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import lay_out
-from zero_mpi.train.setup import make_comm, make_module
+from zero_mpi.train.setup import make_module
+from zero_mpi.train.transport import make_comm
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()

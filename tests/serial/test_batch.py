@@ -285,11 +285,12 @@ def test_bash_reads_every_script(path):
 
 OWN_OF_ARRAY = {  # lines that no other script has
     "slurm": [
+        "told= run=",
         "trap save USR1 TERM",
         "if [[ $status = 0 || $status = 2 ]]; then",
         '    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"',
     ],
-    "pbs": ["trap save USR1 TERM"],
+    "pbs": ["told= run=", "trap save USR1 TERM"],
 }
 
 

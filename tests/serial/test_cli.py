@@ -9,7 +9,7 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__, completion
 from zero_mpi.cli.main import main, parser
-from zero_mpi.config.settings import parse
+from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 

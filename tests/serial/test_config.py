@@ -15,9 +15,12 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__
 from zero_mpi.cli.main import main
+from zero_mpi.config.bounds import seconds, thread_count
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.defaults import FROM_NOTHING
 from zero_mpi.config.replay import recorded
-from zero_mpi.config.settings import FIELDS, Config, parse, seconds, spelled, thread_count, write_toml
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.toml import write_toml
 from zero_mpi.errors import UsageError
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}

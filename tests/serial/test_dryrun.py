@@ -8,7 +8,8 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.config.settings import Config, parse
+from zero_mpi.config.command_line import parse
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan import flags

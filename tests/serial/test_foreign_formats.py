@@ -83,7 +83,7 @@ def test_what_is_no_file_is_refused_in_any_place(folder, name, kind):
         else (lambda: tokenizer_from_json(folder / "tokenizer.json"))
     )
     if kind == "loop" and name == "config.json":
-        assert "in this folder" in refusal(read)
+        assert "cannot be looked at: Too many levels of symbolic links" in refusal(read)
     else:
         assert name in refusal(read)
 

@@ -9,8 +9,9 @@ import pytest
 from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import recorded, write_config
-from zero_mpi.config.settings import Config, parse
+from zero_mpi.config.settings import Config
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]

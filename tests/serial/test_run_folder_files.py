@@ -7,7 +7,7 @@ import socket
 import pytest
 from report_runs import record, status, write_run
 
-from zero_mpi.config.settings import parse
+from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
 from zero_mpi.launch.hang_report import RollCall, Standing

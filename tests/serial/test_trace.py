@@ -17,7 +17,7 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, writ
 from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm, device
-from zero_mpi.config.settings import parse
+from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
 from zero_mpi.launch.world import World

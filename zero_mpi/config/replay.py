@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.config.inputs import BYTE, FROM_INIT
-from zero_mpi.config.settings import FIELDS, Config, write_toml
+from zero_mpi.config.settings import FIELDS, Config
+from zero_mpi.config.toml import write_toml
 from zero_mpi.errors import writing
 from zero_mpi.files.atomic import write_whole
 

@@ -6,16 +6,9 @@ so every rank works out its own part and no two can disagree.
 
 from collections.abc import Mapping
 
-from zero_mpi.data.corpus import (
-    Corpus,
-    collect_files,
-    holds_token_files,
-    load_corpus,
-    named,
-    stdlib_files,
-    unigram_entropy,
-)
+from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
 from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_of
+from zero_mpi.data.text_files import collect_files, holds_token_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.huggingface import tokenizer_config, tokenizer_from_json, tokenizer_json

@@ -19,7 +19,8 @@ from zero_mpi.cli.text import MARGIN, WIDTH, size, write
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
-from zero_mpi.inspect.examine import Report, examine
+from zero_mpi.inspect.examine import examine
+from zero_mpi.inspect.tensors import Report
 from zero_mpi.launch.world import World, run
 
 FEW = 8  # entries of a list that is not asked for

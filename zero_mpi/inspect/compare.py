@@ -16,7 +16,9 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.inspect.examine import Report, Subject, as_json, elements, open_subject, pieces
+from zero_mpi.inspect.examine import as_json
+from zero_mpi.inspect.pieces import Subject, elements, open_subject, pieces
+from zero_mpi.inspect.tensors import Report
 
 Place = tuple[str, str]  # role and name of a tensor
 Stored = tuple[WeightSource, TensorSpec]

@@ -8,40 +8,30 @@ its whole state does not depend on the number of ranks that wrote it.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.constants import GGML_QUANT_SIZES
 
-from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.checksum import PIECE, digest_of_pieces, digest_of_state, from_lines, piece_digests
-from zero_mpi.checkpoint.gguf.reader import GGUFFile, decode
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import (
-    ARCHITECTURE,
     COUNTS,
     ID,
     STATE_DIGEST,
-    TENSOR_DIGESTS,
-    check_pair,
     read_json,
 )
-from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.files.text import show
+from zero_mpi.inspect.pieces import Subject, keys_of, open_subject
+from zero_mpi.inspect.tensors import Report, Tensor, read_tensor
+from zero_mpi.inspect.verdict import verdict
 from zero_mpi.models import config_from_gguf
 
-Report = dict[str, Any]
-READ = 1 << 20  # bytes read at a time
 LONG, FEW = 60, 3  # letters of a text and items of an array that are shown unless all are wanted
 SIZES = {  # key of an architecture -> what it is called here
     "block_count": "blocks",
@@ -53,86 +43,6 @@ SIZES = {  # key of an architecture -> what it is called here
     "vocab_size": "vocabulary",
 }
 SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
-
-# ----------------------------------------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What lies at a path: a model, a training state, or both as a checkpoint."""
-
-    model: WeightSource | None
-    state: GGUFFile | None
-
-    @property
-    def parts(self) -> dict[str, WeightSource]:
-        """Both as far as they are there, by role."""
-        parts = {"model": self.model, "optimizer": self.state}
-        return {role: part for role, part in parts.items() if part is not None}
-
-
-def open_subject(path: Path) -> Subject:
-    """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
-    if not os.path.exists(path / folders.MODEL) and os.path.exists(path / folders.LATEST / folders.MODEL):
-        path = path / folders.LATEST
-    source = open_weights(path)
-    if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
-        return Subject(None, source)
-    state = path / folders.OPTIMIZER
-    return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
-
-
-def keys_of(source: WeightSource) -> GGUFKeys:
-    """The keys of a source, read with their types."""
-    return GGUFKeys(source.metadata, str(source.path))
-
-
-def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
-    """The bytes of a tensor, in pieces of whole blocks and of whole pieces of its digest."""
-    block, width = GGML_QUANT_SIZES[spec.type]
-    step = math.lcm(PIECE, width)
-    size = max(1, READ // step) * step
-    if isinstance(source, GGUFFile):
-        yield from source.raw_pieces(spec.name, size)
-        return
-    for start in range(0, spec.size, size // width * block):  # from another order, back into the stored type
-        values = source.read(spec.name, start, min(start + size // width * block, spec.size))
-        yield values.astype(NATIVE[spec.type]).view(np.uint8).data
-
-
-def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
-    """The values of a piece, or None for a type whose values are not known."""
-    if kind.name in ("I8", "I16", "I32", "I64", "F64"):
-        return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
-    try:
-        return decode(np.frombuffer(raw, np.uint8), kind)
-    except NotImplementedError:
-        return None
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor that was read: its digest, and how many values are not finite (None: it cannot be told)."""
-
-    spec: TensorSpec
-    digest: str
-    not_finite: int | None
-
-
-def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
-    """Digest and count of one tensor, in one pass."""
-    odd: int | None = 0
-
-    def digested() -> Iterator[bytes]:
-        nonlocal odd
-        for raw in pieces(source, spec):
-            values = elements(raw, spec.type)
-            known = values is not None and odd is not None
-            odd = odd + values.size - int(np.count_nonzero(np.isfinite(values))) if known else None
-            yield piece_digests(raw)
-
-    digest = digest_of_pieces(digested())
-    return Tensor(spec, digest, odd)
 
 
 # ------------------------------------------------------------------------------------------------- report
@@ -263,55 +173,3 @@ def as_json_scalar(value: Any, everything: bool) -> Any:
     if isinstance(value, str) and len(value) > LONG and not everything:
         return f"{value[:LONG]}..."
     return value if value is None or isinstance(value, str | int | float) else "..."
-
-
-# ----------------------------------------------------------------------------------------------- verdict
-
-
-def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Every digest beside those in the files, the pair, and values that are not finite."""
-    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
-    every = [tensor for rows in read.values() for tensor in rows]
-    with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
-    whole = digest_of_state({name: value for one in digests.values() for name, value in one.items()})
-    problems = [
-        problem for role in with_sums for problem in wrong_digests(subject.parts[role], digests[role])
-    ]
-    if subject.model is not None and subject.state is not None:
-        problems += wrong_pair(subject.model, subject.state, problems, whole)
-    not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
-    return {
-        "checksums": sum(len(digests[role]) for role in with_sums),
-        "problems": problems,
-        "state_digest": whole,
-        "not_finite": not_finite,
-        "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
-        "sound": not problems and not not_finite,
-    }
-
-
-def wrong_pair(model: WeightSource, state: GGUFFile, known: Sequence[str], whole: str) -> Iterator[str]:
-    """What keeps two files from being a checkpoint whose state has the digest `whole`."""
-    try:
-        check_pair(model, state)
-        if not known and keys_of(state).text(STATE_DIGEST) != whole:
-            yield f"{state.path}: key {STATE_DIGEST} is not that of the tensors"
-    except UsageError as error:
-        yield str(error)
-
-
-def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
-    """What differs between the tensors of a file and the digests that it holds."""
-    path = source.path
-    try:
-        recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
-    except UsageError as error:
-        yield str(error)
-        return
-    for name in [*found, *(name for name in recorded if name not in found)]:
-        if name not in recorded:
-            yield f"{path}: tensor {show(name)} has no checksum, others have"
-        elif name not in found:
-            yield f"{path}: tensor {show(name)} has a checksum and is not there"
-        elif found[name] != recorded[name]:
-            yield f"{path}: tensor {show(name)} is not the one that was written: its checksum differs"

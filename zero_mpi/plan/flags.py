@@ -11,10 +11,12 @@ from typing import Any
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm.gpu.select import ON_GPU
+from zero_mpi.config.bounds import check
+from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import model_from_flags, open_init, open_tokenizer, read_model
-from zero_mpi.config.settings import Config, check, read_toml, spelled
-from zero_mpi.config.settings import make_parser as train_parser
+from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, Imagined

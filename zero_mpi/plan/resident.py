@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
-from zero_mpi.data.corpus import Corpus, collect_files, stdlib_files
+from zero_mpi.data.corpus import Corpus
+from zero_mpi.data.text_files import collect_files, stdlib_files
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count

@@ -18,7 +18,7 @@ from typing import Any
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, STATE_DIGEST
-from zero_mpi.config.settings import MOST_SETTINGS
+from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import exists, read_file, read_lines

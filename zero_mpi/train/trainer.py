@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_mpi import device
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.config.settings import seconds
+from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas

@@ -1,0 +1,75 @@
+"""What each setting may be by itself: types, least and largest values, durations."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from zero_mpi.cli.parser import nearest, refuse_empty
+from zero_mpi.config import conflicts
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.step_range import step_range
+from zero_mpi.errors import UsageError
+from zero_mpi.files.text import shown
+from zero_mpi.sharding.precision import precision_named
+
+LEAST = {
+    "steps": 0, "batch_size": 1, "micro_batch": 1, "context": 1, "layers": 1, "dim": 1, "heads": 1,
+    "kv_heads": 1, "ffn": 1, "vocab_size": 1, "prefetch": 0, "save_every": 0, "keep": 0, "eval_every": 0,
+    "eval_windows": 1, "log_every": 1, "warmup": 0, "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0,
+    "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0, "seed": 0, "timeout": 0, "val_fraction": 0,
+}  # fmt: skip
+LARGEST = 1 << 62  # whole number: what 64 bits hold, and what is added to it
+BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for the first value that is out of range, naming the flag."""
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        most = math.inf if isinstance(value, float) else LARGEST
+        if value is not None and not least <= value < most:
+            less = "" if value < most else f" and less than {most}"
+            raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
+    for name, bound in BELOW.items():
+        if not getattr(config, name) < bound:
+            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        value = getattr(config, name)
+        if choices and value is not None and value not in choices:
+            meant = nearest(str(value), choices)
+            raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
+    if not 0 < config.bucket_mb < math.inf:
+        raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
+    thread_count(config.threads)
+    precision_named(config.precision, config.reduce_dtype)
+    seconds(config.max_time)
+    step_range(config.trace_steps, config.steps)
+    conflicts.refuse(config)
+    for name in FIELDS.keys() - {"prompt"}:
+        refuse_empty(spelled(name), getattr(config, name))
+
+
+DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
+DURATION_PARTS = r"([0-9.]+)([hms])"
+
+
+def thread_count(text: str | None) -> int | None:
+    """`--threads` as a number, 0 for auto, None for not given; raises UsageError."""
+    if text is None or text == "auto":
+        return None if text is None else 0
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise UsageError(f"--threads {shown(text)}: expected a number of at least 1, or auto")
+    return int(text)
+
+
+def seconds(text: str | None) -> float | None:
+    """A duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
+    if text is None:
+        return None
+    units = {"h": 3600, "m": 60, "s": 1}
+    whole = text if text[-1:] in units else f"{text}s"
+    if not re.fullmatch(f"({DURATION})+", whole):
+        raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
+    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))

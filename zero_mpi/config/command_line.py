@@ -1,0 +1,85 @@
+"""The flags of `zero_mpi.train`: the parser made of the settings, and what came by flags and file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.cli.parser import KINDS, Parser, with_choices
+from zero_mpi.config.bounds import check
+from zero_mpi.config.defaults import told
+from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
+from zero_mpi.config.toml import read_toml
+
+METAVARS = {  # what a value is called in --help; the others are N, X and TEXT
+    "out": "DIR",
+    "resume": "WHAT",
+    "init": "PATH",
+    "data": "PATH",
+    "freeze": "PATTERN",
+    "tokenizer": "WHICH",
+    "threads": "N",
+    "max_time": "TIME",
+    "trace": "FILE",
+    "trace_steps": "A:B",
+    "reduce_dtype": "TYPE",
+}
+EXAMPLES = """\
+Any switch --x is turned off by --no-x. Examples:
+
+  mpirun -n 8 python -m zero_mpi.train
+  mpirun -n 8 python -m zero_mpi.train --data TEXT --out runs/mine
+  mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data TEXT --lr 1e-4
+
+The same command goes on where a run stopped; with --dry-run it says what it would do."""
+
+
+def make_parser() -> Parser:
+    """The command line, in groups. Flags that are not given are absent from the result."""
+    parser = Parser(
+        prog="mpirun -n N python -m zero_mpi.train",
+        usage="%(prog)s [flags]",
+        description="Train a transformer sharded over MPI ranks, into a GGUF that llama.cpp opens.",
+        epilog=EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file that sets the same names as the flags")
+    groups: dict[str, Any] = {}
+    for field in FIELDS.values():
+        about = field.metadata
+        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
+        groups[about["group"]] = group
+        others = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
+        group.add_argument(spelled(field.name), *others, **argument(field))
+    return parser
+
+
+def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What argparse needs to know of a setting."""
+    about = field.metadata
+    text, kind = with_choices(about["text"], about["choices"]), about["kind"]
+    if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
+        text += f" (default: {field.default})"
+    text += told(field.name)
+    common = {"help": text.replace("%", "%%")}
+    if kind is bool:
+        return {**common, "action": argparse.BooleanOptionalAction}
+    if about["choices"]:
+        return {**common, "choices": about["choices"]}
+    metavar = METAVARS.get(field.name, KINDS.get(kind, "TEXT"))
+    if kind is list:
+        return {**common, "nargs": "+", "metavar": metavar}
+    return {**common, "type": kind, "metavar": metavar}
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The configuration of a command line; raises UsageError for what cannot be meant."""
+    given = vars(make_parser().parse_args(arguments))
+    path = given.pop("config", None)
+    settings = read_toml(Path(path)) if path else {}
+    config = Config(**{**settings, **given})
+    check(config)
+    return config

@@ -1,0 +1,66 @@
+"""Settings in a file: TOML, with a key a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.cli.parser import nearest
+from zero_mpi.config.bounds import LARGEST
+from zero_mpi.config.settings import ALIASES, FIELDS, Config
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_toml
+from zero_mpi.files.text import LONGEST, show, shown
+
+MOST_SETTINGS = 1 << 20  # bytes of a TOML file
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, by flag names with - or _; raises UsageError naming file and key."""
+    try:
+        raw = parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
+    except FileError as error:
+        raise UsageError(f"--config {error}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {shown(path)}: not a TOML file: {error}") from None
+    return {setting_of(name): checked_type(path, name, value) for name, value in raw.items()}
+
+
+def setting_of(key: str) -> str:
+    """The name of the setting that a key of a file means."""
+    name = key.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def checked_type(path: Path, key: str, value: Any) -> Any:
+    """`value` as the setting's type; raises UsageError for an unknown key or another type."""
+    field = FIELDS.get(setting_of(key))
+    if field is None:
+        meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
+        raise UsageError(f"--config {shown(path)}: {show(key)} is not a setting{meant}")
+    kind = field.metadata["kind"]
+    if kind is float and type(value) is int and abs(value) < LARGEST:
+        return float(value)
+    if field.name in ("threads", "max_time") and type(value) is int and abs(value) < LARGEST:
+        return str(value)  # a number is one of the ways to write these
+    if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of texts")
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UsageError(f"--config {shown(path)}: {key} = {quoted(value)}, expected {kind.__name__}")
+    return value
+
+
+def quoted(value: Any) -> str:
+    """A value of a TOML file for people, a text in quotes."""
+    return show(value, LONGEST) if isinstance(value, str) else shown(value)
+
+
+def write_toml(config: Config) -> str:
+    """The configuration as TOML text that `--config` reads back."""
+    import tomli_w
+
+    settings: Mapping[str, Any] = dataclasses.asdict(config)
+    return tomli_w.dumps({name: value for name, value in settings.items() if value is not None})

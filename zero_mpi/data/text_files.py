@@ -1,0 +1,96 @@
+"""Which files a corpus is read from: those of --data, or of Python's own library."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from zero_mpi.errors import UsageError
+from zero_mpi.files.open import exists, is_file, is_folder
+from zero_mpi.files.text import shown
+
+_NAME = 40  # letters of a path that are shown where there is little room
+_TOKEN_SUFFIX = ".npy"
+# Distributions ship these or not as they like, and tests are poor prose; caches are no source.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def stdlib_root() -> Path:
+    """Where Python's own library lies (of the base installation, also inside a virtual environment)."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def named(paths: Sequence[str], most: int = _NAME) -> str:
+    """What `--data` names, for people: the first path, cut to `most` letters, and how many more."""
+    if not paths:
+        return f"Python's own library in {stdlib_root()}"
+    return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
+
+
+def stdlib_files() -> list[Path]:
+    """Python's own .py sources in the order of their names, without tests and installed packages."""
+    root = stdlib_root()
+    names = [name for name in _walk(root, _NOT_LIBRARY) if name.endswith(".py")]
+    # _sysconfigdata* is written by the build and differs from machine to machine.
+    return [root / name for name in names if not name.startswith("_sysconfigdata")]
+
+
+def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
+    """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
+
+    The name is relative to the given folder, with forward slashes; of a file given by itself, its last part.
+    Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
+    once, or its text could be trained on and held out too. Raises UsageError for a path that is not there.
+    """
+    found: dict[str, tuple[str, Path]] = {}
+    for given in map(Path, paths):
+        for name, path in _files_of(given):
+            found.setdefault(os.path.realpath(path), (name, path))
+    return list(found.values())
+
+
+def _files_of(given: Path) -> list[tuple[str, Path]]:
+    if is_folder(given):
+        return [(name, given / name) for name in _walk(given)]
+    if is_file(given):
+        return [(given.name, given)]
+    problem = "is neither a file nor a folder" if exists(given) else "does not exist"
+    raise UsageError(f"--data {shown(given)} {problem}")
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
+    """Names of the regular files under `root`, sorted; each folder once, because links may form a loop."""
+    names: list[str] = []
+    seen: set[str] = set()
+    for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(n for n in below if n not in skip and n[0] != ".")
+        kept = (Path(folder, n) for n in files if n[0] != ".")
+        names += [path.relative_to(root).as_posix() for path in kept if is_file(path)]
+    return sorted(names)
+
+
+def unreadable(error: OSError) -> NoReturn:
+    """Raise the UsageError for a file of --data that the system does not let us read."""
+    raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
+
+
+def holds_token_files(paths: Sequence[str]) -> bool:
+    """Whether `paths` mean token files, which need no tokenizer. Raises UsageError if only some do."""
+    return are_tokens(collect_files(paths))
+
+
+def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
+    """Whether files are token files, all of them; raises UsageError if only some are."""
+    tokens = [path for _, path in files if path.suffix == _TOKEN_SUFFIX]
+    texts = [path for _, path in files if path.suffix != _TOKEN_SUFFIX]
+    if tokens and texts:
+        raise UsageError(f"--data takes text or token files, not both: {tokens[0]} is one, {texts[0]} is not")
+    return bool(tokens)

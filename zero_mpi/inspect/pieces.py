@@ -1,0 +1,81 @@
+"""A file of tensors as `inspect` reads it, a piece at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.checksum import PIECE
+from zero_mpi.checkpoint.gguf.reader import GGUFFile, decode
+from zero_mpi.checkpoint.state import (
+    ARCHITECTURE,
+)
+from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.files.gguf_keys import GGUFKeys
+
+READ = 1 << 20  # bytes read at a time
+
+# ----------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What lies at a path: a model, a training state, or both as a checkpoint."""
+
+    model: WeightSource | None
+    state: GGUFFile | None
+
+    @property
+    def parts(self) -> dict[str, WeightSource]:
+        """Both as far as they are there, by role."""
+        parts = {"model": self.model, "optimizer": self.state}
+        return {role: part for role, part in parts.items() if part is not None}
+
+
+def open_subject(path: Path) -> Subject:
+    """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
+    if not os.path.exists(path / folders.MODEL) and os.path.exists(path / folders.LATEST / folders.MODEL):
+        path = path / folders.LATEST
+    source = open_weights(path)
+    if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
+        return Subject(None, source)
+    state = path / folders.OPTIMIZER
+    return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
+
+
+def keys_of(source: WeightSource) -> GGUFKeys:
+    """The keys of a source, read with their types."""
+    return GGUFKeys(source.metadata, str(source.path))
+
+
+def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
+    """The bytes of a tensor, in pieces of whole blocks and of whole pieces of its digest."""
+    block, width = GGML_QUANT_SIZES[spec.type]
+    step = math.lcm(PIECE, width)
+    size = max(1, READ // step) * step
+    if isinstance(source, GGUFFile):
+        yield from source.raw_pieces(spec.name, size)
+        return
+    for start in range(0, spec.size, size // width * block):  # from another order, back into the stored type
+        values = source.read(spec.name, start, min(start + size // width * block, spec.size))
+        yield values.astype(NATIVE[spec.type]).view(np.uint8).data
+
+
+def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
+    """The values of a piece, or None for a type whose values are not known."""
+    if kind.name in ("I8", "I16", "I32", "I64", "F64"):
+        return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
+    try:
+        return decode(np.frombuffer(raw, np.uint8), kind)
+    except NotImplementedError:
+        return None
