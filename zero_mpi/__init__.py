@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from zero_mpi.trace.timeline import tracing
 
 PUBLIC = {
-    "GradAccum": "accumulate",
+    "GradAccum": "sharding.grad_accum",
     "Comm": "comm",
     "Partition": "comm",
     "SerialComm": "comm",
     "MPIComm": "comm.mpi",
-    "connect": "script",
+    "connect": "launch.connect",
     "UsageError": "errors",
     "cross_entropy": "nn",
-    "ShardedAdamW": "optim",
-    "clip_grad_norm": "optim",
+    "ShardedAdamW": "sharding.optimizer",
+    "clip_grad_norm": "sharding.optimizer",
     "DDP": "sharding",
     "FULL_SHARD": "sharding",
     "HYBRID_SHARD": "sharding",
@@ -62,7 +62,7 @@ PUBLIC = {
     "ShardedLinear": "sharding",
     "ShardedModule": "sharding",
     "Strategy": "sharding",
-    "tracing": "timeline",
+    "tracing": "trace.timeline",
 }
 
 __all__ = [
