@@ -15,7 +15,8 @@ from test_shared import Dawdling, restless
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
 from zero_mpi.comm import Partition
-from zero_mpi.comm.nodes.comm import NodesComm, chain_sum
+from zero_mpi.comm.nodes import chain_sum
+from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.nodes.hybrid import NodeOwners
 from zero_mpi.comm.shared.window import MPI, NodesApart
 from zero_mpi.comm.topology import PRETEND, Topology

@@ -28,7 +28,8 @@ from zero_mpi import (
 )
 from zero_mpi.comm import Partition, spin_wait
 from zero_mpi.comm.nodes.comm import NodesComm
-from zero_mpi.comm.shared.comm import SharedComm, counters, window
+from zero_mpi.comm.shared import counters, window
+from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.settings import Config

@@ -292,7 +292,7 @@ OWN: dict[str, How] = {
     "--out runs/scaled": Run(f"{TINY} --steps 4", "scaled-llama"),
     "mpirun -n 3 python scaled.py --arch scaled-llama --layers 2 --dim 64 --heads 4 --steps 50 "
     "--out runs/scaled": Run(f"{TINY} --steps 6", "at step 4"),
-    'python -c "import scaled; from zero_mpi.generate import main; main()" runs/scaled/latest '
+    'python -c "import scaled; from zero_mpi.generate.command import main; main()" runs/scaled/latest '
     "--tokens 40": Run(says="def "),
     "mpirun -n 1 python compare.py": Run(says="the same bits in 10 losses"),
     "mpirun -n 3 python compare.py": Run(says="the same bits in 10 losses"),

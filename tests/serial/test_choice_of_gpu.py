@@ -9,7 +9,7 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import device
+from zero_mpi.device.current import LOCAL_RANK
 
 PRETEND = Path(__file__).resolve().parents[1] / "pretend"
 LISTENING = """
@@ -35,11 +35,12 @@ WHOLE = (
     + """
 import os, pathlib
 from zero_mpi import device
+from zero_mpi.device.current import LOCAL_RANK
 from zero_mpi.train import command as train_command
 from zero_mpi.launch import world as launch
 finish = launch.finish
 def telling(world, *rest):
-    told = next((int(os.environ[name]) for name in device.LOCAL_RANK if name in os.environ), world.rank)
+    told = next((int(os.environ[name]) for name in LOCAL_RANK if name in os.environ), world.rank)
     pathlib.Path(os.environ["TOLD"], str(world.rank)).write_text(json.dumps([told, used]))
     finish(world, *rest)
 launch.finish = telling
@@ -51,13 +52,13 @@ train_command.main()
 @pytest.fixture
 def env(monkeypatch):
     """Two pretended GPUs, and no launcher."""
-    for name in device.LOCAL_RANK:
+    for name in LOCAL_RANK:
         monkeypatch.delenv(name, raising=False)
     return {"PYTHONPATH": str(PRETEND), "PRETEND_CUPY_GPUS": "2"}
 
 
-FIRST = device.LOCAL_RANK[0]
-CASES = [(name, "1", "cuda", [[1, False]]) for name in device.LOCAL_RANK]
+FIRST = LOCAL_RANK[0]
+CASES = [(name, "1", "cuda", [[1, False]]) for name in LOCAL_RANK]
 CASES += [(FIRST, "2", "auto", [[0, False]]), (FIRST, "1", "cpu", []), (FIRST, "1", "nonsense", [])]
 
 
@@ -79,7 +80,7 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     code = WHOLE
     if launcher == "does not tell":
-        code = f"from zero_mpi import device\ndevice.LOCAL_RANK = ()\n{code}"
+        code = f"from zero_mpi import device\nLOCAL_RANK = ()\n{code}"
     sizes = {"layers": 1, "dim": 16, "heads": 2, "ffn": 16, "context": 8, "batch-size": 4, "micro-batch": 1}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     flags += ["--device", "cuda", "--steps", "1", "--out", str(tmp_path / "run")]

@@ -8,7 +8,7 @@ from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__, completion
-from zero_mpi.cli.main import main, parser
+from zero_mpi.cli import main, parser
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

@@ -14,7 +14,7 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__
-from zero_mpi.cli.main import main
+from zero_mpi.cli import main
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.defaults import FROM_NOTHING
@@ -275,9 +275,7 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
 
 def console(*arguments):
     """(status, stdout, stderr) of `zero-mpi ARGUMENTS`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_mpi.cli.main", *arguments], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "zero_mpi", *arguments], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 

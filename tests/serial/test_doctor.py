@@ -24,7 +24,7 @@ from test_command_bits import needs_mpiexec
 
 import zero_mpi
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.gpu import probe
+from zero_mpi.comm.gpu import probe, run_probe
 from zero_mpi.comm.shared.slots import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
@@ -435,7 +435,7 @@ def test_the_live_test_knows_nothing_of_the_job():
         "PMIX_ID": "1",
     }
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert gpu.outside_job(job | kept) == kept
+    assert run_probe.outside_job(job | kept) == kept
 
 
 def test_device_memory_is_lent_by_the_protocol():
@@ -511,7 +511,7 @@ def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
 
 
 def test_a_rename_that_is_not_seen_is_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.manager, "replace_folder", lambda new, final: None)
+    monkeypatch.setattr(run_folder.folders, "replace_folder", lambda new, final: None)
     row = only(run_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "a rename is not seen" in row.value) == (BAD, True)
 

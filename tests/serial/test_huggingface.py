@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.huggingface import permute
 from zero_mpi.checkpoint.huggingface.config import ROPE_SCALING
-from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder, permute
+from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
