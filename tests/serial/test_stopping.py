@@ -480,8 +480,8 @@ def test_a_person_may_stop_runs_at_their_start_again_and_again(flags, tmp_path):
 # what is lost where nobody stops it
 
 SOON = """
-from zero_mpi.train import command as train_command, trainer as train
-train.SAVE_SECONDS, train.SAVE_PAUSE = 0.0, 0
+from zero_mpi.train import command as train_command, saving
+saving.SAVE_SECONDS, saving.SAVE_PAUSE = 0.0, 0
 train_command.main()
 """
 

@@ -1,0 +1,163 @@
+"""What else happens at a step, beside training: each an observer, called in the order of a list.
+
+A step begins and ends for all ranks alike, so an observer may start collectives. What it has to tell goes
+into the record of the step, a line of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_mpi import device
+from zero_mpi.comm.meter import Meter
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World
+from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.optimizer import StepResult
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.metrics import Records
+from zero_mpi.train.divergence import Divergence
+from zero_mpi.train.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that was made, the same on all ranks but for what observers put into `record`.
+
+    number    steps of the run so far, this one included
+    loss      nats per token, of all micro-batches
+    seconds   from the first micro-batch to the update, on this rank
+    """
+
+    number: int
+    loss: float
+    result: StepResult
+    seconds: float
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Observer:
+    """Sees each step begin and end, and does nothing by itself."""
+
+    def begins(self, number: int) -> None:
+        """Step `number` (from 1) is about to begin. Collective if the observer says so."""
+
+    def ends(self, step: Step) -> None:
+        """A step was made. Collective if the observer says so."""
+
+
+class SignsOfLife(Observer):
+    """Tells the watchdog and status.json which step the run is at."""
+
+    def __init__(self, watchdog: Watchdog, outcome: Outcome) -> None:
+        self._watchdog, self._outcome = watchdog, outcome
+
+    def begins(self, number: int) -> None:
+        self._watchdog.beat(f"step {number}")
+
+    def ends(self, step: Step) -> None:
+        self._outcome.at(step.number)
+
+
+class Costs(Observer):
+    """Records what a step took: seconds, waits, bytes sent. Remembers the longest one."""
+
+    def __init__(self, meter: Meter, tokens_per_step: int) -> None:
+        self.longest = 0.0  # seconds
+        self._meter, self._tokens = meter, tokens_per_step
+        self._waited = self._sent = 0.0
+
+    def begins(self, number: int) -> None:
+        self._waited, self._sent = self._meter.wait_seconds, self._meter.sent_bytes
+
+    def ends(self, step: Step) -> None:
+        self.longest = max(self.longest, step.seconds)
+        step.record["tokens_per_second"] = self._tokens / step.seconds
+        step.record["step_seconds"] = step.seconds
+        step.record["wait_seconds"] = self._meter.wait_seconds - self._waited
+        step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent)
+
+
+class SkippedSteps(Observer):
+    """Records how many updates were left out, and warns at the first where that is no search for a scale."""
+
+    def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
+        self._scale, self._count, self._before = scale, count, count()
+
+    def ends(self, step: Step) -> None:
+        now, before = self._count(), self._before
+        self._before = step.record["skipped"] = now
+        if before == 0 < now and not self._scale.dynamic:
+            log.warning(
+                "the gradient of step %d is not finite: steps with such a gradient change nothing",
+                step.number,
+            )
+
+
+class Evaluation(Observer):
+    """Records the held-out loss every `every` steps and after the last one. Collective.
+
+    every      steps; 0: after the last one alone
+    evaluate   the loss in nats per token; None where nothing is held out
+    """
+
+    def __init__(self, every: int, last: int, evaluate: Callable[[], float | None]) -> None:
+        self.loss: float | None = None
+        self.longest = 0.0  # seconds
+        self._every, self._last, self._evaluate = every, last, evaluate
+
+    def ends(self, step: Step) -> None:
+        if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
+            return
+        begun = time.perf_counter()
+        loss = self._evaluate()
+        self.longest = max(self.longest, time.perf_counter() - begun)
+        if loss is not None:
+            self.loss = step.record["val_loss"] = loss
+
+
+class Utilization(Observer):
+    """Records the share of the processor's peak that a step makes use of, where it is known."""
+
+    def __init__(self, share: Callable[[float], float | None]) -> None:
+        self._share = share
+
+    def ends(self, step: Step) -> None:
+        share = self._share(step.seconds)
+        if share is not None:
+            step.record["mfu"] = round(share, 4)
+
+
+class Memory(Observer):
+    """Records the memory of each rank at steps that are logged or evaluated. Collective."""
+
+    def __init__(self, world: World, logs: Callable[[int], bool]) -> None:
+        self._world, self._logs = world, logs
+
+    def ends(self, step: Step) -> None:
+        if self._logs(step.number) or "val_loss" in step.record:
+            step.record["memory_bytes"] = self._world.everyone(device.in_use().memory_in_use())
+
+
+class Recorder(Observer):
+    """Writes the record: metrics.jsonl, the progress bar, TensorBoard."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def ends(self, step: Step) -> None:
+        self._records.step(step.record)
+
+
+class EndOfDivergence(Observer):
+    """Ends a run whose loss or gradients are not finite any more; raises JobError on all ranks."""
+
+    def __init__(self, divergence: Divergence, scale: LossScale) -> None:
+        self._divergence, self._scale = divergence, scale
+
+    def ends(self, step: Step) -> None:
+        searching = self._scale.dynamic and self._scale.exponent > 0
+        self._divergence.saw(step.number, step.loss, step.result.skipped, searching)
