@@ -183,7 +183,7 @@ def check_circles(package: Path) -> Iterator[tuple[Path, Violation]]:
         tree = ast.parse(path.read_text(), filename=str(path))
         for line, name in imports(tree, path, package):
             target = name.removeprefix(f"{PACKAGE}.")
-            if target in places and target != module:
+            if name.startswith(f"{PACKAGE}.") and target in places and target != module:
                 arrows.setdefault(module, {}).setdefault(target, line)
     done: set[str] = set()
     for module in sorted(places):

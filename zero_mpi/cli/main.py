@@ -21,7 +21,6 @@ COMMANDS = {
     "report": "curves and figures of runs as one page for a browser, or in the terminal",
     "completion": "a script that completes commands and flags in your shell",
 }
-ONE_FILE = ("hostfile", "completion")  # the others are packages
 EXAMPLES = """\
 mpirun -n 8 zero-mpi train        train on 8 ranks, here on Python's own library
 zero-mpi COMMAND --help           the flags of a command"""
@@ -32,7 +31,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
-        importlib.import_module(f"zero_mpi.{name}" if name in ONE_FILE else f"zero_mpi.{name}.command").main()
+        importlib.import_module(f"zero_mpi.{name}").main()
         return
     if environment.launch_rank() > 0:
         sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all

@@ -2,3 +2,10 @@
 
 `command` reads the flags and starts all ranks, `setup` makes what they train with, `trainer` runs the steps.
 """
+
+
+def main() -> None:
+    """Entry point of the command."""
+    from zero_mpi.train.command import main as run
+
+    run()
