@@ -1,6 +1,6 @@
 """Arrays without memory: shapes, strides and views are NumPy's, over addresses that nobody reads or writes.
 
-Layers run on ghosts as they are. Each result that an operation makes is counted by the rules of
+Layers run on these arrays as they are. Each result that an operation makes is counted by the rules of
 `arrays.recycled`: rounded up to its size class, placed where the last view of an earlier one is gone, never
 given back. So what layers keep for backward, and when they let go of it, is seen and not modelled.
 """
@@ -59,7 +59,7 @@ class Room:
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
-    kernels   what operations take beside their results (`plan.kernels`)
+    kernels   what operations take beside their results (`plan.workspaces`)
     """
 
     def __init__(self, kernels: Any) -> None:

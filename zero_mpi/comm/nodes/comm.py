@@ -5,7 +5,7 @@ into a buffer that their node shares, so that every slice comes to a node once; 
 have done that for their lanes, the buffer is whole. It is lent again when all of them have released it: all
 lend and give back in the same order, so a count tells.
 
-*Reductions* are those of `node_sums`. Everything else goes over MPI.
+*Reductions* are those of `reduce_scatter`. Everything else goes over MPI.
 """
 
 from __future__ import annotations
