@@ -257,7 +257,7 @@ class Trainer:
             )
 
     def begin(self) -> Start:
-        """Say what is about to happen, to the person who started it and in the run's records. Collective."""
+        """Say what is about to happen, on the terminal and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
         hosts = hosts_of(self.world.everyone(platform.node()))
         reached = mfu.measure(self.world, session.module.precision.compute)
@@ -302,7 +302,7 @@ def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterio
 
 
 def bytes_in(folder: Path) -> int:
-    """Of the files in a folder; 0 where it is gone already."""
+    """The bytes of the files in a folder; 0 where it is gone already."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0

@@ -62,7 +62,7 @@ class GpuSide:
         self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # to the host
 
     def adopt(self) -> None:
-        """Once a thread; its current stream stays what it is."""
+        """Make this thread use the GPU; called once a thread, whose current stream stays what it is."""
         self._gpu.choose()
 
     # ------------------------------------------------------------------------- order of streams

@@ -174,7 +174,7 @@ class Released:
         self._counters, self.count = counters, 0
 
     def add(self) -> int:
-        """One more. Returns how many they are now."""
+        """Count one more buffer that was given back. Returns their number."""
         self.count += 1
         self._counters.raise_to(RELEASED, self.count)
         return self.count
