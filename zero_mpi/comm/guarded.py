@@ -1,8 +1,8 @@
 """The transport of a script, which keeps a record of what was started and belongs to one thread.
 
 The record is what lets ranks find out, when they have waited for a while, that they wait for different things
-or for a rank that has ended (`lookout`). Collectives of two threads have no order, so ranks would pair those
-of one with those of the other: whoever comes second is refused.
+or for a rank that has ended (`launch.lookout`). Collectives of two threads have no order, so ranks would pair
+those of one with those of the other: whoever comes second is refused.
 """
 
 from __future__ import annotations
