@@ -20,7 +20,13 @@ from typing import Any
 from pdoc import pdoc, render
 
 PACKAGES = ("zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm")
-ALSO = ("zero_mpi.launch", "zero_mpi.errors", "zero_mpi.sharding.grad_accum", "zero_mpi.sharding.optimizer")
+ALSO = (
+    "zero_mpi.launch.world",
+    "zero_mpi.launch.connect",
+    "zero_mpi.errors",
+    "zero_mpi.sharding.grad_accum",
+    "zero_mpi.sharding.optimizer",
+)
 OTHERS = "\n\nOther pages: " + ", ".join(f"`{name}`" for name in (*PACKAGES[1:], *ALSO))  # pdoc links them
 SITE = Path(__file__).resolve().parents[1] / "site"
 ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)")

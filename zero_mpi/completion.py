@@ -20,7 +20,7 @@ from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 # Where a command's parser is made: first in its own module, or in one of its package.
-PLACES = ("zero_mpi.{}", "zero_mpi.{}.options", "zero_mpi.{}.command", "zero_mpi.config")
+PLACES = ("zero_mpi.{}", "zero_mpi.{}.flags", "zero_mpi.{}.command", "zero_mpi.config.command_line")
 FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
 INSTALL = """\
 Where the script belongs:

@@ -1,6 +1,6 @@
 """The collectives of a step, one by one, and the bytes they move, for each strategy.
 
-The formulas are those of ARCHITECTURE.md, "Traffic". Over shared memory the same happens without messages.
+The formulas are those of `zero_mpi.plan.traffic`. Over shared memory the same happens without messages.
 """
 
 import pytest

@@ -68,7 +68,7 @@ def test_steps_are_timed_for_each_variant():
 
 @needs_mpiexec
 def test_step_sends_what_the_formula_says():
-    """Bytes of a step of full-shard on 2 ranks over messages, as ARCHITECTURE.md has them."""
+    """Bytes of a step of full-shard on 2 ranks over messages, as `zero_mpi.plan.traffic` has them."""
     flags = ["--workload", "W3", "--layers", "2", "--steps", "1", "--transport", "mpi", "--json"]
     status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags], timeout=60)
     assert (status, errors) == (0, "")

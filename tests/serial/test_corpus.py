@@ -14,6 +14,7 @@ from zero_mpi.data import (
     holds_token_files,
     load_corpus,
     stdlib_files,
+    text_files,
     unigram_entropy,
 )
 from zero_mpi.data import corpus as corpus_module
@@ -444,7 +445,7 @@ def test_the_hash_of_token_files_sees_ids_and_names(tmp_path):
 
 def test_the_library_is_python_source_without_tests_and_packages():
     files = stdlib_files()
-    root = corpus_module.stdlib_root()
+    root = text_files.stdlib_root()
     names = [path.relative_to(root).as_posix() for path in files]
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py", "__future__.py"} <= set(names)
@@ -468,13 +469,13 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
     )
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
-    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == list(kept)
 
 
 def test_no_path_means_the_library(tmp_path, monkeypatch):
     write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path / "lib")
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
     corpus = load()
     assert corpus.train.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
     assert corpus.sha256 == load(tmp_path / "lib").sha256
@@ -489,7 +490,7 @@ def test_the_default_corpus_trains_and_holds_out():
 
 
 def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
         load()
 

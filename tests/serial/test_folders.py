@@ -1,7 +1,7 @@
 """Folders of checkpoints: how a new one appears, what is removed, what is gone on from.
 
-A folder here holds two small files that say who wrote it; the manager never looks into them. A crash is an
-exception that nothing catches, raised where the process would have died.
+A folder here holds two small files that say who wrote it; `checkpoint.folders` never looks into them. A crash
+is an exception that nothing catches, raised where the process would have died.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def fill(folder: Path, content: bytes) -> Path:
 
 
 def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
-    """A checkpoint by the manager."""
+    """A checkpoint made by `checkpoint.folders`."""
     return folders.publish(out, step, fill(folders.begin(out, step), content), keep)
 
 

@@ -151,7 +151,7 @@ def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
 @pytest.mark.parametrize("change", ["version", "source"])
 def test_another_package_on_one_rank_is_refused(change, flags, tmp_path):
     copy, host, version = copy_of_package(tmp_path / "other"), platform.node(), zero_mpi.__version__
-    path = copy / {"version": "__init__.py", "source": "optim.py"}[change]
+    path = copy / {"version": "__init__.py", "source": "sharding/optimizer.py"}[change]
     path.write_text(path.read_text().replace(f'"{version}"', '"9.9.9"') + "# another line\n")
     said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
     if change == "version":

@@ -1,4 +1,20 @@
-"""Transports: the collectives that sharding needs, one interface, started and waited for separately."""
+"""Transports: the collectives that sharding needs, one interface, started and waited for separately.
+
+`base` is the interface (`Comm`, `Handle`), `partition` says which slice of an array each rank owns. `serial`
+is one process; `mpi` works everywhere; the packages `shared`, `nodes` and `gpu` are faster where they fit.
+`checked` and `guarded` wrap a transport and compare what ranks start; `agree` compares what ranks are about
+to make. `meter` counts bytes and waits.
+
+Exact reductions do not use the sums of the MPI library, whose order changes with the library and the number
+of ranks. Each owner receives its slice from every rank, in pieces of 1 MiB with two in flight, and adds them
+in the order of ranks: ((out + rank 0) + rank 1) + ... in float32. `fast` shares all code but this: it calls
+Reduce_scatter and Allreduce of the library in pieces of 4 MiB.
+
+Neither MPICH nor Open MPI moves a nonblocking collective while nobody calls into the library. Where cores are
+free, or with ranks on several hosts, a thread does so (`progress_thread`). Where the ranks fill all cores of
+one node, the runtime tests between layers instead. A transfer of several steps is a generator that yields the
+requests it needs next (`transfer`), so it goes on by whoever tests it.
+"""
 
 from zero_mpi.comm.base import DONE, Comm, Handle
 from zero_mpi.comm.files import OutputFile, PlainFile

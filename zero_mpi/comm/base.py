@@ -123,7 +123,7 @@ class Comm(ABC):
 
     @abstractmethod
     def background(self) -> Comm:
-        """The same ranks for the calls of another thread, which waits politely. Collective."""
+        """A transport of the same ranks for another thread, whose waits sleep. Collective."""
 
     @abstractmethod
     def create_file(self, path: Path) -> OutputFile:

@@ -1,8 +1,8 @@
 """The transport of a script, which keeps a record of what was started and belongs to one thread.
 
 The record is what lets ranks find out, when they have waited for a while, that they wait for different things
-or for a rank that has ended (`lookout`). Collectives of two threads have no order, so ranks would pair those
-of one with those of the other: whoever comes second is refused.
+or for a rank that has ended (`launch.lookout`). Collectives of two threads have no order, so ranks would pair
+those of one with those of the other: whoever comes second is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Started(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The collective in words, for messages."""
         detail = f"{self.detail} elements" if isinstance(self.detail, int) else self.detail
         return collective((self.kind, self.label)) + (f" ({detail})" if detail else "")
 
@@ -44,14 +44,14 @@ class ThreadError(UsageError):
 
 
 class Records:
-    """Of all communicators of a script, in the order in which they were made, which all ranks share."""
+    """The records of all communicators of a script, in the order in which all ranks made them."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.threads: set[int] = set()  # that have started a collective, or wanted to
 
     def open(self) -> Record:
-        """One more."""
+        """Begin the record of one more communicator."""
         self.records.append(deque(maxlen=KEPT))
         return self.records[-1]
 
@@ -72,7 +72,7 @@ class GuardedComm(Noticing):
         return GuardedComm(other, self._records)
 
     def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Write it down; ThreadError if it is not this thread's to start."""
+        """Write a collective down; raise ThreadError if this thread may not start it."""
         if threading.get_ident() != self._thread:
             self._take_over(collective((kind, label)))
         what = about[0] if about else ""

@@ -41,7 +41,7 @@ class Meter:
         return self._depth > 0
 
     def waiting(self, kind: str, label: str = "") -> Meter:
-        """To be entered around a wait: which collective, and of what."""
+        """A context to wait in, which notes the collective (`kind`) and what travels (`label`)."""
         if self._depth == 0:  # a wait may lead to another one; the outer one is what the caller wants
             self.what = kind, label
         return self

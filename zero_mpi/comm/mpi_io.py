@@ -43,7 +43,7 @@ class MPIFile(OutputFile):
                 self._put(offset + at, view[at : at + MOST_BYTES])
 
     def _put(self, offset: int, view: memoryview) -> None:
-        """One call. A full disk may show as a short count and no error; the rest then names the cause."""
+        """Write by one call. A full disk may show as a short count only; writing the rest names it."""
         status = MPI.Status()
         try:
             self._file.Write_at(offset, [view, MPI.BYTE], status)
@@ -67,7 +67,7 @@ class MPIFile(OutputFile):
 
 
 def write_plainly(path: Path, offset: int, view: memoryview) -> None:
-    """The same write without MPI, for the OSError that the system has."""
+    """Write the same bytes without MPI, to get the OSError of the system."""
     with open(path, "r+b", buffering=0) as file:
         file.seek(offset)
         while view:

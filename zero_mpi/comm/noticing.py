@@ -32,7 +32,7 @@ class Noticing(Forwarding):
 
     @abstractmethod
     def beside(self, other: Comm) -> Comm:
-        """The same around another transport of the same ranks, or of some of them. Collective."""
+        """This kind of wrapper around another transport of these ranks, or of some of them. Collective."""
 
     # -------------------------------------------------------------------------------------- on arrays
 

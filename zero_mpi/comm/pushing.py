@@ -43,7 +43,7 @@ class Pushing(Forwarding):
 
 
 class Pushed(Handle):
-    """A transfer; whoever waits for it pushes all others too."""
+    """A transfer whose wait pushes all other transfers too."""
 
     def __init__(self, comm: Pushing, inner: Handle) -> None:
         self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label

@@ -11,7 +11,7 @@ SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first one, and what they
 
 
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
-    """Return when `ready()`.
+    """Return when `ready()` is true.
 
     Whoever waits is in the way of the one who is waited for if they share a core (`crowded`): then it sleeps
     at once. To hand over the core without sleeping is not enough, the scheduler may hand it back. Otherwise

@@ -45,7 +45,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the first node."""
+        """The number of ranks of the first node."""
         return len(self.members[0])
 
     @property

@@ -2,7 +2,7 @@
 
 It yields what it needs next: a list of MPI requests that must be complete, or a function that says whether
 something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that goes on
-from node to node, moves by the thread of `progress`, by a test between layers, or in the wait of its owner.
+from node to node, moves by the `progress_thread`, by a test between layers, or in the wait of its owner.
 """
 
 from __future__ import annotations

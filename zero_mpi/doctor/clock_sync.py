@@ -1,4 +1,4 @@
-"""How far the hosts' clocks are apart (`comm.clocks`).
+"""How far the hosts' clocks are apart (`comm.clock_sync`).
 
 Times in records come from rank 0; with other clocks far off, the records of batch system and job do not fit
 together.

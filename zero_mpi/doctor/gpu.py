@@ -1,8 +1,8 @@
 """CUDA devices of each host, and whether the MPI library takes their memory.
 
-Only a live test tells (`device_probe`): libraries say yes that were built for it and cannot, and what they do
-with memory that they take for the host's is to crash. So the test runs in a process of its own, which is told
-nothing of this job. Where messages go through host memory a job runs all the same.
+Only a live test tells (`comm.gpu.probe`): libraries say yes that were built for it and cannot, and what they
+do with memory that they take for the host's is to crash. So the test runs in a process of its own, which is
+told nothing of this job. Where messages go through host memory a job runs all the same.
 """
 
 from __future__ import annotations

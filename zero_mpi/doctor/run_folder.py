@@ -1,6 +1,6 @@
 """The file system of the run folder: what it is, how fast it is, whether a checkpoint can be published there.
 
-Rank 0 does with small files what a save does (`checkpoint.manager`): a folder gets its name, is replaced, and
+Rank 0 does with small files what a save does (`checkpoint.folders`): a folder gets its name, is replaced, and
 `latest` is pointed to it. Every host then looks for what rank 0 wrote, since each rank reads its own part of
 a checkpoint. Nothing of it stays.
 """

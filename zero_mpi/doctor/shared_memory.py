@@ -2,7 +2,8 @@
 
 The transport `shared` keeps the model once in it, and for each rank the gradients of a few blocks. Without it
 a run goes over messages, which takes longer but gives the same. A job that is killed while MPI starts leaves
-segments of the library; they are named here, and the next run of the same user removes them (`leftovers`).
+segments of the library; they are named here, and the next run of the same user removes them
+(`launch.leftovers`).
 """
 
 from __future__ import annotations

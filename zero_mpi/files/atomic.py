@@ -1,7 +1,7 @@
 """Small files that are whole at every moment: written beside their place, brought to disk, then renamed.
 
 Whatever kills the writer, fills the disk or cuts the power, the name stands for the old content or for the
-new one, never for half of it or for nothing. Checkpoints do the same with a folder (`checkpoint.manager`).
+new one, never for half of it or for nothing. Checkpoints do the same with a folder (`checkpoint.folders`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m zero_mpi.inspect PATH [OTHER]`: what a model or checkpoint is, if it is sound, what differs.
 
-What there is to say is one dictionary (`inspection`, `compare`): `--json` prints it, and the text here is
+What there is to say is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
 made of nothing else. Exit status 0: sound, or the same; 1: not so; 2: it cannot be read.
 """
 

@@ -1,6 +1,20 @@
 """A job of ranks from its start to its end: the world, agreement, signals, locks, and one end for all.
 
 `world` starts a command on all ranks and ends them together; `connect` does the same for a script. Signals
-are heard from the first line on (`interrupts`, `stopping`), what stands still is found (`watchdog`,
-`hang_report`, `lookout`), and ranks that differ are named (`consistency`).
+are heard from the first line on (`interrupts`, `stopping`), and ranks that differ are named (`consistency`).
+
+Errors. What only one rank can see, such as files, rank 0 looks at, and all ranks learn of it
+(`World.on_root`, `World.together`). Bad input is one line from rank 0 and status 2 on all ranks. Any other
+error is printed with its rank and aborts the job. If all ranks fail at once, later ranks wait a moment and
+are ended before they repeat the same message.
+
+Hangs. Every wait leaves its name and time in a `Meter`, and a thread watches them (`watchdog`). From half of
+`--timeout` on, ranks that stand still write where they are into files under `OUT/.ranks` (`hang_report`). At
+the limit one of them prints this for all ranks and ends the job with status 86. A rank that has written
+nothing is stopped or lost. A second thread uses no files, in case the file system hangs. For scripts
+`lookout` finds ranks that wait for different collectives.
+
+One job in a folder. Rank 0 makes `OUT/.lock` before the job touches anything there, locks it with flock, and
+renews its record (`folder_lock`, `folder_hold`). flock is used and not fcntl's locks, because those are lost
+when any handle of the file is closed, and a file must be opened again to see over NFS what others wrote.
 """

@@ -126,13 +126,13 @@ class Script:
     # --------------------------------------------------------------------------------- ways to an end
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception that nobody caught."""
+        """An exception was caught by nobody: end the job."""
         self._stagger()
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")
 
     def _thread_failed(self, about: Any) -> None:
-        """The same in a thread; one that starts no collectives is nobody's loss."""
+        """A thread has failed: that ends the job if the thread had started collectives."""
         of_ours = about.thread is not None and about.thread.ident in self.records.threads
         if of_ours:
             self._stagger()

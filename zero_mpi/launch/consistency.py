@@ -125,5 +125,5 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
 
 
 def mpi_library(world: World) -> str:
-    """Name and version."""
+    """Name and version of the MPI library."""
     return first_line(ValueError(world.mpi.Get_library_version().replace("\t", " ")))

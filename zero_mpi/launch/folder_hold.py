@@ -1,4 +1,4 @@
-"""A job has its run folder from before it touches anything there until its end (`lock` has the file).
+"""A job has its run folder from before it touches anything there until its end (`folder_lock` has the file).
 
 Rank 0 holds it and the others are told. While the job runs a thread gives signs of life and sees whether the
 folder is still ours: it may have been moved, removed, or taken over while the process was stopped. Then the

@@ -70,7 +70,7 @@ class Record:
         return f"process {self.pid} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
 
     def packed(self) -> bytes:
-        """As it stands in the file."""
+        """The record as it stands in the file."""
         return json.dumps(asdict(self)).encode().ljust(ROOM - 1) + b"\n"
 
 

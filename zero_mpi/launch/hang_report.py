@@ -46,7 +46,7 @@ class Standing:
 
     @property
     def place(self) -> str:
-        """The same for ranks that stand at the same place."""
+        """Where the rank stands: one text for all ranks that stand there."""
         if self.waits:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
@@ -72,7 +72,7 @@ class RollCall:
         partial.replace(self._file)
 
     def leave(self) -> None:
-        """This rank gets on again; the last one to leave removes the folder."""
+        """Take this rank's note back, for it gets on; the last one to leave removes the folder."""
         self._file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others are there
             self._folder.rmdir()

@@ -117,7 +117,7 @@ class Terminal(io.FileIO):
     """A terminal that may be closed: what it does not take any more is lost, and no reason to fail."""
 
     def write(self, data: Any) -> int:
-        """As the base's; what came after the terminal's end counts as written."""
+        """Write data; what comes after the terminal's end counts as written."""
         try:
             return super().write(data) or 0
         except OSError as error:

@@ -47,7 +47,7 @@ class Left:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """What was left, as text."""
         files = "1 file" if self.files == 1 else f"{self.files} files"
         return f"{files} ({self.nbytes / 2**20:.1f} MiB) of killed jobs in {PLACE}"
 

@@ -20,7 +20,7 @@ NO_LIMIT = 1 << 60  # the older interface writes a number near 2^63 for none
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a process and its host; None for no limit. Bytes, cores, files."""
+    """Limits of a process and its host, in bytes, cores and files; None for no limit."""
 
     available: int  # memory that can be had without swapping, as the system says
     group_memory: int | None  # limit of the control group
@@ -61,7 +61,7 @@ def soft(which: int) -> int | None:
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int:
-    """MemAvailable in bytes."""
+    """MemAvailable of /proc/meminfo in bytes."""
     for line in meminfo.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

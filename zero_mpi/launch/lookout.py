@@ -40,7 +40,7 @@ class Note:
     ended: int | None = None
 
     def number(self, comm: int) -> int:
-        """Of the next collective that it would start on a communicator."""
+        """The number of the next collective that the rank would start on a communicator."""
         started = self.started[comm] if comm < len(self.started) else ()
         return started[-1].number + 1 if started else 0
 
@@ -172,7 +172,7 @@ class Lookout:
         return Note([list(record) for record in list(self._records.records)], ended)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop looking for waits in vain."""
         self._over.set()
 
     def _watch(self) -> None:

@@ -82,7 +82,7 @@ def launched() -> float:
 
 
 def mebibytes(nbytes: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"
 
 

@@ -125,7 +125,7 @@ class StopSignals:
     # ----------------------------------------------------------------------------- what hears them
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between two of Python's instructions."""
+        """Python's handler of a signal, which runs in the main thread between two instructions."""
         self.caught = self.caught or signal.Signals(number).name
         if self._may_leave:
             self._may_leave = False
@@ -138,7 +138,7 @@ class StopSignals:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        """In the thread, as soon as a signal comes."""
+        """React in the listening thread, as soon as a signal comes."""
         is_first, now = not self._heard, time.monotonic()
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name

@@ -63,7 +63,7 @@ class Watchdog:
         tell: Callable[[str], None],
         kill: Callable[[int], object],
     ) -> None:
-        """From now on ranks know of each other.
+        """Let the ranks know of each other from now on.
 
         `places`: process and host of each rank. When this one ends the job `tell` is given the reason, and
         `kill` the status with which all ranks are to end.
@@ -181,7 +181,7 @@ def leave(kill: Callable[[int], object], status: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """To stderr, in one write so that lines of several ranks do not mix."""
+    """Print to stderr, in one write so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         os.write(2, printable(text, keep="\n").encode(errors="backslashreplace"))
 

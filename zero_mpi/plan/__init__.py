@@ -1,8 +1,15 @@
 """What a run will take before it is started: memory of a rank, bytes that travel, time of a step.
 
-`case` is the question. `ghost` and `operations` are arrays without memory, on which `rehearsal` runs the
-real layers and loops; `memory` and `steptime` read what it saw, `traffic` works from the layout alone. `fit`
-and `sweep` ask about many cases.
+A plan is a simulated step. `case` is the question. `fake_array` and `fake_ops` are arrays with shapes and no
+memory, on which `simulate` runs the real module over a transport that only notes what is started and waited
+for. So activations, buffers and the order of transfers are seen and not modelled. What operations take beside
+their results is in `workspaces`.
+
+`memory` reads what was seen. `traffic` works from the layout, with a class in `routes` for each way that
+slices take. `step_time` plays the list of a step, which does not depend on the number of ranks, against a
+clock: computing moves it, transfers queue on one line (`cost_model`), and what a wait moves it by is
+communication that is not hidden. `max_size` and `scaling` ask about many cases; `resident` adds what a node
+takes for interpreters and libraries.
 """
 
 

@@ -1,6 +1,6 @@
 """Arrays without memory: shapes, strides and views are NumPy's, over addresses that nobody reads or writes.
 
-Layers run on ghosts as they are. Each result that an operation makes is counted by the rules of
+Layers run on these arrays as they are. Each result that an operation makes is counted by the rules of
 `arrays.recycled`: rounded up to its size class, placed where the last view of an earlier one is gone, never
 given back. So what layers keep for backward, and when they let go of it, is seen and not modelled.
 """
@@ -42,7 +42,7 @@ class Ghost(np.ndarray[Any, Any]):
 
 
 class _Loan(weakref.ref[Any]):
-    """Watches the owner of a ghost's addresses, which lives as long as any view of it."""
+    """Watches the owner of a fake array's addresses, which lives as long as any view of it."""
 
     __slots__ = ("room", "size")
     room: Room
@@ -54,12 +54,12 @@ def _came_back(loan: _Loan) -> None:
 
 
 class Room:
-    """Counts what ghosts would take, and what making them would cost.
+    """Counts what fake arrays would take, and what making them would cost.
 
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
-    kernels   what operations take beside their results (`plan.kernels`)
+    kernels   what operations take beside their results (`plan.workspaces`)
     """
 
     def __init__(self, kernels: Any) -> None:
@@ -72,7 +72,7 @@ class Room:
         self._arena = self._reserve(LEAST_ARENA)
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A ghost that is counted, as `arrays.recycled` would place it."""
+        """A fake array that is counted, as `arrays.recycled` would place it."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         owner = self._addresses(nbytes)
         loan = _Loan(owner, _came_back)
@@ -88,7 +88,7 @@ class Room:
         return self._ghost(shape, dtype, owner)
 
     def give(self, loan: _Loan) -> None:
-        """The last view of a ghost is gone."""
+        """The last view of a fake array is gone."""
         del self._loans[id(loan)]
         if loan.size < 0:
             self._small_now += loan.size
@@ -96,11 +96,11 @@ class Room:
             self._free[loan.size] += 1
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A ghost that is not counted: its memory belongs to somebody else."""
+        """A fake array that is not counted: its memory belongs to somebody else."""
         return self._ghost(shape, dtype, self._addresses(math.prod(shape) * np.dtype(dtype).itemsize))
 
     def _addresses(self, nbytes: int) -> Any:
-        """An owner of `nbytes` addresses; all ghosts may have the same ones."""
+        """An owner of `nbytes` addresses; all fake arrays may have the same ones."""
         if nbytes > len(self._arena):
             self._arena = self._reserve(1 << nbytes.bit_length())
         return (ctypes.c_char * max(1, nbytes)).from_buffer(self._arena)
@@ -132,13 +132,13 @@ class Room:
 
 
 class NoMemory(Host):
-    """A device whose arrays are ghosts that belong to somebody else: what a module keeps is counted apart."""
+    """A device whose arrays are fake and belong to somebody else: what a module keeps is counted apart."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat ghost."""
+        """A flat fake array."""
         return self._room.outside((size,), dtype)
 
     zeros = empty
@@ -146,7 +146,7 @@ class NoMemory(Host):
 
 @contextmanager
 def without_memory(room: Room) -> Iterator[None]:
-    """Compute on ghosts for a while, whatever the device in use is."""
+    """Compute on fake arrays for a while, whatever the device in use is."""
     in_use = device.in_use()
     device.adopt(NoMemory(room))
     try:

@@ -1,8 +1,8 @@
-"""The operations on ghosts: the results and temporaries of the compiled ones, and what their work amounts to.
+"""The operations on fake arrays: results and temporaries of the compiled ones, and how much work they are.
 
-Each takes from the room what `ops.cpu` takes from `arrays.recycled`, in the same order, or on a GPU what
-`ops.gpu` takes; what differs is in `kernels`. Results have the type of their inputs, statistics are float32.
-(On the host low types are a reference, whose float32 copies are not counted.)
+Each takes from the room what `ops.cpu` takes from `device.arrays.recycled`, in the same order, or on a GPU
+what `ops.gpu` takes; what differs is in `workspaces`. Results have the type of their inputs, statistics are
+float32. (On the host low types are a reference, whose float32 copies are not counted.)
 """
 
 from __future__ import annotations

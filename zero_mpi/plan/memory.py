@@ -19,11 +19,11 @@ from zero_mpi.sharding.unit import BYTES, Unit
 
 # Of transports that cannot be imported without MPI; a test compares.
 EXACT_PIECE, DEPTH = 1 << 18, 2  # comm.mpi: elements of a slice at a time, pieces in flight
-RELAY_PIECE, RELAY_DEPTH = 1 << 17, 4  # comm.relay: the same, of sums that travel from node to node
-AWARE_PIECE, AWARE_DEPTH = 1 << 20, 2  # comm.device.aware: elements of a slice at a time, rounds under way
-STAGE, LEAST_STAGE, STAGED_DEPTH, ALIGNED = 8 << 20, 64 << 10, 3, 1024  # comm.device.staged: bytes, rounds
-TRANSFERS = 4  # comm.device.comm: under way at once
-COUNTERS = 8 * 104  # comm.counters: bytes of a rank
+RELAY_PIECE, RELAY_DEPTH = 1 << 17, 4  # comm.nodes.chain_sum: the same, of sums that travel from node to node
+AWARE_PIECE, AWARE_DEPTH = 1 << 20, 2  # comm.gpu.cuda_aware: elements of a slice, rounds
+STAGE, LEAST_STAGE, STAGED_DEPTH, ALIGNED = 8 << 20, 64 << 10, 3, 1024  # comm.gpu.staged: bytes, rounds
+TRANSFERS = 4  # comm.gpu.comm: under way at once
+COUNTERS = 8 * 104  # comm.shared.counters: bytes of a rank
 PAGE = 4096
 ROUNDS = 2  # from the second on every round finds the buffers that it needs
 NUMBER = 8  # bytes of a float64 or an int64

@@ -84,7 +84,7 @@ class Lanes(Way):
 
 
 class Replicated(Way):
-    """Every node has all slices; partitions are over a node's ranks (comm.node_owners)."""
+    """Every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid)."""
 
     passes_sums = True
 

@@ -20,7 +20,7 @@ from zero_mpi.comm import Handle, Partition
 from zero_mpi.comm.base import Memory
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
-from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on ghosts)
+from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.fake_array import Room, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU

@@ -1,6 +1,20 @@
-"""Bytes that ranks give to each other in a step, in a node and between nodes: formulas of ARCHITECTURE.md.
+"""Bytes that ranks give to each other in a step, in a node and between nodes, by formulas.
 
-They count what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
+P ranks, R rounds of micro-batches in a step. L_u is the length of unit u with its gaps and s_u the slice of
+the rank in question, both in elements of 4 bytes. A rank sends, per step:
+
+- full-shard: R (P - 1) sum of g_u s_u for parameters, R sum of (L_u - s_u) for gradients;
+- shard-grad-op: (P - 1) sum of s_u for parameters, once after the update; gradients as above;
+- no-shard, exact: R sum of (L_u - s_u) + (P - 1) sum of s_u, all of it gradients;
+- no-shard, fast: one allreduce of every L_u.
+
+g_u is the number of gathers in a round: 1 for the units of the last stage, for a unit that distant stages
+share, and for one whose backward does not read weights (embedding, learned positions); 2 for all others. In a
+round with fewer micro-batches than ranks, a rank without one sends no gradients. Beside this travel two short
+float64 vectors: the losses of the micro-batches and the sums of squares of the gradient's chunks. Between
+nodes other formulas hold (`comm.nodes`).
+
+All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
 gathered, and a slice that it computed goes to its owner when it is reduced. Which way they take is the
 library's affair: in a ring a slice passes each link once. All are vectors over ranks.
 """

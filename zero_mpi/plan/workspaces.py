@@ -1,4 +1,4 @@
-"""What operations take beside their results, on ghosts: the compiled ones of the CPU, and those of a GPU.
+"""What operations take beside their results: the compiled ones of the CPU, and those of a GPU.
 
 Each method takes from the room what `ops.cpu` or `ops.gpu` takes from its pool, in the same order, and lets
 go of it in the same way. Their sizes are written down again here, for neither can be imported where a plan is

@@ -1,4 +1,4 @@
-// Numbers for people, in the forms of numbers.py, so that a read-out looks like the page that Python wrote.
+// Numbers for people, in the forms of format.py, so that a read-out looks like the page that Python wrote.
 
 const BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const LETTERS = [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]];

@@ -88,19 +88,19 @@ class UnitVerbs(Protocol):
     """What actions ask of a unit."""
 
     def start_gather(self) -> None:
-        """Do `Gather`."""
+        """Start a unit's gather, for `Gather`."""
 
     def wait_gather(self) -> None:
-        """Do `Wait`."""
+        """Wait for a unit's gather, for `Wait`."""
 
     def release(self) -> None:
-        """Do `Release`."""
+        """Give up the gathered parameters, for `Release`."""
 
     def start_reduce(self, contributors: int) -> None:
         """Do `Reduce`: the first so many ranks contribute."""
 
     def wait_reduce(self) -> None:
-        """Do `WaitReduce`."""
+        """Wait for the unit's reduction, for `WaitReduce`."""
 
 
 class StageVerbs(Protocol):
@@ -109,19 +109,19 @@ class StageVerbs(Protocol):
     contributors: int  # ranks with a micro-batch in this round: the first so many
 
     def forward(self, stage: int) -> None:
-        """Do `Forward`."""
+        """Run a stage forward, for `Forward`."""
 
     def loss_and_backward(self, stage: int) -> None:
-        """Do `Loss`."""
+        """Run the last stage both ways, for `Loss`."""
 
     def evaluate(self, stage: int) -> None:
-        """Do `Evaluate`."""
+        """Compute the loss alone, for `Evaluate`."""
 
     def backward(self, stage: int) -> None:
-        """Do `Backward`."""
+        """Run a stage backward, for `Backward`."""
 
     def progress(self) -> None:
-        """Do `Progress`."""
+        """Push on what is in flight, for `Progress`."""
 
 
 def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs) -> None:

@@ -127,8 +127,8 @@ class GradAccum:
             )
 
     def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
-        """In one go where the criterion tells the targets. The collectives are the same either way, so a rank
-        without a micro-batch need not know."""
+        """Run both directions in one go where the criterion tells the targets. The collectives are the same
+        either way, so a rank without a micro-batch need not know."""
         contributors, last = self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
         if isinstance(criterion, CrossEntropy):
             return self.module.forward_backward(

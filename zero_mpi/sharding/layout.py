@@ -23,7 +23,7 @@ BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to 
 
 @dataclass(frozen=True)
 class Layout:
-    """units; the numbers of those that each stage uses; their schedule; what is lent at once.
+    """The units of a model, which of them each stage uses, their schedule, and what is lent at once.
 
     buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which have
               room for twice as many elements in low precision

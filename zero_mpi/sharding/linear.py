@@ -31,14 +31,14 @@ class ShardedLinear(ShardedModule):
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
     def forward(self, x: Any, training: bool = True) -> Any:
-        """y for x; the gathered rows are dropped at once."""
+        """The output y for x; the gathered rows are dropped at once."""
         y = super().forward(x, training)
         for unit in self.units:
             unit.release()
         return y
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """dx; gathers the rows again and starts the reduction of their gradients."""
+        """The gradient dx; gathers the rows again and starts the reduction of their gradients."""
         for unit in self.units:
             unit.start_gather()
         return super().backward(dy, contributors=contributors, last=last)

@@ -31,7 +31,7 @@ class LossScale:
 
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
-        """As it is at the beginning of training."""
+        """The loss scale at the beginning of training."""
         return cls(dynamic, FIRST if dynamic else 0)
 
     @property

@@ -49,19 +49,19 @@ class HostMoments:
 
     @property
     def first(self) -> Array:
-        """Of the host, complete."""
+        """The first moment in the host's memory, once all of it is back."""
         self.stored.synchronize()
         return self._both[: self.size]
 
     @property
     def second(self) -> Array:
-        """Of the host, complete."""
+        """The second moment in the host's memory, once all of it is back."""
         self.stored.synchronize()
         return self._both[self.size :]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both, all on the host."""
+        """Bytes of both moments, all on the host."""
         return int(self._both.nbytes)
 
     def pieces(self) -> Iterator[tuple[slice, Array, Array]]:
@@ -149,7 +149,7 @@ class Offload:
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:
-        """By address: `ndarray.set` and `get` look for the right stream and may wait."""
+        """Copy arrays by address: `ndarray.set` and `get` look for the right stream and may wait."""
         for target, source in zip(targets, sources, strict=True):
             self._cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, kind, stream.ptr)
 

@@ -46,7 +46,7 @@ class FlatMoments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both moments."""
         return int(self.first.nbytes + self.second.nbytes)
 
 

@@ -143,7 +143,7 @@ class Parameters(ABC):
 
 
 class Sharded(Parameters):
-    """Of the whole only a slice is kept; a buffer is borrowed for the rest between gather and release."""
+    """The rank keeps its slice only; a buffer is borrowed for the whole between gather and release."""
 
     def __init__(self, unit: Unit, place: Place) -> None:
         part = unit.partition(place.comm.size).part(place.comm.rank)

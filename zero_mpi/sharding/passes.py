@@ -35,7 +35,7 @@ class Pass:
         self.loss: Scalar | None = None
 
     def forward(self, stage: int) -> None:
-        """x of the next stage."""
+        """Compute x of the next stage."""
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
@@ -45,7 +45,7 @@ class Pass:
             self.saved[stage] = saved
 
     def loss_and_backward(self, stage: int) -> None:
-        """The loss, and dy of the stage before; losses are scaled while gradients are in a low type."""
+        """Compute the loss and dy of the stage before; losses are scaled while gradients are low."""
         if self.is_idle:
             return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
@@ -57,7 +57,7 @@ class Pass:
         self.x, self.loss = None, loss / factor
 
     def evaluate(self, stage: int) -> None:
-        """The loss alone."""
+        """Compute the loss alone."""
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
@@ -65,7 +65,7 @@ class Pass:
             self.loss = loss_alone(layer, weights, self.x, self.targets, self.scale)
 
     def backward(self, stage: int) -> None:
-        """dy of the stage before; what was saved goes as soon as it is used."""
+        """Compute dy of the stage before; what was saved goes as soon as it is used."""
         if self.is_idle:
             return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)

@@ -43,7 +43,7 @@ class Schedule:
     forward, backward   the two directions by themselves
     training            both, with the last stage run both ways at once
     inference           forward without a backward to come
-    evaluation          the same, with the loss of the last stage
+    evaluation          that forward, with the loss of the last stage
     """
 
     forward: Actions
@@ -67,7 +67,7 @@ class Schedule:
 
     @cached_property
     def without_reductions(self) -> Schedule:
-        """The same for a round whose gradients stay on the rank, to be reduced with a later one's."""
+        """The schedule of a round whose gradients stay on the rank, to be reduced with a later round's."""
         kept = tuple(
             tuple(action for action in actions if not isinstance(action, Reduce | WaitReduce))
             for actions in (self.backward, self.training)
@@ -191,7 +191,7 @@ def joined(lists: Iterable[Actions]) -> Actions:
 
 
 def after_backward(uses: Sequence[Indices], trainable: Sequence[bool], last: int) -> list[Actions]:
-    """By stage, the reductions that start after its backward.
+    """For each stage the reductions that start after its backward.
 
     Each waits until fewer than the limit are in flight, of which the first may be of the round before.
     """

@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded. Gradients are reduced into slices under every strategy.
+    """What of a model is sharded. Gradients are reduced into slices under every strategy.
 
     shards_parameters  parameters are slices, gathered around each use
     shards_moments     the optimizer updates its slice; otherwise gradients are gathered and all is updated

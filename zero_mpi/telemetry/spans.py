@@ -3,7 +3,7 @@
 `active` is the recorder while one is on, else None: what may be recorded looks at it and does no more. A span
 is a tuple in a list that only grows; names are put together and times are made of stamps after the last
 step. What computes is stamped by the clock of the device (`device.stopwatch`), since the host only launches
-work on a GPU; waits and transfers by the host's. `timeline` starts a recorder on all ranks and writes.
+work on a GPU; waits and transfers by the host's. `trace.timeline` starts a recorder on all ranks and writes.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ from zero_mpi.train.trainer import Trainer
 
 
 def read_flags(world: World, arguments: Sequence[str]) -> Config:
-    """The configuration; `--help` is printed by rank 0 only."""
+    """The configuration from the flags; `--help` is printed by rank 0 only."""
     quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
     with quiet:
         return parse(arguments)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """The whole run. Returns the exit status."""
+    """Do the whole run on this rank. Returns the exit status."""
     check_not_alone(world)
     check_installation(world)
     config = world.together(lambda: read_flags(world, arguments))
@@ -100,7 +100,7 @@ def wanted_device(arguments: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point of the command."""
     signals.listen()
     if environment.local_rank() == 0:
         leftovers.sweep()

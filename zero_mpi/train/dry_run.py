@@ -62,7 +62,7 @@ class Outlook:
 
 
 def show(world: World, config: Config) -> int:
-    """Print the outlook. Returns the exit status. Collective; raises UsageError as the run would."""
+    """Print what the run would be. Returns the exit status. Collective; raises UsageError as a run does."""
     check_settings(world, config)
     choose_device(world, config.device)
     world.on_root(lambda: check_out(Path(config.out)))
@@ -153,7 +153,7 @@ def no_room(world: World, needed: int) -> str:
 
 
 def lines(found: Outlook, alone: bool) -> Iterator[str]:
-    """All of it. `alone`: no launcher has started this process."""
+    """The lines of a dry run. `alone`: no launcher has started this process."""
     case, config = found.case, found.config
     plan = make_plan(case, assumed(case.on_gpu, case.precision.is_low))
     yield "dry run: nothing is written; without --dry-run it would be this run"

@@ -3,8 +3,8 @@
 What is planned for the ranks of each node is compared with what the system says they can have: by a control
 group, by limits of a process, by the memory that is free. A run that passes one of them is killed without a
 word, minutes later. What is compared with the first two is what is still to come; interpreters and libraries
-are there already. Room in /dev/shm is looked at where it is taken (`comm.window`), for without it a run goes
-by messages.
+are there already. Room in /dev/shm is looked at where it is taken (`comm.shared.window`), for without it a
+run goes by messages.
 """
 
 from __future__ import annotations

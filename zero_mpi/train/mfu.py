@@ -74,7 +74,7 @@ class Once(Compiled):
     def attention_backward(
         self, room: Room, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[tuple[Array, Array, Array], bool]:
-        """As the base's, without the weights computed again."""
+        """Attention's backward, without computing the weights again."""
         return super().attention_backward(room, dy, q, k, v, kept)[0], False
 
 

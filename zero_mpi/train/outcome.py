@@ -16,7 +16,7 @@ from zero_mpi.train.summary import Start
 
 
 class Outcome:
-    """Both files as one rank sees them; it listens for the end of the job.
+    """The status and the events of a run as one rank writes them, up to the end of the job.
 
     `folder`: what lets this job write there; where it is lost, nothing is written any more.
     """
@@ -29,7 +29,7 @@ class Outcome:
         self.folder.at_loss(self.status.leave)
 
     def open(self) -> None:
-        """The job runs; what one before it has left is looked at before it is written over."""
+        """Say that the job runs; what the job before it has left is read before that."""
         self.status.begin()
         self._before = self.status.before()
         told = self._before.get("step")  # it is renewed now and then; a record is made at every step

@@ -1,6 +1,6 @@
 """Whether ranks, or a job and the one whose checkpoint it goes on from, compute the same bits.
 
-A trial of the operations judges (`trial`); names explain. Names alone would say too much and too little:
+A trial of the operations judges (`ops.trial`); names explain. Names alone would say too much and too little:
 processors of two names may compute alike, and one name of a BLAS kernel stands for several processors. The
 number of threads counts by itself where the host computes, for a trial cannot have all shapes.
 """

@@ -225,7 +225,7 @@ def share_corpus(world: World, comm: Comm, corpus: Corpus | None) -> Corpus:
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
-    """The sharded module; a frozen pattern that matches nothing is bad usage."""
+    """The sharded module of the flags; a frozen pattern that matches nothing is bad usage."""
     try:
         module = ShardedModule(
             model.stages(config.recompute),

@@ -46,12 +46,12 @@ class Start:
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return self.session.comm.size
 
     @property
     def threads(self) -> int:
-        """Of BLAS on a rank."""
+        """The BLAS threads of a rank."""
         return int(self.session.description.machine["threads"])
 
     @property
@@ -65,7 +65,7 @@ class Start:
         return self.flop / (seconds * self.peak) if known else None
 
     def fields(self) -> dict[str, Any]:
-        """Of the event `started`."""
+        """The fields of the event `started`."""
         config = self.session.config
         return {
             "ranks": self.ranks,
@@ -84,7 +84,7 @@ class Start:
 
 
 def plan(start: Start) -> Start:
-    """With what only a plan tells."""
+    """The start with memory and work, which only a plan tells."""
     try:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
@@ -115,7 +115,7 @@ def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def lines(start: Start) -> Iterator[str]:
-    """The summary."""
+    """The lines of the summary."""
     session, config = start.session, start.session.config
     model, loader, corpus = session.model, session.loader, session.corpus
     yield f"zero_mpi {__version__}: {computing(start)}"
@@ -181,7 +181,7 @@ def work(start: Start) -> str:
 
 
 def flops(count: float) -> str:
-    """Operations for people."""
+    """A number of operations as text, in FLOP."""
     for unit in ("M", "G", "T"):
         count /= 1e3 if unit != "M" else 1e6
         if count < 1000:

@@ -1,6 +1,6 @@
 """Writes GGUF files as a stream: keys and tensor table first, then one tensor at a time.
 
-The head is packed by `packing.py`, and `stream.py` keeps order and length. The gguf package's writer is not
+The head is packed by `header`, and `tensor_stream` keeps order and length. The gguf package's writer is not
 used: it takes no name while streaming, and its `ndarray.tofile` loses the errno of a full disk.
 """
 

@@ -1,5 +1,15 @@
 """Transports for arrays on a GPU: `comm` works out rounds and adds, a wire carries the pieces.
 
-The wires are `aware` (a CUDA-aware MPI), `staged` (pinned memory of the host) and `nccl`; `choice` takes one
-after `detect` and `live` have looked. Streams and events are the affair of `side` alone.
+The wires are `cuda_aware` (`--transport mpi`: device memory straight into a CUDA-aware MPI), `staged`
+(through pinned memory of the host) and `nccl` (only where the user asks for it). `select` takes one. It takes
+`cuda_aware` by itself only after the library says yes (`detect`), a child process has tried it (`run_probe`,
+`probe`) and the ranks have tried it with each other; otherwise `staged`. In exact mode wires only move data.
+The sums are made by our own kernel in the order of ranks, so every wire gives the bits of the host.
+
+A transfer starts when the computing stream has passed the mark made at its start. That covers who made what
+is sent, and who still reads what is overwritten. At its end the computing stream waits for the side stream,
+on the GPU and not on the host. Only `streams` handles streams, events and the device of a thread. At most
+four transfers are in flight, in the order of their starts, so buffers and pinned memory are made once. After
+a fault of the GPU no event is ever complete; whoever looks at one gets the error, so the fault is not taken
+for a late rank.
 """

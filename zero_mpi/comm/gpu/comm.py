@@ -165,7 +165,7 @@ class DeviceComm(Pushing):
         return lent(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
 
     def _new_rooms(self, dtype: Any, step: int) -> list[Array]:
-        """For each round under way room for a piece from every other rank."""
+        """Buffers for each round in flight, with room for a piece from every other rank."""
         return [self.side.empty((self.size - 1) * step, dtype) for _ in range(self.wire.depth)]
 
     def _sums(
@@ -201,7 +201,7 @@ class DeviceComm(Pushing):
     def _reduce_in_library(
         self, full: Array, out: Array, partition: Partition, accumulate: bool, label: str
     ) -> Handle:
-        """By the library's own reduction, which blocks: one at a time, in the same order on all ranks."""
+        """Reduce by the library, whose call blocks: one at a time, in the same order on all ranks."""
 
         def running() -> Running:
             if not accumulate:

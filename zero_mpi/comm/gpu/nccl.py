@@ -59,7 +59,7 @@ class NcclWire:
 
     @property
     def version(self) -> str:
-        """NCCL's, for people."""
+        """The version of NCCL, as text."""
         number = self._nccl.get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 

@@ -117,7 +117,7 @@ def say(**about: Any) -> None:
 
 
 def main() -> None:
-    """Look and try."""
+    """Look for devices, try MPI on their memory, and print what came out."""
     try:
         driver = Driver()
         names = driver.devices()

@@ -56,7 +56,7 @@ class Wire(Protocol):
         """target = the sum over ranks of this rank's slice of their `full`, by the library. Collective."""
 
     def sum_all(self, array: Array) -> None:
-        """The same of the whole array, on all ranks, in place. Collective."""
+        """array = its sum over ranks, on all ranks, in place, by the library. Collective."""
 
     def close(self) -> None:
         """Give up what it holds. Collective."""

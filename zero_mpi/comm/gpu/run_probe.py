@@ -1,7 +1,7 @@
 """Asks a process of its own whether the MPI library takes device memory.
 
 Only a live test tells: libraries say yes that were built for it and cannot, and what they do with memory that
-they take for the host's is to crash. So the test (`doctor.device_probe`) runs in a child, which is told
+they take for the host's is to crash. So the test (`comm.gpu.probe`) runs in a child, which is told
 nothing of this job.
 """
 

@@ -49,7 +49,7 @@ class Side(Protocol):
         """target[...] = source, both on the device, in the order of this side."""
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """`base.ordered_sum` in the order of this side."""
+        """`device.ordered_sum` in the order of this side."""
 
 
 class GpuSide:
@@ -62,7 +62,7 @@ class GpuSide:
         self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # to the host
 
     def adopt(self) -> None:
-        """Once a thread; its current stream stays what it is."""
+        """Make this thread use the GPU; called once a thread, whose current stream stays what it is."""
         self._gpu.choose()
 
     # ------------------------------------------------------------------------- order of streams
@@ -129,7 +129,7 @@ class GpuSide:
             self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """`base.ordered_sum` by a kernel."""
+        """`device.ordered_sum` by a kernel."""
         self.adopt()
         with self.stream:
             ordered_sum_on_gpu(out, parts, accumulate)

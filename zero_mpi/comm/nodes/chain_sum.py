@@ -56,7 +56,7 @@ class Item:
 
     @property
     def span(self) -> slice:
-        """Where it lies."""
+        """Where the item lies in the unit."""
         return slice(self.start, self.stop)
 
 

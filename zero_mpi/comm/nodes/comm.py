@@ -5,7 +5,7 @@ into a buffer that their node shares, so that every slice comes to a node once; 
 have done that for their lanes, the buffer is whole. It is lent again when all of them have released it: all
 lend and give back in the same order, so a count tells.
 
-*Reductions* are those of `node_sums`. Everything else goes over MPI.
+*Reductions* are those of `reduce_scatter`. Everything else goes over MPI.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Released:
         self._counters, self.count = counters, 0
 
     def add(self) -> int:
-        """One more. Returns how many they are now."""
+        """Count one more buffer that was given back. Returns their number."""
         self.count += 1
         self._counters.raise_to(RELEASED, self.count)
         return self.count

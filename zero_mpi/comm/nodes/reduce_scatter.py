@@ -2,7 +2,7 @@
 
 Where the ranks of a node share memory they write their gradients into slots and say so, and a carrier reads
 them there; a slot is free again once all carriers of the node have read it. Otherwise they send them.
-Between the nodes the sums travel as `relay` says.
+Between the nodes the sums travel as `chain_sum` says.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NodeSums:
         replicated: bool,
         label: str,
     ) -> Handle:
-        """Begin a reduction; see `Comm.reduce_scatter`, and `relay.Sum` for `replicated`. Collective."""
+        """Begin a reduction; see `Comm.reduce_scatter`, and `chain_sum.Sum` for `replicated`. Collective."""
         total = Sum(self.started, full, out, partition, contributors, accumulate, replicated)
         self.started += 1
         self._count(total)

@@ -235,7 +235,7 @@ class SharedComm(Forwarding):
         return self._counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
-        """For the time line: nobody is told when the others have added, so it is looked at now and then."""
+        """Note for the time line which reductions are over: no message tells it, so this looks."""
         while self._recorded and self.is_complete(self._recorded[0].number):
             spans.end(self._recorded.popleft().record)
 

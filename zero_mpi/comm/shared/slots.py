@@ -35,7 +35,7 @@ class SlotPool(BufferPool):
             offset += padded(length)
 
     def take(self, size: int) -> Array:
-        """As BufferPool does it, but there must be a buffer that fits."""
+        """A free slot, as from a BufferPool, but one that fits must be there."""
         assert any(buffer.size >= size for buffer in self._free), f"no gradient slot of {size} elements left"
         return super().take(size)
 

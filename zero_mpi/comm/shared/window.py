@@ -136,5 +136,5 @@ def unknown_call() -> bool:
 
 
 def mebibytes(nbytes: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"

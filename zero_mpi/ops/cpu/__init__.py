@@ -1,7 +1,13 @@
 """The operations for `numpy.ndarray`, compiled: importing this package compiles or loads all kernels.
 
-Inputs in float32 are computed here; whatever else comes goes to the reference. Results lie in recycled
-memory. A kernel runs on one thread, and BLAS on as many as the rank has.
+Inputs in float32 are computed here; whatever else comes goes to the reference. A kernel runs on one thread,
+and BLAS on as many as the rank has. Compiled code is kept in a folder named after versions, processor and
+source (`ops.code_cache`); one rank of a node fills it before the others look.
+
+Results lie in recycled memory (`device.arrays`), so a step allocates nothing large after the first two.
+Products call the OpenBLAS that NumPy has loaded, and add gradients straight into the flat buffer. Kernels
+pass NaN and infinity on, so that a bad number is seen. AdamW is compiled without fast-math, so its bits do
+not depend on where a buffer is cut into slices.
 """
 
 from zero_mpi.ops.cpu.attention import causal_attention, causal_attention_backward

@@ -4,6 +4,17 @@ They mean what `ops.half` says: numbers are widened to float32, results rounded 
 are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results lie in
 the GPU's recycled memory and are ordered by its stream; nothing here waits. Importing this package needs CuPy
 and no GPU.
+
+Matrix products are cuBLASLt's (`gemm`): bias, shortcut and the gradient so far are added inside the product.
+Attention is cuDNN's for low types where its memory stays within a bound (`sdpa`), otherwise products around a
+softmax kernel (`attention`). The rest is CUDA C++ in `kernels/`, compiled by CuPy's NVRTC; `launch` holds the
+table of kernels and their parameters. There are no atomics. Sums over rows go through lines of partial sums
+whose number depends on the shape alone; gradients of embeddings go through a stable sort of (token, place).
+
+Tests need no GPU: `tests/pretend` is a CuPy whose streams are threads that run late, whose kernels are the
+real sources compiled for the processor, and whose cuBLASLt and cuDNN are NumPy behind the same calls. It
+cannot show speed or what real drivers do; `benchmarks/gpu_check.py` looks at that in one call. The suite also
+compiles every kernel for sm_80, sm_90 and sm_100.
 """
 
 import cupy
