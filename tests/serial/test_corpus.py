@@ -469,13 +469,15 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
     )
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
+    for module in (corpus_module, text_files):
+        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == list(kept)
 
 
 def test_no_path_means_the_library(tmp_path, monkeypatch):
     write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
+    for module in (corpus_module, text_files):
+        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path / "lib")
     corpus = load()
     assert corpus.train.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
     assert corpus.sha256 == load(tmp_path / "lib").sha256
@@ -490,7 +492,8 @@ def test_the_default_corpus_trains_and_holds_out():
 
 
 def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
+    for module in (corpus_module, text_files):
+        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path)
     with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
         load()
 
