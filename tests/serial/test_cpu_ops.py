@@ -575,10 +575,11 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     module = tiny.make(SerialComm(), model, recompute=recompute)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 2)
 
+    text = ids(400, 4, 81)
+    x, targets = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+
     def step() -> None:
         for _ in range(2):
-            text = ids(400, 4, 81)
-            x, targets = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
             accumulator.accumulate(x, nn.CrossEntropy(targets, 1 / 640))
         optimizer.step(max_norm=1.0)
 
