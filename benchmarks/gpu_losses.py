@@ -30,7 +30,7 @@ from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import PRECISIONS
 from zero_mpi.train.setup import choose_device, make_module, make_optimizer, set_threads
-from zero_mpi.train.transport import make_comm
+from zero_mpi.train.transport import choose_transport
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 
@@ -114,7 +114,9 @@ class Runs:
         model: ModelConfig = ARCHITECTURES[workload.arch].from_flags(workload.flags)
         begun = time.perf_counter()
         if self.comm is None:
-            self.comm = make_comm(self.world, config, model, self.notes)
+            chosen = choose_transport(self.world, config, model, self.notes)
+            self.comm = chosen.comm
+            self.notes += [f"transport: {chosen.text}"] if chosen.text else []
         module = make_module(config, model, self.comm)
         optimizer = make_optimizer(config, module)
         module.initialize(seed=0)

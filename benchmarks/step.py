@@ -32,7 +32,7 @@ from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
 from zero_mpi.train.setup import set_threads
-from zero_mpi.train.transport import make_comm
+from zero_mpi.train.transport import choose_transport
 
 GEMM = 1024
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard")
@@ -121,7 +121,7 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
             prefetch=options.prefetch,
             recompute=options.recompute,
         )
-        comm = make_comm(world, config, model, [])
+        comm = choose_transport(world, config, model, []).comm
         stages = model.stages(options.recompute)
         module = ShardedModule(stages, comm, strategy_named(strategy), prefetch=options.prefetch)
         module.initialize(seed=0)

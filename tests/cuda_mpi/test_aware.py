@@ -17,9 +17,10 @@ from driver_array import DriverSide
 
 from zero_mpi.comm import Partition
 from zero_mpi.comm.gpu import detect as device_detect
-from zero_mpi.comm.gpu.comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.gpu.comm import DeviceComm
 from zero_mpi.comm.gpu.cuda_aware import AwareWire
 from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
 
 KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]
@@ -167,7 +168,7 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
 
     def step():
         handles, checks = [], []
-        for number in range(2 * UNDER_WAY):
+        for number in range(2 * TRANSFERS):
             partition, whole = Partition(9000 + number, comm.size), wild(number, 9000 + number)
             part = partition.part(comm.rank)
             full, shard = fulls[number][: whole.size], shards[number][: part.stop - part.start]
@@ -180,8 +181,8 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
         for check in checks:
             check()
 
-    fulls = [side().empty(9100, np.float32) for _ in range(2 * UNDER_WAY)]
-    shards = [side().empty(9100, np.float32) for _ in range(2 * UNDER_WAY)]
+    fulls = [side().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
+    shards = [side().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
     step()
     taken = side().taken
     step()

@@ -128,15 +128,18 @@ def test_what_is_offloaded(gpu, own_attention, how):
 
 
 @pytest.mark.world(2, 3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("transport", ["staged", "mpi"])
-def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision):
+@pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("bf16", True), ("fp32", False)])
+@pytest.mark.parametrize("transport", ["staged", "mpi", "nccl"])
+def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, exact):
     """What is given away is the plan's to the byte; rooms are at most as many as can be under way at once."""
+    from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 
-    comm = device_choice.make(transport, exact=True)
+    comm = device_choice.make(kinds.asked_for(transport, on_gpu=True)[0], exact=exact)
     sizes = {"ranks": comm.size, "batch_size": comm.size + 1, "micro_batch": 1, "context": 48}
     case = Case(MODELS["gpt2"], **sizes, transport_wanted=transport, device="cuda", precision_name=precision)
+    case = replace(case, exact_wanted=exact)
+    assert (case.transport, case.exact) == (comm.kind, comm.exact)
     _, plan = planned(case)
     module = ShardedModule(case.model.stages(), comm, case.strategy, precision=case.precision)
     module.initialize(0)
@@ -149,7 +152,9 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision):
     optimizer.step(max_norm=1.0)
     assert comm.meter.sent_bytes - before == plan_traffic(case, flags=0).sent[comm.rank]
     rooms = [array for some in comm._rooms.values() for room in some for array in room]
+    rooms += [room for some in comm._arrivals.values() for room in some]
     assert 0 < sum(array.nbytes for array in rooms) <= plan.transport
+    assert (plan.host > 0) == (transport == "staged")
     if transport == "staged":
         stages = [stage for ring in comm.wire._rings for stage in ring]
         assert 0 < sum(stage.up.nbytes + stage.down.nbytes for stage in stages) <= plan.host
@@ -171,15 +176,3 @@ def test_sizes_are_those_of_the_operations(gpu):
     assert sdpa.SLOPES == workspaces.SLOPES
     assert (workspaces.PACK, workspaces.THREADS) == (launch.PACK, launch.THREADS)
     assert (workspaces.HELD, workspaces.NORM_LINES) == (norm.HELD, norm.MOST_LINES)
-
-
-def test_sizes_are_those_of_the_transports(gpu):
-    transports = pytest.importorskip("zero_mpi.comm.gpu.staged", reason="no MPI", exc_type=ImportError)
-    from zero_mpi.comm.gpu import comm as device_comm
-    from zero_mpi.comm.gpu import cuda_aware as device_aware
-    from zero_mpi.plan import memory
-
-    assert (memory.AWARE_PIECE, memory.AWARE_DEPTH) == (device_aware.SUMMED, device_aware.DEPTH)
-    assert (memory.STAGE, memory.LEAST_STAGE) == (transports.STAGE_BYTES, transports.LEAST_BYTES)
-    assert (memory.STAGED_DEPTH, memory.ALIGNED) == (transports.DEPTH, transports.ALIGNED)
-    assert device_comm.UNDER_WAY == memory.TRANSFERS

@@ -41,10 +41,11 @@ def test_marks_are_passed_when_the_work_before_them_is_done(gpu, monkeypatch):
 @pytest.fixture(scope="module")
 def transport(the_gpu):
     """All ranks, by way of the host's memory."""
+    from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 
     device.adopt(the_gpu)
-    comm = device_choice.make("staged", exact=True)
+    comm = device_choice.make(kinds.STAGED, exact=True)
     yield comm
     comm.close()
 

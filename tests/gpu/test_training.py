@@ -82,12 +82,13 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.fixture(scope="module", params=["staged", "mpi"])
 def transport(request, the_gpu):
     """All ranks, over each transport that is exact; of device memory the MPI here takes the pretend one."""
+    from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 
     if request.param == "mpi" and "pretend" not in the_gpu.about:
         pytest.skip("the MPI library may not take the memory of this GPU: benchmarks/gpu_check.py looks")
     device.adopt(the_gpu)
-    comm = device_choice.make(request.param, exact=True)
+    comm = device_choice.make(kinds.asked_for(request.param, on_gpu=True)[0], exact=True)
     yield comm
     comm.close()
 

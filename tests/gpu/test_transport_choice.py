@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm
+from zero_mpi.comm import SerialComm, kinds
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.cuda_aware import AwareWire
@@ -15,7 +15,7 @@ from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import find_world
-from zero_mpi.train.transport import make_comm
+from zero_mpi.train.transport import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
@@ -143,17 +143,19 @@ def test_all_ranks_have_one_answer(monkeypatch):
 
 
 def made(transport="auto", **flags):
-    """(transport, notes) of a run with these flags."""
-    notes = []
-    return make_comm(find_world(), Config(transport=transport, device="cuda", **flags), None, notes), notes
+    """(transport, what is said of it) in a run with these flags."""
+    config, notes = Config(transport=transport, device="cuda", **flags), []
+    chosen = choose_transport(find_world(), config, None, notes)
+    assert notes == []
+    return chosen.comm, chosen.text
 
 
 @one_rank
 @pytest.mark.parametrize("transport", ["auto", "mpi", "staged", "nccl"])
 def test_one_rank_needs_no_transport(transport):
-    comm, notes = made(transport)
+    comm, said = made(transport)
     assert type(comm) is SerialComm
-    assert notes == []
+    assert said == ""
 
 
 def test_memory_of_gpus_is_not_shared():
@@ -173,11 +175,10 @@ def test_transports_of_a_gpu_need_one(transport):
 @several_ranks
 def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")
-    comm, notes = made(reduction="fast")
+    comm, said = made(reduction="fast")
     assert comm.exact
-    assert len(notes) == 1
-    assert notes[0].startswith("transport: staged, through ")
-    assert notes[0].endswith(" of pinned memory a transfer, exact all the same, because ZERO_MPI_GPU_AWARE=0")
+    assert said.startswith("staged, through ")
+    assert said.endswith(" of pinned memory a transfer, exact all the same, because ZERO_MPI_GPU_AWARE=0")
     comm.close()
     with pytest.raises(
         UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\); use --transport auto or"
@@ -190,9 +191,9 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
     monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
-    comm, notes = made(transport, reduction=reduction)
+    comm, said = made(transport, reduction=reduction)
     assert comm.exact == (reduction == "exact")
-    assert notes == ["transport: mpi, from GPU to GPU, because it arrived"]
+    assert said == "mpi, from GPU to GPU, because it arrived"
     comm.close()
 
 
@@ -207,25 +208,25 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
         return real(self, round_, tag)
 
     monkeypatch.setattr(AwareWire, "_post", altered)
-    comm, notes = made("auto")
+    comm, said = made("auto")
     comm.close()
     why = "it arrived, but between the ranks other bytes arrived"
-    assert notes[0].startswith("transport: staged, ")
-    assert notes[0].endswith(f", because {why}")
+    assert said.startswith("staged, ")
+    assert said.endswith(f", because {why}")
     with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
         made("mpi")
 
 
 @several_ranks
 def test_nccl_is_a_choice(monkeypatch):
-    comm, notes = made("nccl")
+    comm, said = made("nccl")
     assert comm.exact
-    assert notes[0].startswith("transport: nccl ")
-    assert notes[0].endswith("sums in the order of ranks")
+    assert said.startswith("nccl ")
+    assert said.endswith("sums in the order of ranks")
     comm.close()
-    comm, notes = made("nccl", reduction="fast")
+    comm, said = made("nccl", reduction="fast")
     assert not comm.exact
-    assert notes[0].endswith("sums in an order of its own: not exact")
+    assert said.endswith("sums in an order of its own: not exact")
     comm.close()
 
 
@@ -243,4 +244,4 @@ def test_nccl_that_cannot_start_is_one_line(monkeypatch, gpu):
         made("nccl")
     monkeypatch.setattr(nccl, "available", False)
     with pytest.raises(UsageError, match="--transport nccl: CuPy finds no NCCL"):
-        device_choice.make("nccl", True)
+        device_choice.make(kinds.NCCL, True)

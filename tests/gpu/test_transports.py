@@ -17,12 +17,13 @@ from collectives import LENGTHS, reduced, wild
 
 from zero_mpi import device
 from zero_mpi.comm import Partition, SerialComm
-from zero_mpi.comm.gpu.comm import UNDER_WAY, DeviceComm
+from zero_mpi.comm.gpu.comm import DeviceComm
 from zero_mpi.comm.gpu.cuda_aware import AwareWire
 from zero_mpi.comm.gpu.nccl import NcclWire
 from zero_mpi.comm.gpu.staged import StagedWire
 from zero_mpi.comm.gpu.streams import GpuSide
 from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.errors import UsageError
 
@@ -425,7 +426,7 @@ def start_many(comm, count):
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["in order", "backwards"])
 def test_more_transfers_than_may_be_under_way(exact, backwards):
-    handles, checks = start_many(exact, 2 * UNDER_WAY)
+    handles, checks = start_many(exact, 2 * TRANSFERS)
     for handle in handles[::-1] if backwards else handles:
         handle.wait()
     for check in checks:

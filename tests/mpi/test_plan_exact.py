@@ -6,14 +6,14 @@ from recording import RecordingComm
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.shards import Snapshot, moments_of, parameters_of
-from zero_mpi.comm.mpi import DEPTH, EXACT_PIECE, MPIComm
-from zero_mpi.comm.nodes.chain_sum import DEPTH as RELAY_DEPTH
-from zero_mpi.comm.nodes.chain_sum import PIECE as RELAY_PIECE
+from zero_mpi.comm import kinds
+from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.comm import NodesComm
+from zero_mpi.comm.scratch import EXACT_PIECE, PAGE
 from zero_mpi.comm.shared.comm import SharedComm
+from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.models import GPT2, Llama
-from zero_mpi.plan import memory
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
@@ -45,13 +45,12 @@ def micro_batches(kind, ranks):
 
 def case_of(comm, config, strategy, count, **options):
     """The case of a module on this communicator; its micro-batches have one sequence each."""
-    kinds = {SerialComm: "serial", SharedComm: "shared", NodesComm: "nodes", MPIComm: "mpi"}
     options.setdefault("bucket_mb", 25.0)
     return Case(
         config,
         ranks=comm.size,
         strategy_name=strategy,
-        transport_wanted=kinds[type(comm)],
+        transport_wanted=comm.kind,
         exact_wanted=comm.exact,
         batch_size=count,
         micro_batch=1,
@@ -201,7 +200,7 @@ def check_memory(comm, case):
     plan = plan_memory(case)
     planned = {name: getattr(plan, name) for name in found}
     assert planned == pytest.approx(found, rel=0.01)
-    if case.transport in ("serial", "mpi"):
+    if case.transport in (kinds.SERIAL, kinds.MPI):
         assert planned == found
 
 
@@ -239,7 +238,7 @@ def test_what_a_node_shares_is_what_the_windows_have(strategy):
     case = case_of(comm, MIDDLE["llama"], strategy, comm.size)
     module, optimizer = after_step(comm, case)
     assert comm.shared_bytes == plan_memory(case).node_shared
-    assert counters == memory.COUNTERS * comm.size
+    assert counters == RANK_BYTES * comm.size
     del module, optimizer
     comm.close()
 
@@ -262,11 +261,9 @@ def test_arriving_slices_have_at_most_the_planned_room():
     case = case_of(comm, MIDDLE["llama"], "full-shard", comm.size + (comm.size + 1) // 2)
     after_step(comm, case)
     longest = max(partition.counts[0] for partition in case.partitions)
-    place = -(-min(longest, EXACT_PIECE) * 4 // memory.PAGE) * memory.PAGE
+    place = -(-min(longest, EXACT_PIECE) * 4 // PAGE) * PAGE
     rooms = {count: len(found) for (count, _), found in comm._scratch.items() if found}
     touched = sum(number * (count - 1) * place for count, number in rooms.items())
     planned = plan_memory(case).transport
     assert planned >= touched >= planned / 2 - 1
-    assert (memory.EXACT_PIECE, memory.DEPTH) == (EXACT_PIECE, DEPTH)
-    assert (memory.RELAY_PIECE, memory.RELAY_DEPTH) == (RELAY_PIECE, RELAY_DEPTH)
     comm.close()

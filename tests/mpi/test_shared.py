@@ -26,9 +26,9 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.comm import Partition, spin_wait
+from zero_mpi.comm import Partition, kinds, spin_wait
 from zero_mpi.comm.nodes.comm import NodesComm
-from zero_mpi.comm.shared import counters, window
+from zero_mpi.comm.shared import window, words
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.window import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
@@ -40,7 +40,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.train.setup import make_module
-from zero_mpi.train.transport import make_comm
+from zero_mpi.train.transport import choose_transport
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()
@@ -302,8 +302,10 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
         strategy=strategy.name, bucket_mb=0.02, freeze=["blk.0.*"], prefetch=2, transport="shared"
     )
     world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
-    comm = make_comm(world, config, CONFIG, notes)
-    assert notes == [f"transport: shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory"]
+    chosen = choose_transport(world, config, CONFIG, notes)
+    comm = chosen.comm
+    assert notes == []
+    assert chosen.text == (f"shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory")
     before = comm.shared_bytes
     module = make_module(config, CONFIG, comm)
     assert comm.shared_bytes == before
@@ -357,7 +359,7 @@ def test_a_buffer_of_nobodys_is_reduced_by_messages(shared):
 
 def test_more_reductions_than_the_table_has_entries(shared):
     """Under way at once, and one after the other."""
-    partition, count = Partition(64, shared.size), 2 * counters.ENTRIES + 3
+    partition, count = Partition(64, shared.size), 2 * words.ENTRIES + 3
     pool = shared.memory([], [64] * 3).buffers
     slots, out = (
         [pool.take(64) for _ in range(3)],
@@ -440,22 +442,26 @@ def test_ranks_of_two_nodes_share_nothing(monkeypatch):
         NodesComm(TwoNodes())
     monkeypatch.setenv(PRETEND, "1")
     world, notes = World(MPI.COMM_WORLD.Get_rank(), SIZE, MPI), []
-    comm = make_comm(world, Config(transport="auto"), CONFIG, notes)
-    assert notes == ["transport: mpi, because each node has one rank"]
-    comm.close()
+    chosen = choose_transport(world, Config(transport="auto"), CONFIG, notes)
+    assert (chosen.text, notes) == ("mpi, because each node has one rank", [])
+    assert chosen.comm.kind == kinds.MPI
+    chosen.comm.close()
     with pytest.raises(UsageError, match=r"--transport shared: each node has one rank; use .* auto or mpi"):
-        make_comm(world, Config(transport="shared"), CONFIG, notes)
+        choose_transport(world, Config(transport="shared"), CONFIG, notes)
 
 
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_which_transport_auto_takes(transport):
     world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
-    comm = make_comm(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
+    chosen = choose_transport(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
+    comm = chosen.comm
     takes_shared = transport == "auto" and comm.size > 1
     assert isinstance(comm, SharedComm) == takes_shared
     assert isinstance(comm, SerialComm) == (transport == "auto" and comm.size == 1)
     assert comm.exact == (transport == "auto"), "over shared memory, and alone, fast is exact"
-    assert [note.partition(",")[0] for note in notes] == (
-        [] if comm.size == 1 else [f"transport: {'shared' if takes_shared else 'mpi'}"]
-    )
+    assert notes == []
+    assert chosen.text.partition(",")[0] == ("" if comm.size == 1 else comm.kind.name)
+    assert chosen.text.endswith(", exact all the same") == takes_shared
+    alone = kinds.SERIAL if transport == "auto" else kinds.MPI
+    assert comm.kind == (kinds.SHARED if takes_shared else alone)
     comm.close()

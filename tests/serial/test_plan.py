@@ -12,6 +12,7 @@ import pytest
 from jobs import COMPILED, run_job
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
+from zero_mpi.comm import kinds
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
@@ -451,13 +452,13 @@ def test_what_gpus_of_a_node_send_hides_behind_what_they_compute():
 
 
 def test_gpus_send_messages_also_on_one_node():
-    assert on_gpu(ranks=4).transport == "mpi"
-    assert on_gpu(ranks=1).transport == "serial"
-    assert on_gpu(ranks=4, transport_wanted="staged").transport == "mpi"
-    staged, aware = (plan_memory(on_gpu(ranks=4, transport_wanted=way)) for way in ("staged", "mpi"))
-    assert (staged.node_shared, aware.host) == (0, 0)
+    assert on_gpu(ranks=4).transport == kinds.STAGED
+    assert on_gpu(ranks=1, transport_wanted="nccl").transport == kinds.SERIAL
+    ways = ("staged", "mpi", "nccl")
+    staged, aware, nccl = (plan_memory(on_gpu(ranks=4, transport_wanted=way)) for way in ways)
+    assert (staged.node_shared, aware.host, nccl.host) == (0, 0, 0)
     assert staged.host == 4 * 3 * 2 * 3 * ((8 << 20) // 3)
-    assert aware.transport == 2 * 2 * 3 * 2 * (1 << 20)
+    assert aware.transport == 2 * 2 * 3 * 2 * (1 << 20) == 2 * nccl.transport
 
 
 def test_activations_of_low_precision_take_half_or_less(monkeypatch):
@@ -479,7 +480,7 @@ def test_a_plan_of_gpus_as_text_and_numbers(tmp_path, capsys):
     assert re.search(r"\(in the host's memory\) +\d", said)
     assert [plan["strategy"] for plan in numbers["plans"]] == ["full-shard", "shard-grad-op", "no-shard"]
     for plan in numbers["plans"]:
-        assert plan["transport"] == "mpi"
+        assert plan["transport"] == "staged"
         assert plan["memory"]["moments"] == 0
         assert plan["memory"]["rooms"] > 0
     assert numbers["machine"]["flops"] == 4e14

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import environment
+from zero_mpi import device, environment
 from zero_mpi.comm import SerialComm
+from zero_mpi.comm import kinds as transports
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
@@ -178,28 +179,49 @@ def test_idle_cores_are_a_caution_where_nobody_chose_them(ranks_here, settings, 
 @pytest.mark.parametrize(
     ("transport", "told_apart", "owners", "planned"),
     [
-        ("shared, 1.2 MiB of the node's shared memory", 0, 4, ("shared", 1)),
-        ("shared inside 2 nodes of 2 ranks, mpi between them, 1.2 MiB", 2, 4, ("nodes", 2)),
-        ("shared inside 2 nodes of 2 ranks, mpi between them, 1.2 MiB", 2, 2, ("nodes", 2)),
-        ("mpi, because /dev/shm is full", 0, 4, ("mpi", 1)),
-        ("mpi", 0, 2, ("mpi", 2)),
+        (transports.SHARED, 0, 4, 1),
+        (transports.NODES, 2, 4, 2),
+        (transports.NODES, 2, 2, 2),
+        (transports.MPI, 0, 4, 1),
+        (transports.MPI, 0, 2, 2),
     ],
 )
 def test_the_plan_is_asked_about_what_auto_has_become(transport, told_apart, owners, planned):
     module = SimpleNamespace(owners=SimpleNamespace(size=owners))
-    session = SimpleNamespace(
-        config=Config(), model=MODEL, module=module, transport=transport, nodes=told_apart
-    )
-    session.comm = SimpleNamespace(size=4)
+    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=told_apart)
+    session.comm = SimpleNamespace(size=4, kind=transport)
     case = case_of(Start(session, [("n", 4)], 1e9))
-    assert (case.transport, case.nodes, case.ranks, case.device) == (*planned, 4, "cpu")
+    assert (case.transport, case.nodes, case.ranks, case.device) == (transport, planned, 4, "cpu")
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in transports.TRANSPORTS if kind.on_gpu], ids=lambda k: k.name
+)
+def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, monkeypatch):
+    """NCCL once had pinned memory in the plan of a run, and sums in the order of ranks: by its version."""
+    config = Config(transport=kind.flag, reduction=reduction, context=T, batch_size=5)
+    module = SimpleNamespace(owners=SimpleNamespace(size=4))
+    session = SimpleNamespace(config=config, model=MODEL, module=module, nodes=0)
+    session.comm = SimpleNamespace(size=4, kind=kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "in_use", lambda: SimpleNamespace(name="cuda"))
+        case = case_of(Start(session, [("n", 4)], 1e9))
+    flags = ["--layers", "3", "--dim", D, "--heads", H, "--kv-heads", KV, "--ffn", F, "--vocab-size", V]
+    flags += ["--context", T, "--batch-size", 5, "--ranks", 4, "--device", "cuda", "--strategy", "full-shard"]
+    flags += ["--transport", kind.flag, "--reduction", reduction]
+    (planned,) = plan_options(list(map(str, flags))).cases
+    memory = plan_memory(case)
+    assert memory == plan_memory(planned)
+    assert case.exact == planned.exact == (reduction == "exact" or kind == transports.STAGED)
+    assert (memory.host > 0) == (kind == transports.STAGED)
 
 
 def test_a_lone_process_is_planned_as_one():
     module = SimpleNamespace(owners=SimpleNamespace(size=1))
-    session = SimpleNamespace(config=Config(), model=MODEL, module=module, transport="", nodes=0)
+    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=0)
     session.comm = SerialComm()
-    assert case_of(Start(session, [("n", 1)], 1e9)).transport == "serial"
+    assert case_of(Start(session, [("n", 1)], 1e9)).transport == transports.SERIAL
 
 
 def test_a_run_is_worth_more_than_its_plan():
@@ -230,7 +252,7 @@ def job(tmp_path_factory):
 def test_memory_is_planned_as_the_plan_does(job):
     _, started, _ = job
     (case,) = plan_options([*SIZES, *FLAGS, "--ranks", "2"]).cases
-    assert case.transport == "shared"
+    assert case.transport == transports.SHARED
     assert started["planned_bytes"] == plan_memory(case).total
 
 

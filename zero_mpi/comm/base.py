@@ -19,6 +19,7 @@ import numpy as np
 
 from zero_mpi.comm.clock_sync import Offset
 from zero_mpi.comm.files import OutputFile
+from zero_mpi.comm.kinds import MPI, Transport
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.arrays import BufferPool
@@ -62,8 +63,14 @@ class Comm(ABC):
     rank: int
     size: int
     exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
+    kind: Transport = MPI  # which of them this is; messages, unless it says otherwise
     replicates_by_node = False  # what is replicated is better dealt out to the ranks of each node
     sums_in_place = False  # `full` may be `out` where nothing was added yet: one rank's sum is its own
+
+    @property
+    def about(self) -> str:
+        """What it uses, for people."""
+        return self.kind.name
 
     @cached_property
     def meter(self) -> Meter:

@@ -24,6 +24,7 @@ from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.progress_thread import PAUSE, Progress
+from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.transfer import Running, Transfer
@@ -33,10 +34,8 @@ from zero_mpi.device.types import Array
 from zero_mpi.telemetry.spans import Transfer as Record
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
-EXACT_PIECE = 1 << 18  # elements of a slice per round of the exact reduction: 1 MiB, in cache at 8 ranks
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
-DEPTH = 2  # pieces of an exact reduction in flight
 
 
 class MPIComm(Comm):
@@ -139,16 +138,16 @@ class MPIComm(Comm):
         """Round by round: post the next piece, wait for the oldest, add its slices in order of ranks."""
         tag = next(self._tags) % TAGS
         starts = range(0, max(partition.counts), self._exact_piece)
-        scratch = [self._take(contributors, full.dtype) for _ in starts[:DEPTH]]
+        scratch = [self._take(contributors, full.dtype) for _ in starts[:EXACT_DEPTH]]
         posted: list[list[Any]] = []
-        for number in range(len(starts) + DEPTH - 1):
+        for number in range(len(starts) + EXACT_DEPTH - 1):
             if number < len(starts):
-                room = scratch[number % DEPTH]
+                room = scratch[number % EXACT_DEPTH]
                 posted.append(self._post(full, room, partition, contributors, starts[number], tag))
-            done = number - (DEPTH - 1)
+            done = number - (EXACT_DEPTH - 1)
             if 0 <= done < len(starts):
                 yield posted.pop(0)
-                room = scratch[done % DEPTH]
+                room = scratch[done % EXACT_DEPTH]
                 self._add(full, out, room, partition, contributors, starts[done], accumulate)
         self._scratch[contributors, full.dtype].extend(scratch)
 

@@ -9,6 +9,7 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.comm.base import DONE, Comm, Handle, Memory
 from zero_mpi.comm.files import OutputFile, PlainFile
+from zero_mpi.comm.kinds import SERIAL
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -19,6 +20,7 @@ class SerialComm(Comm):
     """A group of one rank; needs no MPI."""
 
     rank, size, exact, sums_in_place = 0, 1, True, True
+    kind = SERIAL
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()

@@ -18,6 +18,11 @@ class Forwarding(Comm):
     def __init__(self, inner: Comm) -> None:
         self._inner = inner
         self.rank, self.size, self.exact, self.meter = inner.rank, inner.size, inner.exact, inner.meter
+        self.kind = inner.kind
+
+    @property
+    def about(self) -> str:
+        return self._inner.about
 
     def wrapped(self, inner: Handle) -> Handle:
         """What the caller gets for a handle of the inner transport."""

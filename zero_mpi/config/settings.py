@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import defaults
 from zero_mpi.models import ARCHITECTURES
 
@@ -96,7 +97,7 @@ class Config:
         "sharding",
         "mpi: messages; shared: memory that the ranks of a node share; auto: shared where it is possible. "
         "On a GPU, mpi: straight from it; staged: through host memory; nccl; auto: mpi where MPI can do it",
-        choices=("auto", "mpi", "shared", "staged", "nccl"),
+        choices=CHOICES,
     )
     device: str = flag(
         "auto",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from zero_mpi.comm import Partition, SerialComm
+from zero_mpi.comm import Partition, SerialComm, kinds
+from zero_mpi.comm.kinds import Transport
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
@@ -14,14 +15,13 @@ from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
 from zero_mpi.sharding.offload import NONE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
 
-SERIAL, SHARED, NODES, MPI = "serial", "shared", "nodes", "mpi"  # NODES: shared in each, MPI between them
-
 
 class Imagined(SerialComm):
     """As many ranks as wanted, of which this is the first; nothing travels."""
 
     def __init__(self, case: Case) -> None:
-        self.size, self.exact, self.sums_in_place = case.ranks, case.exact, case.transport == SERIAL
+        self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
+        self.sums_in_place = self.kind == kinds.SERIAL
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class Case:
     """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     What is planned is rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
+    transport_wanted: what --transport says, or the very transport that a run has.
     """
 
     model: ModelConfig
     ranks: int = 1
     nodes: int = 1
     strategy_name: str = "full-shard"
-    transport_wanted: str = "auto"
+    transport_wanted: str | Transport = kinds.AUTO
     exact_wanted: bool = True
     batch_size: int = 16
     micro_batch: int = 2
@@ -86,30 +87,16 @@ class Case:
         return strategy_named(self.strategy_name)
 
     @property
-    def transport(self) -> str:
-        """What a run would choose: memory that is shared wherever several ranks are on a node.
-
-        Of GPUs it is messages, in whatever way they go.
-        """
-        if self.transport_wanted in (SERIAL, NODES, MPI):
+    def transport(self) -> Transport:
+        """That of the run, or what a run would choose."""
+        if isinstance(self.transport_wanted, Transport):
             return self.transport_wanted
-        if self.ranks == 1 and (self.transport_wanted == "auto" or self.on_gpu):
-            return SERIAL
-        if self.on_gpu:
-            return MPI
-        if self.nodes == 1:
-            return SHARED
-        return NODES if self.per_node > 1 else MPI
-
-    @property
-    def stages(self) -> bool:
-        """Whether what GPUs send goes through the host; of `auto` it is taken that it does."""
-        return self.on_gpu and self.transport_wanted not in (MPI, "nccl")
+        return kinds.expected(self.transport_wanted, on_gpu=self.on_gpu, ranks=self.ranks, nodes=self.nodes)
 
     @property
     def exact(self) -> bool:
-        """Whether reductions add in the order of ranks, as only `mpi` with `fast` does not."""
-        return self.exact_wanted or self.transport != MPI or self.hybrid or self.stages
+        """Whether reductions add in the order of ranks: with `fast` as well where no library adds."""
+        return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
@@ -124,8 +111,13 @@ class Case:
     @property
     def hybrid(self) -> bool:
         """Whether every node has all slices: so it does where it replicates what it shares."""
-        by_node = self.transport == NODES and not self.strategy.shards_moments
+        by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
+
+    @property
+    def passes_sums(self) -> bool:
+        """Whether sums travel from node to node and grow on the way."""
+        return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
     def owners(self) -> int:
@@ -135,17 +127,17 @@ class Case:
     @property
     def shares_wholes(self) -> bool:
         """Whether what ranks own slices of is one array for all owners."""
-        return self.transport in (SERIAL, SHARED) or (self.transport == NODES and self.hybrid)
+        return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
     def shares_slots(self) -> bool:
         """Whether gradients are reduced where they were written, in memory that ranks share."""
-        return self.transport in (SHARED, NODES)
+        return self.transport.shares_memory
 
     @property
     def shares_gathers(self) -> bool:
         """Whether a node gathers units into buffers of all its ranks."""
-        return self.transport == NODES and not self.hybrid
+        return self.transport == kinds.NODES and not self.hybrid
 
     @property
     def rounds(self) -> Rounds:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 
-from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
+from zero_mpi.comm import kinds
+from zero_mpi.comm.scratch import EXACT_PIECE, RELAY_PIECE
+from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
-from zero_mpi.plan.memory import EXACT_PIECE, NUMBER, RELAY_PIECE
+from zero_mpi.plan.memory import NUMBER
 from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
@@ -51,13 +53,13 @@ def ring_seconds(members: int, link: Link, part: int, whole: int) -> float:
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
     """To sum a unit's gradient into slices."""
-    if case.ranks == 1 or case.transport == SERIAL:
+    if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
-    if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
+    if case.passes_sums:
         return relay_seconds(case, machine, case.partitions[unit].length)
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
-    if case.transport == SHARED:  # the owner reads what the others wrote
+    if case.transport == kinds.SHARED:  # the owner reads what the others wrote
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
     return exchange_seconds(case, machine, unit) + added * case.exact
 

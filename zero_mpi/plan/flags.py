@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.cli.parser import Parser
-from zero_mpi.comm.gpu.select import ON_GPU
+from zero_mpi.comm import kinds
 from zero_mpi.config.bounds import check
 from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.defaults import settled
@@ -161,15 +161,17 @@ def find_model(config: Config) -> ModelConfig:
 
 def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nodes: int) -> Case:
     """The case of a configuration under a strategy."""
-    if config.transport == "shared" and ranks == nodes > 1:
-        raise UsageError("--transport shared: each node has one rank; use --transport auto or mpi")
+    wanted = config.transport
+    if wanted == kinds.SHARED.flag and ranks == nodes > 1:
+        raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
     on_gpu = config.device == "cuda"
-    if config.transport == "shared" and on_gpu:
-        raise UsageError("--transport shared: expected --device cpu; GPUs send messages: use auto or mpi")
+    fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
+    if not fitting and on_gpu:
+        raise UsageError(f"--transport {wanted}: expected --device cpu; GPUs send messages: use auto or mpi")
     if strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
-    if config.transport in ON_GPU and not on_gpu:
-        raise UsageError(f"--transport {config.transport}: it carries arrays of a GPU; use --device cuda")
+    if not fitting:
+        raise UsageError(f"--transport {wanted}: it carries arrays of a GPU; use --device cuda")
     if config.offload != "none" and not on_gpu:
         raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
     if config.offload == STATE and config.precision == "fp32":

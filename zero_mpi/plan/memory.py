@@ -10,21 +10,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from zero_mpi.comm.scratch import Reductions
 from zero_mpi.comm.shared.slots import padded
-from zero_mpi.plan.case import NODES, SERIAL, SHARED, Case
+from zero_mpi.comm.shared.words import RANK_BYTES
+from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import kernels_of, rehearse
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
-# Of transports that cannot be imported without MPI; a test compares.
-EXACT_PIECE, DEPTH = 1 << 18, 2  # comm.mpi: elements of a slice at a time, pieces in flight
-RELAY_PIECE, RELAY_DEPTH = 1 << 17, 4  # comm.nodes.chain_sum: the same, of sums that travel from node to node
-AWARE_PIECE, AWARE_DEPTH = 1 << 20, 2  # comm.gpu.cuda_aware: elements of a slice, rounds
-STAGE, LEAST_STAGE, STAGED_DEPTH, ALIGNED = 8 << 20, 64 << 10, 3, 1024  # comm.gpu.staged: bytes, rounds
-TRANSFERS = 4  # comm.gpu.comm: under way at once
-COUNTERS = 8 * 104  # comm.shared.counters: bytes of a rank
-PAGE = 4096
 ROUNDS = 2  # from the second on every round finds the buffers that it needs
 NUMBER = 8  # bytes of a float64 or an int64
 
@@ -87,7 +81,7 @@ def plan_memory(case: Case) -> Memory:
     snapshot = BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save
     masters = BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low
     on_host = moments * case.offloads + masters * case.offloads_masters
-    on_host += snapshot * case.on_gpu + pinned(case)
+    on_host += snapshot * case.on_gpu + case.transport.pinned(case.ranks)
     return Memory(
         parameters=case.compute_bytes * sum(kept_parameters(case, unit, own) for unit, own in units),
         masters=0 if case.offloads_masters else masters,
@@ -98,7 +92,7 @@ def plan_memory(case: Case) -> Memory:
         gradient_buffers=buffers if case.shares_slots else seen.gradient_buffers,
         activations=seen.activations,
         logits=seen.logits,
-        transport=arriving(case),
+        transport=case.transport.scratch(reductions(case)),
         tables=tables(case, units),
         workspace=kernels_of(case).workspace,
         snapshot=0 if case.on_gpu else snapshot,
@@ -146,74 +140,21 @@ def chunks(case: Case) -> int:
     return sum(unit.length // unit.quantum for unit in case.layout.units if unit.trainable)
 
 
-def arriving(case: Case) -> int:
-    """Bytes of what reductions receive before it is added."""
-    if case.ranks == 1 or case.transport in (SERIAL, SHARED):
-        return 0
-    if case.on_gpu:
-        return device_scratch(case)
-    if case.hybrid or (case.transport == NODES and case.strategy.shards_moments):
-        return relay_scratch(case)
-    return exact_scratch(case) if case.exact else fast_scratch(case)
-
-
-def relay_scratch(case: Case) -> int:
-    """Pieces of sums that come from the node before, and of the node's gradients where no memory is shared.
-
-    A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
-    """
-    carried = longest_slice(case) * (1 if case.hybrid else case.nodes)
-    pieces = min(RELAY_DEPTH, -(-carried // RELAY_PIECE))
-    posted = 0 if case.shares_slots else case.per_node - 1  # of the node's other ranks, as they travel
-    sizes = BYTES + posted * case.reduce_bytes
-    return in_flight(case) * pieces * min(RELAY_PIECE, longest_slice(case)) * sizes
-
-
-def exact_scratch(case: Case) -> int:
-    """Pages that pieces of the other ranks' slices lie in, while an exact reduction over messages adds them.
-
-    Each reduction under way has up to two pieces of every contributor; rounds with fewer contributors have
-    rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
-    """
-    longest = longest_slice(case)
-    place = -(-min(longest, EXACT_PIECE) * case.reduce_bytes // PAGE) * PAGE
-    rooms = min(DEPTH, -(-longest // EXACT_PIECE)) * in_flight(case)
-    return rooms * place * sum(count - 1 for count in contributor_counts(case))
-
-
-def device_scratch(case: Case) -> int:
-    """On a GPU, rooms for pieces of the other ranks' slices, for each reduction under way."""
-    itemsize, others = case.reduce_bytes, case.ranks - 1
-    if case.stages:
-        place, depth = staged_piece(case) // itemsize // ALIGNED * ALIGNED, STAGED_DEPTH
-    else:
-        place, depth = AWARE_PIECE, AWARE_DEPTH
-    return in_flight(case) * depth * others * place * itemsize
-
-
-def staged_piece(case: Case) -> int:
-    """Bytes of pinned memory for a piece of one other rank."""
-    return max(LEAST_STAGE, STAGE // (case.ranks - 1))
-
-
-def pinned(case: Case) -> int:
-    """Bytes of the host that transfers go through, for as many as may be under way."""
-    if not case.stages or case.ranks == 1:
-        return 0
-    return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(case) * (case.ranks - 1)
-
-
-def fast_scratch(case: Case) -> int:
-    """A slice that arrives, where it is added to that of earlier rounds."""
-    if not case.strategy.shards_moments or len(case.rounds) == 1:
-        return 0  # the first round's arrives where it stays
-    return BYTES * longest_slice(case) * in_flight(case)
-
-
-def longest_slice(case: Case) -> int:
-    """Elements of rank 0's largest slice of what is reduced."""
-    sizes = zip(case.layout.units, case.partitions, strict=True)
-    return max((partition.counts[0] for unit, partition in sizes if unit.trainable), default=0)
+def reductions(case: Case) -> Reductions:
+    """What the transport of a case is asked to reduce."""
+    units = zip(case.layout.units, case.partitions, strict=True)
+    return Reductions(
+        ranks=case.ranks,
+        nodes=case.nodes,
+        per_node=case.per_node,
+        slices=tuple(partition.counts[0] for unit, partition in units if unit.trainable),
+        itemsize=case.reduce_bytes,
+        in_flight=in_flight(case),
+        contributors=tuple(contributor_counts(case)),
+        exact=case.exact,
+        accumulates=case.strategy.shards_moments and len(case.rounds) > 1,
+        replicated=case.hybrid,
+    )
 
 
 def in_flight(case: Case) -> int:
@@ -233,4 +174,4 @@ def node_shared(case: Case, gathers: int, buffers: int) -> int:
         return 0
     wholes = case.layout.wholes(case.strategy, case.owners) if case.shares_wholes else []
     once = gathers if case.shares_gathers else sum(padded(whole.length) for whole in wholes)
-    return max(1, once + case.per_node * buffers) + COUNTERS * case.per_node
+    return max(1, once + case.per_node * buffers) + RANK_BYTES * case.per_node

@@ -28,7 +28,7 @@ class Plan:
         """The numbers by name: bytes and seconds."""
         return {
             "strategy": self.case.strategy_name,
-            "transport": self.case.transport,
+            "transport": self.case.transport.name,
             "memory": asdict(self.memory) | {"total": self.memory.total},
             "traffic": traffic_sums(self.traffic),
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},

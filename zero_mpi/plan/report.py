@@ -132,7 +132,7 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Bytes of a step."""
     yield head("bytes that ranks give in a step", plans)
-    yield row("transport", [plan.case.transport for plan in plans])
+    yield row("transport", [plan.case.transport.name for plan in plans])
     traffic = [plan.traffic for plan in plans]
     yield row("a rank, in its node", [size(given.inside.max()) for given in traffic])
     yield row("a rank, to other nodes", [size(given.between.max()) for given in traffic])

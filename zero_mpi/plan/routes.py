@@ -14,7 +14,7 @@ import numpy as np
 
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
-from zero_mpi.plan.case import NODES, Case
+from zero_mpi.plan.case import Case
 
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
@@ -119,7 +119,7 @@ def ways_of(case: Case) -> Ways:
         replicated = Replicated(case.ranks, case.per_node, case.shares_wholes)
         return Ways(replicated, replicated)
     straight = Straight(case.ranks, case.per_node, not case.exact)
-    if case.transport != NODES or not case.strategy.shards_moments:
+    if not case.passes_sums:
         return Ways(straight, straight)
     lanes = Lanes(case.ranks, case.per_node)
     return Ways(lanes if case.strategy.shards_parameters else straight, lanes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.cli.text import write
+from zero_mpi.comm import kinds
 from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.config.settings import Config
@@ -25,7 +26,7 @@ from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.case import MPI, NODES, SERIAL, SHARED, Case
+from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.machine import assumed
 from zero_mpi.plan.max_size import elements
@@ -38,12 +39,6 @@ from zero_mpi.train.resume import Start, check_resume, find_start
 from zero_mpi.train.same_flags import check_settings
 from zero_mpi.train.setup import choose_device, open_model, read_corpus, set_threads, try_operations
 
-TRANSPORTS = {
-    SERIAL: "one process, nothing travels",
-    SHARED: "memory that the ranks of the node share",
-    NODES: "memory that the ranks of a node share, messages between nodes",
-    MPI: "messages",
-}
 MODEL_BYTES, STATE_BYTES = 4, 8  # of a parameter in model.gguf and in optimizer.gguf
 
 
@@ -118,10 +113,10 @@ def find_case(world: World, config: Config, model: ModelConfig) -> tuple[Case, s
     settings = replace(config, device=device.in_use().name)
     case: Case = world.together(lambda: make_case(settings, model, config.strategy, world.size, nodes))
     if world.mpi is None:
-        case = replace(case, transport_wanted=SERIAL)
-    if case.transport in (SHARED, NODES):
+        case = replace(case, transport_wanted=kinds.SERIAL)
+    if case.shares_slots:
         problem = problem or no_room(world, make_plan(case, assumed(False, False)).memory.node_shared)
-        case = replace(case, transport_wanted=MPI) if problem else case
+        case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.together(lambda: check_layout(case))
     return case, problem
 
@@ -180,8 +175,9 @@ def lines(found: Outlook, alone: bool) -> Iterator[str]:
 
 def transport(found: Outlook) -> str:
     """What carries the collectives, and who chose it."""
-    wanted, text = found.config.transport, TRANSPORTS[found.case.transport]
-    if found.case.on_gpu and found.case.transport == MPI:
+    wanted, kind = found.config.transport, found.case.transport
+    text = kind.text
+    if kind.on_gpu:
         text = (
             "from GPU to GPU by MPI if a trial succeeds, else through the host"
             if wanted == "auto"

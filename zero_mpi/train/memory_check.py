@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_mpi import device
+from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
-from zero_mpi.plan.case import SERIAL, Case
+from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.memory import Memory, plan_memory
 from zero_mpi.plan.report import size
@@ -99,7 +100,7 @@ def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     """The plan's question, on as many ranks of each node as of the fullest."""
     whole = nodes if ranks % nodes == 0 else 1
     case = make_case(replace(config, device="cpu"), model, config.strategy, ranks, whole)
-    return replace(case, transport_wanted=SERIAL) if ranks == 1 else case
+    return replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
 
 
 def node_problem(node: Node, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:

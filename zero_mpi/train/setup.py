@@ -47,7 +47,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.train import same_bits
 from zero_mpi.train.description import describe, what_was_read
 from zero_mpi.train.resume import Start, check_resume, find_start
-from zero_mpi.train.transport import make_comm, take_transport
+from zero_mpi.train.transport import choose_transport
 
 
 @dataclass
@@ -87,8 +87,8 @@ def prepare(world: World, config: Config) -> Session:
     check_inputs(world, what_was_read(config, start, init, model, tokenizer))
     config = settled(config, model)  # on all ranks alike, for they have read the same model
     phase("model and tokenizer")
-    comm = make_comm(world, config, model, notes)
-    transport, nodes = take_transport(notes), getattr(comm, "topology", None)
+    chosen = choose_transport(world, config, model, notes)
+    comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
     phase("transport")
     if config.check_collectives:
         comm = CheckedComm(comm)
@@ -126,7 +126,7 @@ def prepare(world: World, config: Config) -> Session:
         progress=progress,
         tokenizer=tokenizer,
         notes=notes,
-        transport=transport,
+        transport=chosen.text,
         nodes=0 if nodes is None else nodes.nodes,
         resumed=None if start is None else start.folder,
     )

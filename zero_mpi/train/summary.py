@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import Any
 
 from zero_mpi import __version__, device, environment
-from zero_mpi.comm import SerialComm
 from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
@@ -97,15 +96,13 @@ def plan(start: Start) -> Start:
 
 def case_of(start: Start) -> Case:
     """What the plan is asked: the settings of the run, with what `auto` has become."""
-    session, ranks = start.session, start.ranks
-    transport = "serial" if isinstance(session.comm, SerialComm) else session.transport.split(",")[0]
-    nodes = session.nodes or len(start.hosts)
-    if transport.startswith("shared"):
-        transport = "shared" if nodes == 1 else "nodes"
+    session, ranks, kind = start.session, start.ranks, start.session.comm.kind
+    nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
     if session.module.owners.size < ranks:
         nodes = ranks // session.module.owners.size
-    config = replace(session.config, transport=transport, device=device.in_use().name)
-    return make_case(config, session.model, config.strategy, ranks, nodes)
+    config = replace(session.config, device=device.in_use().name)
+    case = make_case(config, session.model, config.strategy, ranks, nodes)
+    return replace(case, transport_wanted=kind)
 
 
 def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zero_mpi import device
-from zero_mpi.comm import Comm, SerialComm
-from zero_mpi.comm.gpu import select as device_choice
+from zero_mpi.comm import Comm, SerialComm, kinds
+from zero_mpi.comm.gpu import select
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -15,39 +17,56 @@ from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.train import memory_check
 
-TRANSPORT = "transport: "  # how the note begins that says what carries between ranks
 NOT_SHARED = (
     "without shared memory the ranks of a node send each other messages, which is slower; give "
     "/dev/shm more room (containers: --shm-size)"
 )
 
 
-def make_comm(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm:
-    """The transport between the ranks, before which nothing large is made.
+@dataclass(frozen=True)
+class Chosen:
+    """A transport. why: it is this one; fast: sums may be the library's."""
+
+    comm: Comm
+    why: str = ""
+    fast: bool = False
+
+    @property
+    def text(self) -> str:
+        """What carries between the ranks, for people; empty where there is one rank and nothing shared."""
+        lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
+        if lone and not self.why:
+            return ""
+        exact = ", exact all the same" if self.comm.exact and self.fast else ""
+        return self.comm.about + exact + (f", because {self.why}" if self.why else "")
+
+
+def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
+    """The transport between the ranks, before which nothing large is made; `notes` may get a caution.
 
     Collective; raises UsageError on all ranks alike, also where there is no memory for the run.
     """
+    exact = config.reduction == "exact"
     if device.in_use().name == "cuda":
-        return device_choice.choose(config.transport, world.size, config.reduction == "exact", notes)
-    if config.transport in device_choice.ON_GPU:
+        comm, why = select.choose(config.transport, world.size, exact)
+        return Chosen(comm, why, not exact)
+    if config.transport != kinds.AUTO and not kinds.asked_for(config.transport, on_gpu=False):
         raise UsageError(
             f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
         )
     memory_check.check(world, config, model)
-    if world.mpi is None or (world.size == 1 and config.transport == "auto"):
-        return SerialComm()
+    if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
+        return Chosen(SerialComm())
     from zero_mpi.comm.mpi import MPIComm
 
-    comm: Comm | None = None
-    if config.transport != "mpi":
-        comm = make_shared(world, config, model, notes)
-    elif world.size > 1:
-        notes.append(f"{TRANSPORT}mpi")
-    return comm or MPIComm(exact=config.reduction == "exact")
+    if config.transport == kinds.MPI.flag:
+        return Chosen(MPIComm(exact=exact))
+    return make_shared(world, config, model, notes)
 
 
-def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Comm | None:
-    """The transport over shared memory, with room for the model; None where it is not possible."""
+def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
+    """The transport over shared memory, with room for the model, or messages where it is not possible."""
+    from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.nodes.comm import NodesComm, Wish
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
@@ -67,26 +86,19 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
             return Wish(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
         return Wish(buffers=layout.buffers, gathers=layout.gathers)
 
-    comm: SharedComm | NodesComm
+    exact = config.reduction == "exact"
     try:
         try:
-            comm = SharedComm(wholes=layout.wholes(strategy, world.size), buffers=layout.buffers)
+            wholes = layout.wholes(strategy, world.size)
+            return Chosen(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
         except NodesApart:
-            comm = NodesComm(wish=on_nodes_of)
+            return Chosen(NodesComm(wish=on_nodes_of), fast=not exact)
     except NoSharedMemory as error:
-        if config.transport == "shared" and isinstance(error, NodesApart):
-            raise UsageError(f"--transport shared: {error}; use --transport auto or mpi") from error
-        notes.append(f"{TRANSPORT}mpi, because {error}")
-        if not isinstance(error, NodesApart):
+        if isinstance(error, NodesApart):
+            if config.transport != kinds.AUTO:
+                raise UsageError(
+                    f"--transport {config.transport}: {error}; use --transport auto or mpi"
+                ) from error
+        else:
             notes.append(log.Caution(NOT_SHARED))
-        return None
-    exact = ", exact all the same" if config.reduction == "fast" else ""
-    notes.append(f"{TRANSPORT}{comm.about}{exact}")
-    return comm
-
-
-def take_transport(notes: list[str]) -> str:
-    """What the note on the transport says, which is taken out: the summary has a line for it."""
-    said = [note for note in notes if note.startswith(TRANSPORT)]
-    notes[:] = [note for note in notes if note not in said]
-    return "".join(said).removeprefix(TRANSPORT)
+        return Chosen(MPIComm(exact=exact), str(error))

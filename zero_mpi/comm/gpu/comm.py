@@ -24,12 +24,12 @@ from zero_mpi.comm.gpu.streams import Side
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-UNDER_WAY = 4  # transfers at once: gathers of prefetched stages, and reductions behind backward
 Course = Callable[[Iterator[int]], Running]  # of a transfer, with a tag for each of its rounds
 ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
 
@@ -49,12 +49,16 @@ class DeviceComm(Pushing):
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()
-        self.exact = inner.exact or not wire.adds
-        self.wire, self.side, self.about = wire, side, about
-        self._turns, self._alone = Turns(UNDER_WAY), Turns(1)
+        self.kind, self.exact = wire.kind, inner.exact or not wire.kind.adds
+        self.wire, self.side, self._about = wire, side, about
+        self._turns, self._alone = Turns(TRANSFERS), Turns(1)
         self._tag = 0
         self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next reductions
         self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size, of sums of the library
+
+    @property
+    def about(self) -> str:
+        return self._about or self.kind.name
 
     # ------------------------------------------------------------------------------------ transfers
 

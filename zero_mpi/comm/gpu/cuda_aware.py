@@ -12,21 +12,19 @@ from typing import Any
 
 from zero_mpi.comm.gpu.rounds import MPI, Round, arrived, as_message, overlapped, passed
 from zero_mpi.comm.gpu.streams import Side
+from zero_mpi.comm.kinds import GPU_MPI
 from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.scratch import AWARE_DEPTH, AWARE_PIECE
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 
 MOST_BYTES = 1 << 30  # in one message: counts are C ints in older interfaces
-SUMMED = (
-    1 << 20
-)  # elements of a slice per round of a reduction: long enough for a fast link, short for the rooms
-DEPTH = 2
 
 
 class AwareWire:
     """Messages of device memory over a duplicate of `comm` (the world). `largest`, `summed`: see above."""
 
-    in_order, adds = False, True
+    in_order, kind = False, GPU_MPI
 
     def __init__(
         self,
@@ -34,8 +32,8 @@ class AwareWire:
         comm: Any = None,
         *,
         most_bytes: int = MOST_BYTES,
-        summed: int = SUMMED,
-        depth: int = DEPTH,
+        summed: int = AWARE_PIECE,
+        depth: int = AWARE_DEPTH,
     ) -> None:
         self.side, self.depth = side, depth
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()

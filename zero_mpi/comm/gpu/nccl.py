@@ -12,13 +12,13 @@ from typing import Any
 
 from zero_mpi.comm.gpu.rounds import MPI, Round
 from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.kinds import NCCL
 from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.scratch import NCCL_DEPTH, NCCL_PIECE
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-
-SUMMED = 1 << 20  # elements of a slice per round of an exact reduction, for which rooms are needed
 
 
 def load() -> Any:
@@ -36,9 +36,9 @@ def load() -> Any:
 class NcclWire:
     """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
 
-    in_order, adds, depth = True, True, 1
+    in_order, kind, depth = True, NCCL, NCCL_DEPTH
 
-    def __init__(self, side: GpuSide, *, summed: int = SUMMED) -> None:
+    def __init__(self, side: GpuSide, *, summed: int = NCCL_PIECE) -> None:
         self.side, self._summed = side, summed
         world = MPI.COMM_WORLD
         self._rank, self._size = world.Get_rank(), world.Get_size()

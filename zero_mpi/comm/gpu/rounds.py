@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zero_mpi.comm.kinds import Transport
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.start_mpi import MPI as MPI
 from zero_mpi.comm.transfer import Needed, Running
@@ -39,12 +40,12 @@ class Wire(Protocol):
 
     depth       rounds under way at once; the room of a round is used again `depth` rounds later
     in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
-    adds        whether it has reductions of its own, in an order of its own (`reduction fast`)
+    kind        the transport that it makes of messages between hosts
     """
 
     depth: int
     in_order: bool
-    adds: bool
+    kind: Transport
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
         """Elements of the longest piece of a slice that a round may have, only moved or also summed."""

@@ -1,7 +1,8 @@
 """Which transport carries arrays that lie on a GPU: by the user's word, or by what the MPI library can do.
 
 `auto` is `mpi`, device memory straight into the library, where that is certain, and `staged`, through pinned
-memory of the host, everywhere else. NCCL is never chosen by itself. What is used, and why, is one line.
+memory of the host, everywhere else. NCCL is never chosen by itself. What is used says itself what it is; why
+it was taken is told beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zero_mpi import device
+from zero_mpi.comm import kinds
 from zero_mpi.comm.base import Comm
+from zero_mpi.comm.kinds import Transport
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.device import Cuda
@@ -22,44 +25,38 @@ if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.detect import Answer
 
-AUTO, MPI, SHARED, STAGED, NCCL = "auto", "mpi", "shared", "staged", "nccl"
-ON_GPU = (STAGED, NCCL)  # transports that are for a GPU only
 TRIAL = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
 
 
-def choose(transport: str, ranks: int, exact: bool, notes: list[str]) -> Comm:
-    """The transport of a GPU's arrays; adds a line to `notes`. Collective.
+def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
+    """The transport of a GPU's arrays for a value of --transport, and why it is this one. Collective.
 
     `exact`: sums in the order of ranks; otherwise the library's where it has them. Raises UsageError on all
     ranks alike.
     """
-    if transport == SHARED:
+    if flag != kinds.AUTO and not kinds.asked_for(flag, on_gpu=True):
         raise UsageError(
-            "--transport shared: ranks cannot share the memory of GPUs in this way; with --device cuda use "
+            f"--transport {flag}: ranks cannot share the memory of GPUs in this way; with --device cuda use "
             "auto, mpi, staged or nccl"
         )
     if ranks == 1:
-        return SerialComm()
+        return SerialComm(), ""
     from zero_mpi.comm.gpu.detect import find_answer
     from zero_mpi.comm.gpu.rounds import MPI as library
 
-    comm, because = None, ""
-    if transport in (AUTO, MPI):
-        answer = find_answer(library.COMM_WORLD)
-        if answer.yes:
-            comm, answer = try_out(make(MPI, exact), answer)
-        if transport == MPI and comm is None:
-            raise UsageError(refusal(answer))
-        transport, because = STAGED, f", because {answer.why}"
-    if comm is None:
-        comm = make(transport, exact)
-    order = ", exact all the same" if comm.exact and not exact else ""
-    notes.append(f"transport: {comm.about}{order}{because}")
-    return comm
+    wanted = kinds.asked_for(flag, on_gpu=True)
+    if wanted and kinds.GPU_MPI not in wanted:
+        return make(wanted[0], exact), ""
+    comm, answer = None, find_answer(library.COMM_WORLD)
+    if answer.yes:
+        comm, answer = try_out(make(kinds.GPU_MPI, exact), answer)
+    if comm is None and wanted:
+        raise UsageError(refusal(answer))
+    return comm or make(kinds.STAGED, exact), answer.why
 
 
-def make(transport: str, exact: bool) -> DeviceComm:
-    """The transport of that name. Collective."""
+def make(kind: Transport, exact: bool) -> DeviceComm:
+    """The transport of that kind, of those that carry arrays of a GPU. Collective."""
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.streams import GpuSide
     from zero_mpi.comm.mpi import MPIComm
@@ -69,11 +66,11 @@ def make(transport: str, exact: bool) -> DeviceComm:
     assert isinstance(gpu, Cuda), "there is a GPU in use"
     side = GpuSide(gpu)
     kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
-    if transport == MPI:
+    if kind == kinds.GPU_MPI:
         from zero_mpi.comm.gpu.cuda_aware import AwareWire
 
         return DeviceComm(MPIComm(exact=exact), AwareWire(side), side, "mpi, from GPU to GPU")
-    if transport == STAGED:
+    if kind == kinds.STAGED:
         from zero_mpi.comm.gpu.staged import StagedWire
 
         staged = StagedWire(side)

@@ -13,15 +13,12 @@ from typing import Any
 
 from zero_mpi.comm.gpu.rounds import MPI, Round, arrived, as_message, lent, overlapped, passed
 from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.kinds import STAGED
 from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.scratch import LEAST_STAGE, STAGE_BYTES, STAGED_ALIGNED, STAGED_DEPTH
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device import Done
 from zero_mpi.device.types import Array
-
-STAGE_BYTES = 8 << 20  # of a stage in each direction, shared by the other ranks' pieces
-LEAST_BYTES = 64 << 10  # of a piece, where ranks are many
-DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-ALIGNED = 1024  # elements, at whose multiples longer pieces end
 
 
 class Stage:
@@ -35,7 +32,7 @@ class Stage:
 class StagedWire:
     """Messages of pinned memory over a duplicate of `comm` (the world)."""
 
-    in_order, adds = False, False
+    in_order, kind = False, STAGED
 
     def __init__(
         self,
@@ -43,8 +40,8 @@ class StagedWire:
         comm: Any = None,
         *,
         stage_bytes: int = STAGE_BYTES,
-        least_bytes: int = LEAST_BYTES,
-        depth: int = DEPTH,
+        least_bytes: int = LEAST_STAGE,
+        depth: int = STAGED_DEPTH,
     ) -> None:
         self.side, self.depth = side, depth
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -61,7 +58,7 @@ class StagedWire:
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
         elements = max(1, self._piece_bytes // itemsize)
-        return elements - elements % ALIGNED if elements > ALIGNED else elements
+        return elements - elements % STAGED_ALIGNED if elements > STAGED_ALIGNED else elements
 
     def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
         with lent(self._rings, self._new_ring) as ring:

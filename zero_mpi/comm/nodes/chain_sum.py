@@ -18,14 +18,13 @@ import numpy as np
 
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.scratch import RELAY_DEPTH, RELAY_PIECE
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 
-PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and few enough polls on a fast network
-DEPTH = 4  # pieces on their way at once
 TAGS = 1 << 12
 FORWARD, START, TOTAL = 0, 1, 2  # the kinds of messages in a lane
 
@@ -83,8 +82,8 @@ class Sum:
 
 def cut(part: slice, home: int | None) -> Iterator[Item]:
     """A slice of a unit in pieces."""
-    for start in range(part.start, part.stop, PIECE):
-        yield Item(start, min(start + PIECE, part.stop), home)
+    for start in range(part.start, part.stop, RELAY_PIECE):
+        yield Item(start, min(start + RELAY_PIECE, part.stop), home)
 
 
 class Relay:
@@ -129,15 +128,15 @@ class Relay:
         rooms = self._take(total.out.dtype)
         posted: list[list[Any]] = []
         sent: list[list[Any]] = [[] for _ in rooms]
-        for number in range(len(items) + DEPTH - 1):
-            room = number % DEPTH
+        for number in range(len(items) + RELAY_DEPTH - 1):
+            room = number % RELAY_DEPTH
             if number < len(items):
                 yield sent[room]  # then its memory is free
                 posted.append(self._post(total, source, items[number], rooms[room], room))
-            done = number - (DEPTH - 1)
+            done = number - (RELAY_DEPTH - 1)
             if 0 <= done < len(items):
                 yield posted[done]
-                room = done % DEPTH
+                room = done % RELAY_DEPTH
                 self._add(total, source, items[done], rooms[room], room)
                 if self.topology.node == self.last(total):
                     yield [total.lent[done]] if done in total.lent else []
@@ -150,7 +149,7 @@ class Relay:
         try:
             return self._rooms[dtype].pop()
         except IndexError:
-            return [empty(PIECE, dtype) for _ in range(DEPTH)]
+            return [empty(RELAY_PIECE, dtype) for _ in range(RELAY_DEPTH)]
 
     def _post(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> list[Any]:
         requests = source.post(item.span, number)

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.kinds import NODES
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.hybrid import NodeOwners
 from zero_mpi.comm.nodes.reduce_scatter import NodeSums
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.pushing import Pushing
-from zero_mpi.comm.shared.counters import ENTRIES, GATHERED, RELEASED, Counters
+from zero_mpi.comm.shared.counters import Counters
 from zero_mpi.comm.shared.memory import NodeMemory
 from zero_mpi.comm.shared.window import NodesApart
+from zero_mpi.comm.shared.words import ENTRIES, GATHERED, RELEASED
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
@@ -67,7 +69,7 @@ class NodesComm(Pushing):
         self._memory = NodeMemory(node, wholes, wanted.buffers)
         flat = MPIComm(world, threaded=threaded)
         super().__init__(flat, self.topology.ranks_per_node)
-        self.exact = True  # also where `fast` would do
+        self.kind, self.exact = NODES, True  # also where `fast` would do
         self._flat = flat
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(flat, self.topology, self._lane, node, self._memory)

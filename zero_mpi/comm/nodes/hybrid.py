@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.kinds import MPI, NODES
 from zero_mpi.comm.nodes.reduce_scatter import NodeSums
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.pushing import Pushing
-from zero_mpi.comm.shared.counters import ENTRIES
+from zero_mpi.comm.shared.words import ENTRIES
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -29,6 +30,7 @@ class NodeOwners(Pushing):
     def __init__(self, flat: MPIComm, sums: NodeSums) -> None:
         super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
         self.meter = self._inner.meter = flat.meter
+        self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also where `fast` would do
         self._flat, self._sums = flat, sums
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from zero_mpi.comm.base import Handle
 from zero_mpi.comm.message_type import mpi_type
-from zero_mpi.comm.nodes.chain_sum import DEPTH, PIECE, Relay, Source, Sum
+from zero_mpi.comm.nodes.chain_sum import Relay, Source, Sum
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.shared.counters import ENTRIES, POSTED, SUMMED, Counters
+from zero_mpi.comm.scratch import RELAY_DEPTH, RELAY_PIECE
+from zero_mpi.comm.shared.counters import Counters
 from zero_mpi.comm.shared.memory import NodeMemory
 from zero_mpi.comm.shared.slots import SlotPool
+from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty
@@ -151,9 +153,9 @@ class Messages:
 
     def room(self, number: int, rank: int, span: slice) -> Array:
         """Where a rank's part of a piece arrives."""
-        assert number < DEPTH
+        assert number < RELAY_DEPTH
         if (number, rank) not in self.rooms:
-            self.rooms[number, rank] = empty(PIECE, self.total.full.dtype)
+            self.rooms[number, rank] = empty(RELAY_PIECE, self.total.full.dtype)
         return self.rooms[number, rank][: span.stop - span.start]
 
     def post(self, span: slice, room: int) -> list[Any]:

@@ -22,12 +22,13 @@ from typing import Any
 
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle, Memory
+from zero_mpi.comm.kinds import SHARED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.shared.counters import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.shared.memory import NodeMemory
 from zero_mpi.comm.shared.slots import SlotPool
 from zero_mpi.comm.shared.window import NodesApart
+from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
@@ -121,7 +122,7 @@ class SharedComm(Forwarding):
             raise NodesApart(f"the ranks are on {nodes} nodes, and memory is shared within one")
         self._node_memory = NodeMemory(node, wholes, buffers)
         super().__init__(MPIComm(world, threaded=threaded))
-        self.exact = True  # also where `fast` would do: the library has no faster sum
+        self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
         self._counters = self._node_memory.counters
         self._crowded = self.size > environment.node_cores()
         self._started = 0  # reductions

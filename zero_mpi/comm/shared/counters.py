@@ -10,12 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi.comm.shared.window import Window
-
-# Words of 8 bytes in a rank's part; each counter starts a cache line.
-POSTED, SUMMED, PUBLISHED, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
-COUNTERS = range(POSTED, TABLE, 8)
-ENTRIES = 64
-WORDS = TABLE + ENTRIES
+from zero_mpi.comm.shared.words import COUNTERS, ENTRIES, RANK_BYTES, TABLE, WORDS
 
 
 class Counters:
@@ -27,7 +22,7 @@ class Counters:
     def __init__(self, node: Any) -> None:
         rank, self._ranks = node.Get_rank(), node.Get_size()
         self._mine = rank * WORDS
-        self._window = Window(node, 8 * WORDS * self._ranks, [(8 * self._mine, 8 * (self._mine + WORDS))])
+        self._window = Window(node, RANK_BYTES * self._ranks, [(RANK_BYTES * rank, RANK_BYTES * (rank + 1))])
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._mine, self._mine + WORDS):
             self._words[word] = 0

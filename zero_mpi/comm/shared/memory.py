@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.shared.counters import PUBLISHED, Counters
+from zero_mpi.comm.shared.counters import Counters
 from zero_mpi.comm.shared.slots import FLOAT, SlotPool, padded
 from zero_mpi.comm.shared.window import NoSharedMemory, Window
+from zero_mpi.comm.shared.words import PUBLISHED
 from zero_mpi.device.types import Array
 
 Request = tuple[tuple[Partition, ...], tuple[int, ...]]

@@ -1,0 +1,96 @@
+"""The transports there are, as data: what each is called, and the facts that a plan or a summary asks for.
+
+Every `Comm` says which one it is (`comm.kind`). This is the one list of them: the values of `--transport`,
+what a run chooses from and what a plan counts with all come from here. Nothing here needs MPI or a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_mpi.comm import scratch
+from zero_mpi.comm.scratch import Reductions
+
+AUTO = "auto"  # of --transport: the best that is there
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What carries the collectives of a run.
+
+    name            in one word
+    flag            the value of --transport that asks for it; empty: none does
+    text            how things travel, for people
+    on_gpu          carries arrays that lie on GPUs
+    adds            has sums of the library, in an order of its own (`--reduction fast`)
+    stages          what GPUs send goes through pinned memory of the host
+    shares_memory   ranks of a node see each other's gradients
+    spans_nodes     ranks may be on several nodes
+    takes           bytes of scratch, beside the arrays that it carries, for reductions on several ranks
+    """
+
+    name: str
+    flag: str
+    text: str
+    on_gpu: bool = False
+    adds: bool = False
+    stages: bool = False
+    shares_memory: bool = False
+    spans_nodes: bool = True
+    takes: Callable[[Reductions], int] = scratch.nothing
+
+    def scratch(self, asked: Reductions) -> int:
+        """Bytes that a rank needs beside its arrays, where these lie, for what arrives before it is added."""
+        return self.takes(asked) if asked.ranks > 1 else 0
+
+    def pinned(self, ranks: int) -> int:
+        """Bytes of pinned memory of the host that a rank's transfers go through."""
+        return scratch.pinned(ranks) if self.stages and ranks > 1 else 0
+
+
+SERIAL = Transport("serial", "", "one process, nothing travels", spans_nodes=False)
+MPI = Transport("mpi", "mpi", "messages", adds=True, takes=scratch.of_messages)
+SHARED = Transport(
+    "shared",
+    "shared",
+    "memory that the ranks of the node share",
+    shares_memory=True,
+    spans_nodes=False,
+)
+NODES = Transport(
+    "nodes",
+    "shared",
+    "memory that the ranks of a node share, messages between nodes",
+    shares_memory=True,
+    takes=scratch.of_nodes,
+)
+GPU_MPI = Transport("mpi", "mpi", "mpi", on_gpu=True, adds=True, takes=scratch.from_gpu_to_gpu)
+STAGED = Transport("staged", "staged", "staged", on_gpu=True, stages=True, takes=scratch.through_host)
+NCCL = Transport("nccl", "nccl", "nccl", on_gpu=True, adds=True, takes=scratch.by_nccl)
+
+TRANSPORTS = (SERIAL, MPI, SHARED, NODES, GPU_MPI, STAGED, NCCL)
+CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
+
+
+def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
+    """Those that a value of --transport may become on a device; none: it is of the other device only."""
+    return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
+
+
+def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
+    """What a value of --transport becomes where everything is in order.
+
+    On the host that is memory that is shared wherever several ranks are on a node. Of `auto` on GPUs it is
+    taken that what they send goes through the host: that works everywhere. Whether a value is one
+    of the device, `asked_for` tells.
+    """
+    if ranks == 1 and (on_gpu or flag == AUTO):
+        return SERIAL
+    if on_gpu:
+        return next(iter(asked_for(flag, on_gpu)), STAGED)
+    if flag == MPI.flag:
+        return MPI
+    if nodes == 1:
+        return SHARED
+    return NODES if ranks > nodes else MPI
