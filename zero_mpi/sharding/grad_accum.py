@@ -7,7 +7,7 @@ number of ranks, also when it does not divide M.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,13 @@ class Rounds:
 class GradAccum:
     """Accumulates one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
 
-    Call `accumulate` once a round on every rank until `complete`; then `losses` holds one entry a
-    micro-batch, and the optimizer may step. The next `accumulate` begins a new step. Making one is
-    collective; raises ValueError for fewer than one micro-batch a step, UsageError where ranks differ in it.
+        for micro_batch in accum:
+            accum.accumulate(*read(step, micro_batch))
+
+    is a step: its rounds one after the other, on every rank. Then it is `complete`, `losses` holds one entry
+    a micro-batch, and the optimizer may step. After an error that all ranks caught, `reset` begins anew.
+    Making one is collective; raises ValueError for fewer than one micro-batch a step, UsageError where ranks
+    differ in it.
     """
 
     def __init__(self, module: ShardedModule, steps: int) -> None:
@@ -59,6 +63,7 @@ class GradAccum:
         self.losses = no_losses(self.rounds.micro_batches)
         self.round = 0
         self._since = module.forgotten  # as the step began
+        self._inside = False  # a round that was begun and has not come to its end
 
     def _look(self, module: ShardedModule, steps: int) -> tuple[Rounds, dict[str, object]]:
         """What was given, and what ranks must share."""
@@ -78,6 +83,41 @@ class GradAccum:
         """Number of the micro-batch that this rank computes next; None: it has none in the coming round."""
         return self.rounds.mine(0 if self._begins else self.round)
 
+    def __iter__(self) -> Iterator[int | None]:
+        """The rounds of a step that are still to come: for each the number of this rank's micro-batch.
+
+        None where this rank has none: it takes part in the round all the same. Whoever leaves the loop early
+        goes on with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
+        inside the loop it gives the first round again. Raises ValueError if the step is complete and was not
+        used, and if a round went by without `accumulate`.
+        """
+        self._check_ready()
+        while True:
+            coming, forgotten = 0 if self._begins else self.round, self.module.forgotten
+            yield self.rounds.mine(coming)
+            if self.round == coming + 1 and self.complete:
+                return
+            if self.round != coming + 1 and self.module.forgotten == forgotten:
+                raise ValueError(
+                    f"round {coming} of {len(self.rounds)} was not accumulated; expected one call of "
+                    "GradAccum.accumulate for each micro-batch of the loop, also where it is None"
+                )
+
+    def reset(self) -> None:
+        """Forget what was accumulated, and what an error left half done: the next round is a step's first.
+
+        For errors that all ranks raised in the same place and caught, such as one of `read`: where only some
+        did, the others wait for them in the round, and the job has to end. Collective.
+        """
+        self.module.drop_gathered()
+        self.module.zero_gradients()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a step."""
+        self.round, self._since, self._inside = 0, self.module.forgotten, False
+        self.losses = no_losses(self.rounds.micro_batches)
+
     @property
     def _begins(self) -> bool:
         """Whether the next round is the first of a step: the one before is complete, or was forgotten."""
@@ -93,8 +133,8 @@ class GradAccum:
         mine = self.next_micro_batch
         self._check(x, criterion, mine)
         if self._begins:
-            self.round, self._since = 0, self.module.forgotten
-            self.losses = no_losses(self.rounds.micro_batches)
+            self._begin()
+        self._inside = True
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):
@@ -103,16 +143,12 @@ class GradAccum:
             spans.active.begin_micro_batch(None)
         if mine is not None and loss is not None:
             self.losses[mine] = loss
-        self.round += 1
+        self.round, self._inside = self.round + 1, False
         return loss
 
     def _check(self, x: Any, criterion: Any, mine: int | None) -> None:
         """Raise ValueError unless this round can be."""
-        if self.complete and self._since == self.module.forgotten:
-            raise ValueError(
-                f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
-                "(or ShardedModule.zero_gradients, to forget them) before the next step's first"
-            )
+        self._check_ready()
         if (x is None) != (mine is None):
             raise ValueError(
                 f"round {0 if self._begins else self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
@@ -124,6 +160,21 @@ class GradAccum:
         if criterion is not None and not callable(criterion):
             raise ValueError(
                 f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
+            )
+
+    def _check_ready(self) -> None:
+        """Raise ValueError unless there is a round to come."""
+        if self._since != self.module.forgotten:
+            return
+        if self.complete:
+            raise ValueError(
+                f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
+                "(or GradAccum.reset, to forget them) before the next step's first"
+            )
+        if self._inside:
+            raise ValueError(
+                f"accumulate: round {self.round} of {len(self.rounds)} ended in an error; call "
+                "GradAccum.reset on all ranks, which forgets the step, before its first round"
             )
 
     def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
