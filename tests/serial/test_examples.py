@@ -28,7 +28,12 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
-EXACT = ("custom_loop", "custom_model", "mlp_digits")  # their micro-batches do not depend on the ranks
+EXACT = (
+    "custom_loop",
+    "custom_model",
+    "mlp_digits",
+    "save_and_load",
+)  # their micro-batches do not depend on the ranks
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
 
@@ -77,6 +82,16 @@ def test_example_lowers_its_loss(name, ranks, printed):
 @pytest.mark.parametrize("name", EXACT)
 def test_example_prints_the_same_at_any_number_of_ranks(name, printed):
     assert printed(name, 1) == printed(name, 3)
+
+
+@needs_mpiexec
+def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
+    path, halves = ROOT / "examples" / "save_and_load.py", ""
+    for ranks in (3, 2):
+        status, found, errors = run_job(ranks, [path, "halfway"], timeout=50, cwd=tmp_path)
+        assert (status, errors) == (0, "")
+        halves += found
+    assert halves == printed("save_and_load", 1)
 
 
 @pytest.fixture(scope="module")
