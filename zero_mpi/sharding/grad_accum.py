@@ -7,13 +7,14 @@ number of ranks, also when it does not divide M.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arguments import came, instance, whole
+from zero_mpi.arguments import FLOATING, array, came, instance, same_names, whole
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
@@ -132,13 +133,30 @@ class GradAccum:
         """
         mine = self.next_micro_batch
         self._check(x, criterion, mine)
+        return self._one_round(mine, lambda: self._forward_backward(x, criterion))
+
+    def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
+        """One round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
+
+        `gradients`: for each parameter that is not frozen, by name, those of this rank's micro-batch in full
+        shape, scaled as in `accumulate`; a rank without a micro-batch in this round passes None. In a round
+        all ranks add gradients, or all accumulate. `loss` is the micro-batch's part of `total_loss`. Raises
+        ValueError for missing or surplus names, other shapes, and a rank that has nothing to give or should.
+        """
+        mine = self.next_micro_batch
+        self._check_ready()
+        self._check_turn(gradients, mine, "its gradients")
+        self._check_given(gradients, loss)
+        self._one_round(mine, lambda: self._add(gradients, loss))
+
+    def _one_round(self, mine: int | None, work: Callable[[], Scalar | None]) -> Scalar | None:
         if self._begins:
             self._begin()
         self._inside = True
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):
-            loss = self._forward_backward(x, criterion)
+            loss = work()
         if spans.active is not None:
             spans.active.begin_micro_batch(None)
         if mine is not None and loss is not None:
@@ -149,18 +167,33 @@ class GradAccum:
     def _check(self, x: Any, criterion: Any, mine: int | None) -> None:
         """Raise ValueError unless this round can be."""
         self._check_ready()
-        if (x is None) != (mine is None):
-            raise ValueError(
-                f"round {0 if self._begins else self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
-                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
-                f"{'None' if mine is None else 'its input'}"
-            )
+        self._check_turn(x, mine, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
         if criterion is not None and not callable(criterion):
             raise ValueError(
                 f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
             )
+
+    def _check_turn(self, given: Any, mine: int | None, wanted: str) -> None:
+        """Raise ValueError unless something is given where this rank has a micro-batch, and only there."""
+        if (given is None) != (mine is None):
+            raise ValueError(
+                f"round {0 if self._begins else self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
+                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
+                f"{'None' if mine is None else wanted}"
+            )
+
+    def _check_given(self, gradients: Any, loss: Any) -> None:
+        """Raise ValueError for anything but None or all gradients by name, and a loss."""
+        instance("add_gradients: loss", loss, Real, "a number")
+        if gradients is None:
+            return
+        instance("add_gradients", gradients, Mapping, "a mapping of names to arrays")
+        wanted = [name for name in self.module.params if self.module.is_trainable(name)]
+        same_names("add_gradients: the gradients do not fit the model", gradients, wanted)
+        for name in wanted:
+            array(f"add_gradients: {name}", gradients[name], self.module.params[name].shape, kinds=FLOATING)
 
     def _check_ready(self) -> None:
         """Raise ValueError unless there is a round to come."""
@@ -177,15 +210,25 @@ class GradAccum:
                 "GradAccum.reset on all ranks, which forgets the step, before its first round"
             )
 
+    @property
+    def _place(self) -> tuple[int, bool]:
+        """How many ranks have a micro-batch in this round, and whether it is the last."""
+        return self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
+
+    def _add(self, gradients: Mapping[str, Array] | None, loss: float) -> Scalar:
+        contributors, last = self._place
+        self.module.add_gradients(gradients, contributors=contributors, last=last)
+        return loss
+
     def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
         """In one go where the criterion tells the targets. The collectives are the same either way, so a rank
         without a micro-batch need not know."""
-        contributors, last = self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
+        contributors, last = self._place
         if isinstance(criterion, CrossEntropy):
             return self.module.forward_backward(
                 x, criterion.targets, criterion.scale, contributors=contributors, last=last
             )
-        output, loss, dy = self.module.forward(x), None, None
+        output, loss, dy = self.module.forward(x, training=True), None, None
         if criterion is not None and x is not None:
             with spans.during(spans.COMPUTE, "loss"):
                 loss, dy = criterion(output)
