@@ -155,3 +155,15 @@ def test_a_complete_step_must_be_used_before_the_next(exact):
         run.rounds(1)
     run.end()
     run.rounds(1)
+
+
+def test_ranks_without_anything_to_compute_are_told_once(exact, caplog):
+    module = tiny.make(exact, CONFIG)
+    with caplog.at_level("WARNING", "zero_mpi"):
+        GradAccum(module, exact.size)
+        assert caplog.messages == []
+        GradAccum(module, 1)
+    idle = exact.size - 1
+    said = [f"{idle} of {exact.size} ranks have nothing to compute: a step has 1 micro-batch(es); start"]
+    said = said if idle and exact.rank == 0 else []
+    assert [message[: len(said[0])] for message in caplog.messages] == said

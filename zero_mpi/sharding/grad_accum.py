@@ -20,7 +20,7 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import CrossEntropy
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.telemetry import spans
+from zero_mpi.telemetry import log, spans
 
 Criterion = Callable[[Any], tuple[Scalar, Any]]  # output of the model -> (loss, its gradient)
 
@@ -65,6 +65,7 @@ class GradAccum:
         self.round = 0
         self._since = module.forgotten  # as the step began
         self._inside = False  # a round that was begun and has not come to its end
+        warn_of_idle(self.rounds)
 
     def _look(self, module: ShardedModule, steps: int) -> tuple[Rounds, dict[str, object]]:
         """What was given, and what ranks must share."""
@@ -244,6 +245,19 @@ class GradAccum:
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
+
+
+def warn_of_idle(rounds: Rounds) -> None:
+    """Say it, on rank 0, where some ranks never have a micro-batch."""
+    idle = rounds.ranks - rounds.micro_batches
+    if idle > 0 and rounds.rank == 0:
+        log.warning(
+            "%d of %d ranks have nothing to compute: a step has %d micro-batch(es); start fewer ranks, or "
+            "cut the step into more micro-batches",
+            idle,
+            rounds.ranks,
+            rounds.micro_batches,
+        )
 
 
 def no_losses(micro_batches: int) -> Array:

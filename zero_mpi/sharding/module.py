@@ -86,7 +86,7 @@ class ShardedModule(ShardedState):
             ShardedUnit(unit, place, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
         ]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
-        self.precision = precision
+        self.precision, self.by_rows = precision, bool(by_rows)
         self._forward: Pass | None = None  # whose backward is to come
         self._synced = False
 

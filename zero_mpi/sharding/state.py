@@ -38,6 +38,7 @@ class Unmatched(NamedTuple):
 class ShardedState:
     """Access to the parameters and gradients that a list of units holds on this rank."""
 
+    by_rows = False  # whether ranks own whole rows of each parameter
     _trains = True
 
     def __init__(
@@ -184,9 +185,9 @@ class ShardedState:
                 yield segment.name, unit.parameters.shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Name -> which elements of the parameter this rank owns, in the model's order."""
+        """Name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
         infos = {name: info for unit in self.units for name, info in shard_infos(unit.unit, unit.part)}
-        return {name: infos[name] for name in self.params}
+        return {name: infos[name].in_rows() if self.by_rows else infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
         """A copy of one whole parameter, on every rank, where its slices are kept. Collective.
