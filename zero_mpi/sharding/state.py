@@ -50,10 +50,20 @@ class ShardedState:
         owners: Comm | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.params, self.units, self.comm, self.strategy = params, units, comm, strategy
+        self.params, self.units, self._comm, self._strategy = params, units, comm, strategy
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self.loss_scale = loss_scale or LossScale()
         self._home = {name: unit for unit in units for name in unit.unit.params}
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator that it was made on."""
+        return self._comm
+
+    @property
+    def strategy(self) -> Strategy:
+        """What of it is sharded."""
+        return self._strategy
 
     # -------------------------------------------------------------------------------------------- mode
 
