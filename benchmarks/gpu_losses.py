@@ -75,8 +75,7 @@ def train(
     accumulator = GradAccum(module, options.micro_batches)
     tokens = options.micro_batches * workload.tokens
     for number in range(options.steps):
-        for _ in range(len(accumulator.rounds)):
-            mine = accumulator.next_micro_batch
+        for mine in accumulator:
             if mine is None:
                 accumulator.accumulate(None)
                 continue

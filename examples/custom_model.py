@@ -123,8 +123,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
     for step in range(STEPS):
-        for _ in range(len(accumulator.rounds)):
-            accumulator.accumulate(*micro_batch(step, accumulator.next_micro_batch))
+        for index in accumulator:
+            accumulator.accumulate(*micro_batch(step, index))
         loss = accumulator.total_loss()
         optimizer.step(max_norm=1.0)
         if comm.rank == 0:

@@ -73,8 +73,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
     for step in range(STEPS):
-        for _ in range(len(accumulator.rounds)):
-            accumulator.accumulate(*micro_batch(train, step, accumulator.next_micro_batch))
+        for index in accumulator:
+            accumulator.accumulate(*micro_batch(train, step, index))
         loss = accumulator.total_loss()
         optimizer.step(max_norm=1.0)
         if comm.rank == 0 and (step + 1) % 5 == 0:

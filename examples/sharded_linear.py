@@ -25,7 +25,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     layer = ShardedLinear(comm, INPUTS, OUTPUTS, name="map")
     layer.initialize(seed=0)
     optimizer = ShardedAdamW(layer, lr=5e-2, weight_decay=0.0)
-    owned = comm.allgather_object(layer.shard_info()["map.weight"].size // INPUTS)
+    owned = comm.allgather_object(layer.shard_info()["map.weight"].size)
     if comm.rank == 0:
         print(f"rows by rank: {owned}")
     for step in range(STEPS):

@@ -39,8 +39,7 @@ def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **option
 def run_step(module, accumulator, config, step, micro_batches):
     """One step's rounds on this rank; the last micro-batch is a shorter one."""
     tokens = (2 * micro_batches - 1) * config.context_length
-    for _ in range(len(accumulator.rounds)):
-        mine = accumulator.next_micro_batch
+    for mine in accumulator:
         if mine is None:
             accumulator.accumulate(None)
             continue

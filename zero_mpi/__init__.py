@@ -22,6 +22,7 @@ environment.prepare()  # before numpy is imported and MPI starts
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from zero_mpi.checkpoint.module_files import load, save
     from zero_mpi.comm import Comm, Partition, SerialComm
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.errors import UsageError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from zero_mpi.trace.timeline import tracing
 
 PUBLIC = {
+    "load": "checkpoint.module_files",
+    "save": "checkpoint.module_files",
     "GradAccum": "sharding.grad_accum",
     "Comm": "comm",
     "Partition": "comm",
@@ -85,6 +88,8 @@ __all__ = [
     "clip_grad_norm",
     "connect",
     "cross_entropy",
+    "load",
+    "save",
     "tracing",
 ]
 

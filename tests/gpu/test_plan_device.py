@@ -145,8 +145,8 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, 
     module.initialize(0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, comm.size + 1)
     tokens, before = np.zeros((1, 48), np.int64), comm.meter.sent_bytes
-    for _ in range(len(accumulator.rounds)):
-        idle = accumulator.next_micro_batch is None
+    for mine in accumulator:
+        idle = mine is None
         accumulator.accumulate(None if idle else tokens, None if idle else CrossEntropy(tokens, 1e-2))
     accumulator.total_loss()
     optimizer.step(max_norm=1.0)

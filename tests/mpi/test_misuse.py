@@ -321,6 +321,11 @@ USES = {
         "floating numbers, got",
     ),
     "plain: fewer": (lambda k: k.optimizer.step_on_params([np.ones(2)], []), "gradients differ"),
+    "plain: names": (
+        lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, {"b": np.ones(2)}),
+        "gradients differ",
+    ),
+    "plain: mixed": (lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, [np.ones(2)]), "differ"),
     "logits list": (lambda k: cross_entropy([[1.0]], TOKENS), "logits: expected an array, got a list"),
     "logits whole": (lambda k: cross_entropy(np.ones((2, 4, 16), int), TOKENS), "logits: .*floating numbers"),
     "targets float": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS * 1.0), "targets: .*whole numbers"),

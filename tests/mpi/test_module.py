@@ -279,8 +279,7 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
     layer = ShardedLinear(exact, 5, 7)
     layer.initialize(3)
     info = layer.shard_info()["linear.weight"]
-    assert (info.offset % 5, info.size % 5) == (0, 0)
-    sizes = exact.allgather_object(info.size // 5)
+    sizes = exact.allgather_object(info.size)
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == 7
     whole = layer.state_dict()
@@ -294,7 +293,7 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
     np.testing.assert_allclose(dx, dy @ whole["linear.weight"], rtol=1e-5, atol=1e-6)
     layer.sync_gradients()
     total = np.sum(exact.allgather_object(dy.T @ x), axis=0).reshape(-1)
-    mine = total[info.offset : info.offset + info.size]
+    mine = total[5 * info.offset : 5 * (info.offset + info.size)]
     gradient = dict(layer.gradients())["linear.weight"]
     np.testing.assert_allclose(gradient, mine, rtol=1e-4, atol=1e-5)
 
@@ -302,9 +301,10 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
 def test_shard_info_of_more_ranks_than_rows(exact):
     layer = ShardedLinear(exact, 3, 2, bias=False)
     infos = exact.allgather_object(layer.shard_info()["linear.weight"])
-    expected = {1: [6], 2: [3, 3]}.get(exact.size, [3, 3] + [0] * (exact.size - 2))
+    expected = {1: [2], 2: [1, 1]}.get(exact.size, [1, 1] + [0] * (exact.size - 2))
     assert [info.size for info in infos] == expected
-    assert infos[0] == ShardInfo((2, 3), 0, expected[0])
+    assert infos[0] == ShardInfo((2, 3), 0, expected[0], by_rows=True)
+    assert [info.offset for info in infos[:2]] == [0, 1][: exact.size]
 
 
 def test_accumulation_needs_a_loss(exact):

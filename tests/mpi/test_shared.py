@@ -182,7 +182,7 @@ def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
     state = tiny.make(SerialComm(), CONFIG, seed=5).state_dict()
     comm = RecordingComm(shared)
     comm.progress = lambda: late(who % shared.size, shared, 0.03)
-    module.comm = comm
+    module._comm = comm
     y = module.forward(x, training=False)
     module.load_state_dict(state)
     assert np.array_equal(y, expected)

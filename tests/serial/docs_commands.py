@@ -73,6 +73,7 @@ SLURM, BATCH = "tests/cluster/test_slurm.py::", "tests/serial/test_batch.py::"
 OVER_HOSTS = ByTest(f"{HOSTS}test_same_bytes_as_in_one_process")
 PBS = ByTest(f"{BATCH}test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on")
 REAL_MODEL = "tests/serial/test_finetune.py::test_it_learns_from_the_state_of_the_published_model"
+HALVES = ByTest("tests/serial/test_examples.py::test_each_half_of_a_run_may_have_its_own_number_of_ranks")
 EXAMPLE = ByTest("tests/serial/test_examples.py::test_example_lowers_its_loss")
 NO_TORCH = Nobody("it needs PyTorch, which the project does not install, and measures speed")
 SPEED = Nobody("it measures speed over hosts that it makes; as root, by hand")
@@ -299,6 +300,9 @@ OWN: dict[str, How] = {
     "mpirun -n 3 python examples/custom_loop.py": EXAMPLE,
     "mpirun -n 3 python examples/custom_model.py": EXAMPLE,
     "mpirun -n 3 python examples/mlp_digits.py": EXAMPLE,
+    "mpirun -n 3 python examples/save_and_load.py": EXAMPLE,
+    "mpirun -n 3 python examples/save_and_load.py halfway": HALVES,
+    "mpirun -n 2 python examples/save_and_load.py halfway": HALVES,
     "mpirun -n 3 python examples/mlp_ddp.py": EXAMPLE,
     "mpirun -n 3 python examples/sharded_linear.py": EXAMPLE,
     "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),

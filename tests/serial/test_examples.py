@@ -25,10 +25,16 @@ from zero_mpi.plan import flags as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+API = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
-EXACT = ("custom_loop", "custom_model", "mlp_digits")  # their micro-batches do not depend on the ranks
+EXACT = (
+    "custom_loop",
+    "custom_model",
+    "mlp_digits",
+    "save_and_load",
+)  # their micro-batches do not depend on the ranks
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
 
@@ -77,6 +83,16 @@ def test_example_lowers_its_loss(name, ranks, printed):
 @pytest.mark.parametrize("name", EXACT)
 def test_example_prints_the_same_at_any_number_of_ranks(name, printed):
     assert printed(name, 1) == printed(name, 3)
+
+
+@needs_mpiexec
+def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
+    path, halves = ROOT / "examples" / "save_and_load.py", ""
+    for ranks in (3, 2):
+        status, found, errors = run_job(ranks, [path, "halfway"], timeout=50, cwd=tmp_path)
+        assert (status, errors) == (0, "")
+        halves += found
+    assert halves == printed("save_and_load", 1)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +240,7 @@ def test_strategies_in_readme_are_those_of_the_flag():
 
 def api_rows() -> list[str]:
     """The second column of the API table, without its quotes."""
-    rows = README.partition("| There | Here |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = API.partition("| There | Here |")[2].partition("\n\n")[0].splitlines()[2:]
     return [row.split("|")[2].strip().strip("`") for row in rows]
 
 
@@ -241,13 +257,22 @@ def test_names_in_the_api_table_exist(entry):
         assert [name for name in wanted if name not in inspect.signature(found).parameters] == []
 
 
-def test_shard_info_in_readme_has_the_fields_of_the_class():
+def test_shard_info_in_the_api_table_has_the_fields_of_the_class():
     fields = ", ".join(field.name for field in dataclasses.fields(zero_mpi.ShardInfo))
-    assert f"`ShardInfo({fields})`" in README
+    assert f"`ShardInfo({fields})`" in API
 
 
 def test_what_a_class_calls_public_is_mentioned():
     """Every name of the API that the table is there for has a row."""
     entries = " ".join(api_rows())
-    for name in ("ShardedModule", "ShardedLinear", "GradAccum", "ShardedAdamW", "DDP", "clip_grad_norm"):
+    for name in (
+        "ShardedModule",
+        "ShardedLinear",
+        "GradAccum",
+        "ShardedAdamW",
+        "DDP",
+        "clip_grad_norm",
+        "save",
+        "load",
+    ):
         assert name in entries

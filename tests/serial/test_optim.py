@@ -368,3 +368,18 @@ def test_a_module_starts_the_same_under_every_strategy():
         state = make_module(**way).state_dict()
         assert state.keys() == expected.keys()
         assert all(state[name].tobytes() == expected[name].tobytes() for name in state)
+
+
+def test_step_on_params_by_name_counts_the_steps_of_each_name():
+    """A name that comes later begins with moments of zero and a first step of its own."""
+    early, late = (ShardedAdamW(make_module(), **OPTIONS) for _ in range(2))
+    g = np.array([0.5, -2.0], np.float32)
+    p, q, r = (np.ones(2, np.float32) for _ in range(3))
+    early.step_on_params({"p": p}, {"p": g})
+    early.step_on_params({"q": q, "p": p}, {"p": g, "q": g})
+    late.step_on_params([r], [g])
+    assert (q == r).all()
+    late.step_on_params([r], [g])
+    assert (p == r).all()
+    with pytest.raises(ValueError, match="not those of the first call"):
+        early.step_on_params({"p": np.ones(3, np.float32)}, {"p": np.ones(3, np.float32)})

@@ -29,7 +29,17 @@ def step_folder(out: Path, step: int) -> Path:
 
 def begin(out: Path, step: int) -> Path:
     """An empty temporary folder for the checkpoint of `step`; what an earlier attempt left is removed."""
-    folder = out / f".{step_folder(out, step).name}.partial"
+    return begin_beside(step_folder(out, step))
+
+
+def beside(final: Path) -> Path:
+    """Where a checkpoint is written that will be called `final`."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def begin_beside(final: Path) -> Path:
+    """An empty temporary folder for what will be called `final`; an earlier attempt's is removed."""
+    folder = beside(final)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
@@ -42,23 +52,46 @@ def publish(out: Path, step: int, folder: Path, keep: int) -> Path:
     the link to it are on disk.
     """
     final = step_folder(out, step)
-    sync_folder(folder)
-    if final.exists():
-        replace_folder(folder, final)
-    else:
-        folder.rename(final)
-    sync_folder(out)
+    put(folder, final)
     point_latest(out, final.name)
     remove_old(out, step, keep)
     clean(out)
     return final
 
 
+def put(folder: Path, final: Path) -> None:
+    """Give a complete folder its name, also where another one has it, and bring that to disk."""
+    sync_folder(folder)
+    if final.exists():
+        replace_folder(folder, final)
+    else:
+        folder.rename(final)
+    sync_folder(final.parent)
+
+
+def publish_alone(final: Path) -> None:
+    """Give what was written beside `final` its name; what had it before is removed."""
+    put(beside(final), final)
+    for left in (beside(final), moved_aside(final)):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def restore(final: Path) -> None:
+    """Give a checkpoint its name back that was moved aside for one which never took its place."""
+    if moved_aside(final).exists() and not final.exists():
+        moved_aside(final).rename(final)
+
+
+def moved_aside(final: Path) -> Path:
+    """Where the checkpoint that is called `final` waits for another to take its place."""
+    return final.with_name(f".{final.name}.old")
+
+
 def replace_folder(folder: Path, final: Path) -> None:
     """Put `folder` in the place of `final` without a moment in which there is neither."""
     if exchange(folder, final):
         return  # `folder` is now the old one's name; `clean` removes it
-    old = final.with_name(f".{final.name}.old")
+    old = moved_aside(final)
     shutil.rmtree(old, ignore_errors=True)
     final.rename(old)
     try:
@@ -106,7 +139,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint; renamed first, so that one half removed is not taken for a checkpoint."""
-    old = folder.with_name(f".{folder.name}.old")
+    old = moved_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     shutil.rmtree(old)

@@ -26,6 +26,7 @@ from zero_mpi.checkpoint.state import (
     moment_tensors,
     sign,
 )
+from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError, explain
 from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.telemetry import spans
@@ -121,13 +122,12 @@ class Saver:
 
     def _write(self, progress: Progress, parts: Parts) -> Saved:
         begun, root = time.monotonic(), self.comm.rank == 0
-        folder = self.out / f".{folders.step_folder(self.out, progress.step).name}.partial"
-        digests: dict[str, str] = {}
+        folder = folders.beside(folders.step_folder(self.out, progress.step))
         try:
-            self._on_root(partial(folders.begin, self.out, progress.step))
-            self._write_files(progress, parts, folder, digests)
+            on_root(self.comm, partial(folders.begin, self.out, progress.step))
+            digests = self._write_files(progress, parts, folder)
             self.tick(f"publishing step {progress.step}")
-            self._on_root(partial(folders.publish, self.out, progress.step, folder, self.keep))
+            on_root(self.comm, partial(folders.publish, self.out, progress.step, folder, self.keep))
         except JobError as error:
             if root:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -138,36 +138,64 @@ class Saver:
         final = folders.step_folder(self.out, progress.step)
         return Saved(final, progress.step, digest_of_state(digests), seconds)
 
-    def _write_files(self, progress: Progress, parts: Parts, folder: Path, digests: Digests) -> None:
-        description = self.description
-        tensors = model_tensors(self.optimizer, description), moment_tensors(self.optimizer)
-        contents = (
-            Content(
-                folder / folders.MODEL, description.architecture, tensors[0], parts[0], description.constants
-            ),
-            Content(folder / folders.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
+    def _write_files(self, progress: Progress, parts: Parts, folder: Path) -> Digests:
+        return write_files(
+            self.comm,
+            folder,
+            self.optimizer,
+            parts,
+            (progress, self.description),
+            parallel=self.parallel,
+            tick=self.tick,
         )
-
-        def keys(model: Digests, moments: Digests) -> tuple[dict[str, object], dict[str, object]]:
-            digests.update({**model, **moments})
-            return sign(progress, description, model, moments)
-
-        write_pair(self.comm, contents, keys, parallel=self.parallel, tick=self.tick)
-
-    def _on_root(self, action: Callable[[], object]) -> None:
-        """action() on rank 0; if the system refuses, all ranks raise JobError."""
-        problem = None
-        if self.comm.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = explain(error)
-        agree_on(self.comm, problem)
 
     def _rest(self) -> str:
         """What is there all the same, for the message."""
         link = self.out / folders.LATEST
         return f"{link} is {link.readlink()}" if link.is_symlink() else "there is no earlier one"
+
+
+def write_files(
+    comm: Comm,
+    folder: Path,
+    optimizer: ShardedAdamW,
+    parts: Parts,
+    said: tuple[Progress, Description],
+    *,
+    parallel: bool = False,
+    tick: Callable[[str], None] = lambda what: None,
+) -> Digests:
+    """Write both files into `folder`: what all ranks hold, and what is `said` of it. Collective.
+
+    Returns the digests of the tensors of both, on rank 0. Raises JobError on all ranks if one fails.
+    """
+    progress, description = said
+    tensors = model_tensors(optimizer, description), moment_tensors(optimizer)
+    contents = (
+        Content(
+            folder / folders.MODEL, description.architecture, tensors[0], parts[0], description.constants
+        ),
+        Content(folder / folders.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
+    )
+    digests: Digests = {}
+
+    def keys(model: Digests, moments: Digests) -> tuple[dict[str, object], dict[str, object]]:
+        digests.update({**model, **moments})
+        return sign(progress, description, model, moments)
+
+    write_pair(comm, contents, keys, parallel=parallel, tick=tick)
+    return digests
+
+
+def on_root(comm: Comm, action: Callable[[], object]) -> None:
+    """action() on rank 0; if the system refuses, all ranks raise JobError. Collective."""
+    problem = None
+    if comm.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = explain(error)
+    agree_on(comm, problem)
 
 
 def save_checkpoint(

@@ -150,6 +150,11 @@ def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs)
                 work.progress()
 
 
+def without_gathers(actions: Iterable[Action]) -> Actions:
+    """The same for whoever needs no parameters."""
+    return tuple(action for action in actions if not isinstance(action, Gather | Wait | Release))
+
+
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:
     """The actions cut into one list for each stage that computes; each list ends in `Progress`."""
     start = 0

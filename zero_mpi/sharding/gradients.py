@@ -113,9 +113,17 @@ class SlicedGradients(Gradients):
         if self._reduce is not None:
             self._reduce.wait()
             self._reduce = None
-            if self._borrowed is not None:
-                self.place.gradients.give(self._borrowed)
-                self._borrowed = None
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._borrowed is not None:
+            self.place.gradients.give(self._borrowed)
+            self._borrowed = None
+
+    def reset(self) -> None:
+        super().reset()
+        self._open = None  # of a round that an error has ended
+        self._give_back()
 
 
 class ReplicatedGradients(SlicedGradients):

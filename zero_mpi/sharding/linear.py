@@ -30,7 +30,7 @@ class ShardedLinear(ShardedModule):
         layer = Linear(name, inputs, outputs, bias=bias)
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
-    def forward(self, x: Any, training: bool = True) -> Any:
+    def forward(self, x: Any, training: bool | None = None) -> Any:
         """The output y for x; the gathered rows are dropped at once."""
         y = super().forward(x, training)
         for unit in self.units:

@@ -7,7 +7,7 @@ of the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_mpi.arguments import came, instance, whole
@@ -16,13 +16,13 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
-from zero_mpi.sharding.actions import Actions, run
+from zero_mpi.sharding.actions import Actions, run, without_gathers
 from zero_mpi.sharding.given import look_at
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Place, Views
-from zero_mpi.sharding.passes import Pass
+from zero_mpi.sharding.passes import GivenGradients, Pass
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
@@ -86,7 +86,7 @@ class ShardedModule(ShardedState):
             ShardedUnit(unit, place, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
         ]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
-        self.precision = precision
+        self.precision, self.by_rows = precision, bool(by_rows)
         self._forward: Pass | None = None  # whose backward is to come
         self._synced = False
 
@@ -96,12 +96,14 @@ class ShardedModule(ShardedState):
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
-    def forward(self, x: Any, training: bool = True) -> Any:
+    def forward(self, x: Any, training: bool | None = None) -> Any:
         """The model's output for x, on the host or the device; keeps what backward needs if `training`.
 
-        A rank that has no micro-batch in this round passes None: it joins the collectives and gets None.
+        Where that is not said, `is_training` decides. A rank that has no micro-batch in this round passes
+        None: it joins the collectives and gets None.
         """
         spans.restart()
+        training = self.is_training if training is None else training
         micro_batch = Pass(self, x, keeps=training)
         run(self.schedule.forward if training else self.schedule.inference, self.units, micro_batch)
         y, micro_batch.x = micro_batch.x, None
@@ -143,6 +145,15 @@ class ShardedModule(ShardedState):
         micro_batch.contributors = self._contributors(contributors)
         self._descend(self._schedule_of(last).training, micro_batch, last)
         return micro_batch.loss
+
+    def add_gradients(
+        self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
+    ) -> None:
+        """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
+        self._forward = None
+        micro_batch = GivenGradients(self, gradients)
+        micro_batch.contributors = self._contributors(contributors)
+        self._descend(without_gathers(self._schedule_of(last).backward), micro_batch, last)
 
     def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
         """The loss alone, without what backward would need; None for a rank without a micro-batch."""

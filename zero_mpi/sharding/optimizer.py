@@ -52,6 +52,8 @@ class FlatMoments:
 
 Settings = tuple[float, tuple[float, float], float, float, Offload | None]
 Moments = FlatMoments | HostMoments  # to read and to fill
+Key = str | int  # of an array of one's own: its name, or its place in a list
+Arrays = Mapping[str, Array] | Sequence[Array]
 
 
 def look_at(
@@ -101,8 +103,7 @@ class ShardedAdamW:
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.moments = self._make_moments()
-        self._plain: list[FlatMoments] = []
-        self._plain_steps = 0
+        self._plain: dict[Key, tuple[FlatMoments, int]] = {}
         self._decaying = {unit.name: decaying_chunks(unit) for unit in self.units}
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
@@ -189,47 +190,66 @@ class ShardedAdamW:
             low=low,
         )
 
-    def step_on_params(
-        self, params: Sequence[Array], grads: Sequence[Array], lr: float | None = None
-    ) -> None:
-        """Update arrays of any kind by gradients given for them: a list and its order are the identity.
+    def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
+        """Update arrays of any kind in place by gradients given for them, both by name or both as lists.
 
-        Moments for them are kept beside the module's; matrices decay. Raises ValueError if lists or shapes
-        do not fit each other or the first call.
+        The name, or the place in the list, is the identity: under it moments and a count of steps are kept,
+        beside the module's, from the first call on; names may come later or be left out of a call. Under the
+        names of the module's parameters that is its local shard: `dict(module.named_parameters())` and
+        gradients of the same elements. Whoever updates those calls `drop_gathered` before and
+        `broadcast_updated_params` after it. What decays: the module's matrices by their names, also where
+        the shard is flat, and other arrays of two or more dimensions. Not collective.
+
+        Raises ValueError, and updates nothing, if names, lists, shapes or types do not fit each other or
+        earlier calls.
         """
-        self._check_plain(params, grads)
-        shapes = [p.shape for p in params]
-        if shapes != [g.shape for g in grads]:
-            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
-        if not all(p.flags.c_contiguous for p in params):
-            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        if not self._plain:
-            self._plain = [FlatMoments.like(p) for p in params]
-        if [m.first.size for m in self._plain] != [p.size for p in params]:
-            raise ValueError("step_on_params: the arrays are not those of the first call")
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
-        self._plain_steps += 1
-        for p, g, moments in zip(params, grads, self._plain, strict=True):
-            decay = np.array([self.weight_decay * (p.ndim >= 2)])
-            self._update(p.reshape(-1), g.reshape(-1), moments, lr, 1.0, decay, self._plain_steps)
+        arrays, given = keyed("params", params), keyed("grads", grads)
+        self._check_plain(arrays, given)
+        for key, p in arrays.items():
+            moments, steps = self._plain.get(key) or (FlatMoments.like(p), 0)
+            self._plain[key] = moments, steps + 1
+            known = self.module.params.get(str(key))
+            decays = p.ndim >= 2 if known is None else known.decays
+            decay = np.array([self.weight_decay * decays])
+            self._update(p.reshape(-1), given[key].reshape(-1), moments, lr, 1.0, decay, steps + 1)
 
-    def _check_plain(self, params: Any, grads: Any) -> None:
-        """Raise ValueError for anything but sequences of as many arrays of float numbers."""
-        for name, arrays in (("params", params), ("grads", grads)):
-            if isinstance(arrays, str) or not isinstance(arrays, Sequence):
-                raise ValueError(f"step_on_params: {name}: expected a list of arrays, got {came(arrays)}")
-            for i, value in enumerate(arrays):
-                array(f"step_on_params: {name}[{i}]", value, kinds=FLOATING)
+    def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
+        """Raise ValueError unless all of them can be updated."""
+        shapes = {key: p.shape for key, p in params.items()}
+        if shapes != {key: g.shape for key, g in grads.items()}:
+            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+        if not all(p.flags.c_contiguous for p in params.values()):
+            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
+        listed = [key for key in self._plain if isinstance(key, int)]
+        longer = listed and 0 in params and len(listed) != len(params)
+        for key, (moments, _) in self._plain.items():
+            if longer or (key in params and moments.first.size != params[key].size):
+                raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
         """Bytes of moments on this rank, wherever they are."""
-        return sum(moments.nbytes for moments in [*self.moments.values(), *self._plain])
+        plain = [moments for moments, _ in self._plain.values()]
+        return sum(moments.nbytes for moments in [*self.moments.values(), *plain])
 
     def offloaded_bytes(self) -> tuple[int, int]:
         """(host, device): bytes of moments in pinned memory, and of the rooms that they pass through."""
         if self._offload is None:
             return 0, 0
         return sum(moments.nbytes for moments in self.moments.values()), self._offload.nbytes
+
+
+def keyed(what: str, arrays: Any) -> dict[Key, Array]:
+    """Arrays by name, or by place in a list; raises ValueError for anything but arrays of float numbers."""
+    if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
+        raise ValueError(
+            f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
+            f"{came(arrays)}"
+        )
+    found: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+    for key, value in found.items():
+        array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
+    return found
 
 
 def decaying_chunks(unit: ShardedUnit) -> Array:

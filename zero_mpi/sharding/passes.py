@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.telemetry import spans
 
@@ -77,6 +79,22 @@ class Pass:
     def progress(self) -> None:
         """Push on the transfers in flight."""
         self.module.owners.progress()
+
+
+class GivenGradients(Pass):
+    """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
+
+    def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
+        super().__init__(module, None)
+        self.left = dict(gradients or {})
+
+    def backward(self, stage: int) -> None:
+        """Add those of all units that the stage uses: one is reduced after the last stage that uses it."""
+        factor = self.module.loss_scale.factor
+        for name, total in self.module.gradients_of(stage).items() if self.left else ():
+            if name in self.left:
+                given = device.in_use().from_host(self.left.pop(name))
+                total += (given * factor).astype(total.dtype)
 
 
 def as_input(x: Any) -> Any:

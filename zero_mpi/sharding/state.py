@@ -6,8 +6,9 @@ number of ranks. Methods marked "collective" must be called on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -27,8 +28,18 @@ from zero_mpi.sharding.unit import ShardInfo, shard_infos
 Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
 
 
+class Unmatched(NamedTuple):
+    """Names that did not meet: of the module and not in what was loaded, and the other way round."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
 class ShardedState:
     """Access to the parameters and gradients that a list of units holds on this rank."""
+
+    by_rows = False  # whether ranks own whole rows of each parameter
+    _trains = True
 
     def __init__(
         self,
@@ -39,10 +50,40 @@ class ShardedState:
         owners: Comm | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.params, self.units, self.comm, self.strategy = params, units, comm, strategy
+        self.params, self.units, self._comm, self._strategy = params, units, comm, strategy
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self.loss_scale = loss_scale or LossScale()
         self._home = {name: unit for unit in units for name in unit.unit.params}
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator that it was made on."""
+        return self._comm
+
+    @property
+    def strategy(self) -> Strategy:
+        """What of it is sharded."""
+        return self._strategy
+
+    # -------------------------------------------------------------------------------------------- mode
+
+    @property
+    def is_training(self) -> bool:
+        """Whether `forward` keeps what backward needs where its caller does not say; True at first."""
+        return self._trains
+
+    def train(self, mode: bool = True) -> Self:
+        """Let `forward` keep what backward needs, or nothing if `mode` is False. Returns the module.
+
+        No layer computes otherwise for it. Call it on all ranks; raises ValueError for no bool.
+        """
+        instance("train: mode", mode, bool, "True or False")
+        self._trains = mode
+        return self
+
+    def eval(self) -> Self:
+        """Let `forward` keep nothing: for outputs alone. `GradAccum` trains all the same."""
+        return self.train(False)
 
     # ------------------------------------------------------------------------------------------- write
 
@@ -60,16 +101,17 @@ class ShardedState:
         seed = agreed(self.comm, "initialize", look)
         self.load_slices(lambda name, start, stop: initial_values(name, self.params[name], seed, start, stop))
 
-    def load_slices(self, read: Read) -> None:
+    def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
         """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.
 
-        Collective where ranks share parameters and have used them.
+        Of `names` alone if they are given: the others stay as they are. Collective where ranks share
+        parameters and have used them.
         """
         self.drop_gathered()
         try:
             for unit in self.units:
                 for target, part in unit.parameters.filled:
-                    fill(unit, target, part, read)
+                    fill(unit, target, part, read, names)
         finally:  # a rank that cannot read must not leave the others waiting
             self.owners.publish()
 
@@ -96,13 +138,22 @@ class ShardedState:
         for unit in self.units:
             unit.parameters.in_use = False
 
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Fill parameters from whole arrays by name. Raises ValueError for wrong names, shapes or types."""
+    def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
+        """Fill parameters from whole arrays by name. Collective where ranks share parameters and used them.
+
+        Unless `strict`, names need not be the same: parameters that are missing in `state` stay as they are,
+        what the module does not know is left. Returns both, none if strict. Raises ValueError for wrong
+        names if strict, and for wrong shapes or types.
+        """
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
-        same_names("load_state_dict: the state does not fit the model", state, self.params)
-        for name, param in self.params.items():
-            array(f"load_state_dict: {name}", state[name], param.shape)
-        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop])
+        if strict:
+            same_names("load_state_dict: the state does not fit the model", state, self.params)
+        found = [name for name in self.params if name in state]
+        for name in found:
+            array(f"load_state_dict: {name}", state[name], self.params[name].shape)
+        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop], found)
+        missing = [name for name in self.params if name not in state]
+        return Unmatched(missing, [name for name in state if name not in self.params])
 
     def update_shards(self, flat: Array) -> None:
         """Set this rank's slices, one after the other in the order of `parameters`, from one flat array.
@@ -144,9 +195,9 @@ class ShardedState:
                 yield segment.name, unit.parameters.shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Name -> which elements of the parameter this rank owns, in the model's order."""
+        """Name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
         infos = {name: info for unit in self.units for name, info in shard_infos(unit.unit, unit.part)}
-        return {name: infos[name] for name in self.params}
+        return {name: infos[name].in_rows() if self.by_rows else infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
         """A copy of one whole parameter, on every rank, where its slices are kept. Collective.
@@ -228,9 +279,13 @@ class ShardedState:
         return float(np.sqrt(total.sum())) / self.loss_scale.factor
 
 
-def fill(unit: ShardedUnit, target: Array, part: slice, read: Read) -> None:
-    """Write read(name, start, stop) into `target`, which is `part` of the unit."""
+def fill(
+    unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
+) -> None:
+    """Write read(name, start, stop) into `target`, which is `part` of the unit; of `names`, if given."""
     for segment in unit.unit.segments(part):
+        if names is not None and segment.name not in names:
+            continue
         size = segment.where.stop - segment.where.start
         values = read(segment.name, segment.offset, segment.offset + size)
         device.in_use().copy(target[segment.where], values)

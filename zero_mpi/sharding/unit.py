@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
@@ -21,11 +22,20 @@ BYTES = 4  # of an element
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened."""
+    """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened.
+
+    With `by_rows` it is rows (dimension 0) that are counted, of which ranks own whole ones.
+    """
 
     full_shape: tuple[int, ...]
     offset: int
     size: int
+    by_rows: bool = False
+
+    def in_rows(self) -> ShardInfo:
+        """The same, counted in rows."""
+        row = prod(self.full_shape[1:])
+        return ShardInfo(self.full_shape, self.offset // row, self.size // row, True)
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,7 @@ class Trainer:
         """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
         loader = self.session.loader
         scale = 1.0 / loader.tokens_per_step
-        for _ in range(len(self.accumulator.rounds)):
-            mine = self.accumulator.next_micro_batch
+        for mine in self.accumulator:
             if mine is None:
                 self.accumulator.accumulate(None)
             else:

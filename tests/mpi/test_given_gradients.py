@@ -1,0 +1,134 @@
+"""Gradients and arrays that come from elsewhere, by name; partial states; forward without a backward."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import (
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    GradAccum,
+    SerialComm,
+    ShardedAdamW,
+    ShardedModule,
+    cross_entropy,
+)
+from zero_mpi.nn import Linear, Stage
+
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+CONFIG = tiny.MODELS["llama tied"]
+COUNT = 5
+
+
+def by_hand(state, number, frozen=()):
+    """Loss and gradients of a micro-batch by name, without a module."""
+    x, targets = tiny.micro_batch(0, number, CONFIG)
+    stages, saved = CONFIG.stages(), []
+    for stage in stages:
+        x, kept = stage.layer.forward(state, x)
+        saved.append(kept)
+    loss, dy = cross_entropy(x, targets, 1e-2)
+    gradients = {name: np.zeros_like(value) for name, value in state.items() if name not in frozen}
+    for stage, kept in zip(stages[::-1], saved[::-1], strict=True):
+        dy = stage.layer.backward(state, kept, dy, gradients)
+    return loss, gradients
+
+
+def accumulated(comm, strategy, own=False, frozen=(), **options):
+    """Loss, norm and digest after a step: by the module's backward or by `own` gradients."""
+    module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02, frozen=frozen, **options)
+    optimizer, accum, state = ShardedAdamW(module, lr=1e-2), GradAccum(module, COUNT), module.state_dict()
+    for number in accum:
+        if number is None:
+            accum.add_gradients(None) if own else accum.accumulate(None)
+        elif own:
+            loss, gradients = by_hand(state, number, frozen)
+            accum.add_gradients(gradients, loss=float(loss))
+        else:
+            x, targets = tiny.micro_batch(0, number, CONFIG)
+            accum.accumulate(x, lambda y, targets=targets: cross_entropy(y, targets, 1e-2))
+    return accum.total_loss(), optimizer.step(max_norm=1.0).grad_norm, tiny.digest(module.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"by_rows": True}, {"frozen": ["blk.0.attn_q.weight"]}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
+    expected = accumulated(SerialComm(), FULL_SHARD, **options)
+    assert accumulated(exact, strategy, own=True, **options) == expected
+
+
+def refused(comm, call, message):
+    """All ranks get the error, and go on together."""
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert comm.allgather_object("on") == ["on"] * comm.size
+
+
+def test_add_gradients_says_what_is_wrong(exact):
+    module = tiny.make(exact, CONFIG)
+    accum, state = GradAccum(module, exact.size), module.state_dict()
+    refused(exact, partial(accum.add_gradients, None), "needs a micro-batch; pass its gradients")
+    refused(exact, partial(accum.add_gradients, [1]), "add_gradients: expected a mapping.*got a list")
+    refused(exact, partial(accum.add_gradients, {"a": 1}), "missing token_embd.weight.*; surplus a")
+    wrong = state | {"token_embd.weight": np.zeros((2, 3))}
+    refused(exact, partial(accum.add_gradients, wrong), r"token_embd.weight: expected shape .*got \(2, 3\)")
+    refused(exact, partial(accum.add_gradients, state, "1"), "loss: expected a number, got '1'")
+    accum.add_gradients(state)
+    refused(exact, partial(accum.add_gradients, state), "all 1 rounds of this step are done")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
+    """By name, twice, without clipping: moments and decay are those of the parameters."""
+    module, mine = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
+    optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(mine, lr=1e-2)
+    accum = GradAccum(module, COUNT)
+    for step in range(2):
+        tiny.run_step(module, accum, CONFIG, step, COUNT)
+        module.sync_gradients()
+        grads = {
+            segment.name: unit.gradient.sum[segment.where].copy()
+            for unit in module.units
+            for segment in unit.unit.segments(unit.part)
+        }
+        optimizer.step()
+        mine.drop_gathered()
+        other.step_on_params(dict(mine.named_parameters()), grads)
+        mine.update_shards(np.concatenate([*mine.parameters(), np.zeros(0, np.float32)]))
+    assert tiny.digest(mine.state_dict()) == tiny.digest(module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_partial_state_fills_what_it_names(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    before = module.state_dict()
+    names = list(before)
+    given = {names[0]: before[names[0]] + 1, "other": np.zeros(3)}
+    missing, unexpected = module.load_state_dict(given, strict=False)
+    assert (missing, unexpected) == (names[1:], ["other"])
+    expected = before | {names[0]: given[names[0]]}
+    assert tiny.digest(module.state_dict()) == tiny.digest(expected)
+    assert module.load_state_dict(before) == ([], [])
+    assert tiny.digest(module.state_dict()) == tiny.digest(before)
+    refused(exact, lambda: module.load_state_dict(given), "surplus other")
+    wrong = {names[0]: np.zeros(2)}
+    refused(exact, lambda: module.load_state_dict(wrong, strict=False), r"expected shape .*got \(2,\)")
+
+
+def test_eval_keeps_nothing_for_a_backward_and_training_goes_on(exact):
+    module = ShardedModule([Stage("a", Linear("a", 3, 2))], exact)
+    module.initialize(0)
+    x = np.ones((4, 3), np.float32)
+    assert module.is_training
+    assert module.eval() is module
+    assert not module.is_training
+    y = module.forward(x)
+    refused(exact, lambda: module.backward(y), "backward needs a forward")
+    GradAccum(module, exact.size).accumulate(x, lambda y: (0.0, y))
+    assert module.train().is_training
+    assert (module.forward(x) == y).all()
+    module.backward(y)
+    refused(exact, lambda: module.train("yes"), "train: mode: expected True or False, got 'yes'")

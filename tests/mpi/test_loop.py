@@ -1,0 +1,169 @@
+"""A step as a loop over its rounds: what it gives, and how it goes on after a break or an error."""
+
+from functools import partial
+
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW, cross_entropy
+
+CONFIG = tiny.MODELS["llama tied"]
+COUNT = 5  # micro-batches a step
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+
+
+def read(step, number):
+    """Input and criterion of a micro-batch; None for a rank without one."""
+    if number is None:
+        return None, None
+    x, targets = tiny.micro_batch(step, number, CONFIG)
+    return x, partial(cross_entropy, targets=targets, scale=1e-2)
+
+
+class Run:
+    """A module and what trains it."""
+
+    def __init__(self, comm, strategy=FULL_SHARD):
+        self.module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
+        self.optimizer, self.accum = ShardedAdamW(self.module, lr=1e-2), GradAccum(self.module, COUNT)
+
+    def rounds(self, step):
+        """What the loop gave."""
+        given = []
+        for micro_batch in self.accum:
+            given.append(micro_batch)
+            self.accum.accumulate(*read(step, micro_batch))
+        return given
+
+    def end(self):
+        """Loss, norm and parameters after the step."""
+        loss, norm = self.accum.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
+        return loss, norm, tiny.digest(self.module.state_dict())
+
+
+@pytest.fixture
+def unbroken(exact):
+    """What a step of nothing but its rounds ends with."""
+    run = Run(exact)
+    run.rounds(0)
+    return run.end()
+
+
+class Broken(Exception):
+    """What reading data may raise."""
+
+
+def test_the_loop_gives_each_micro_batch_to_one_rank(exact):
+    run, size = Run(exact), exact.size
+    for step in range(2):
+        given = run.rounds(step)
+        assert given == [run.accum.rounds.mine(i) for i in range(-(-COUNT // size))]
+        together = [number for of_rank in exact.allgather_object(given) for number in of_rank]
+        assert sorted(number for number in together if number is not None) == list(range(COUNT))
+        assert run.accum.complete
+        run.end()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_bits_are_those_of_one_process(exact, strategy, unbroken):
+    run = Run(exact, strategy)
+    run.rounds(0)
+    assert run.end() == unbroken
+
+
+def test_a_loop_that_was_left_goes_on_where_it_stopped(exact, unbroken):
+    run = Run(exact)
+    for micro_batch in run.accum:
+        run.accum.accumulate(*read(0, micro_batch))
+        break
+    if not run.accum.complete:
+        assert len(run.rounds(0)) == len(run.accum.rounds) - 1
+    assert run.end() == unbroken
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_an_error_between_rounds_reset_begins_the_step_anew(exact, strategy, unbroken):
+    run = Run(exact, strategy)
+
+    def failing():
+        for number, micro_batch in enumerate(run.accum):
+            if number == len(run.accum.rounds) - 1:
+                raise Broken
+            run.accum.accumulate(*read(9, micro_batch))
+
+    with pytest.raises(Broken):
+        failing()
+    run.accum.reset()
+    assert len(run.rounds(0)) == len(run.accum.rounds)
+    assert run.end() == unbroken
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroken):
+    """The criterion fails on every rank; what was gathered and borrowed comes back."""
+    run = Run(exact, strategy)
+
+    def failing(logits):
+        raise Broken
+
+    for _ in range(3):
+        run.accum.rounds.micro_batches = max(COUNT, exact.size)  # every rank has one, so every rank fails
+        with pytest.raises(Broken):
+            run.accum.accumulate(read(0, 0)[0], failing)
+        with pytest.raises(ValueError, match=r"round 0 of .* ended in an error; call GradAccum\.reset"):
+            run.accum.accumulate(*read(0, 0))
+        run.accum.rounds.micro_batches = COUNT
+        run.accum.reset()
+    run.rounds(0)
+    assert run.end() == unbroken
+
+
+def test_reset_inside_the_loop_gives_the_first_round_again(exact, unbroken):
+    run, failed = Run(exact), False
+    for micro_batch in run.accum:
+        run.accum.accumulate(*read(0, micro_batch))
+        if not run.accum.complete and not failed:
+            failed = True
+            run.accum.reset()
+    assert run.end() == unbroken
+
+
+def test_a_backward_that_was_cut_short_leaves_nothing_behind(exact, unbroken):
+    """The gradients that it has added are forgotten with the step."""
+    run = Run(exact)
+    run.module.forward(read(9, 0)[0])
+    for unit in run.module.units:
+        for view in unit.gradients().values():
+            view += 1
+    run.accum.reset()
+    run.rounds(0)
+    assert run.end() == unbroken
+
+
+def test_a_round_without_accumulate_is_an_error(exact):
+    run = Run(exact)
+    with pytest.raises(ValueError, match=r"round 0 of \d was not accumulated; expected one call"):
+        for _ in run.accum:
+            pass
+    assert exact.allgather_object("on") == ["on"] * exact.size
+
+
+def test_a_complete_step_must_be_used_before_the_next(exact):
+    run = Run(exact)
+    run.rounds(0)
+    with pytest.raises(ValueError, match="rounds of this step are done; call ShardedAdamW"):
+        run.rounds(1)
+    run.end()
+    run.rounds(1)
+
+
+def test_ranks_without_anything_to_compute_are_told_once(exact, caplog):
+    module = tiny.make(exact, CONFIG)
+    with caplog.at_level("WARNING", "zero_mpi"):
+        GradAccum(module, exact.size)
+        assert caplog.messages == []
+        GradAccum(module, 1)
+    idle = exact.size - 1
+    said = [f"{idle} of {exact.size} ranks have nothing to compute: a step has 1 micro-batch(es); start"]
+    said = said if idle and exact.rank == 0 else []
+    assert [message[: len(said[0])] for message in caplog.messages] == said

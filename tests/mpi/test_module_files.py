@@ -1,0 +1,201 @@
+"""Any module, saved by any number of ranks under any strategy, goes on elsewhere to the same bits."""
+
+import hashlib
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+import tiny
+
+import zero_mpi
+from zero_mpi import (
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    GradAccum,
+    SerialComm,
+    ShardedAdamW,
+    ShardedModule,
+    UsageError,
+)
+from zero_mpi.checkpoint import parallel_write
+from zero_mpi.errors import JobError
+from zero_mpi.nn import GELU, Chain, Linear, Stage
+
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+FILES = ("model.gguf", "optimizer.gguf")
+COUNT, ROWS = 4, 3
+
+
+def make(comm, strategy=FULL_SHARD, *, seed=0, inputs=7, name="head", **options):
+    """A perceptron, whose sizes are no multiples of anything, and its optimizer."""
+    stages = [
+        Stage("body", Chain(Linear("body", inputs, 33, bias=True, std=0.3), GELU())),
+        Stage(name, Linear(name, 33, 5, bias=True, std=0.3)),
+    ]
+    module = ShardedModule(stages, comm, strategy, **options)
+    module.initialize(seed)
+    return module, ShardedAdamW(module, lr=1e-2)
+
+
+def criterion(y):
+    return float(np.square(y, dtype=np.float64).sum()), 2 * y
+
+
+def train(optimizer, steps):
+    """Losses of some steps."""
+    accum, losses = GradAccum(optimizer.module, COUNT), []
+    for step in steps:
+        for number in accum:
+            if number is None:
+                accum.accumulate(None)
+                continue
+            x = np.random.default_rng((step, number)).standard_normal((ROWS, 7)).astype(np.float32)
+            accum.accumulate(x, criterion)
+        losses.append(accum.total_loss())
+        optimizer.step(max_norm=1.0)
+    return losses
+
+
+def saved(comm, folder, strategy=FULL_SHARD, steps=2, **options):
+    """The folder of a module after some steps."""
+    module, optimizer = make(comm, strategy, **options)
+    train(optimizer, range(steps))
+    return zero_mpi.save(folder, module, optimizer)
+
+
+def digests(folder):
+    return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES]
+
+
+@pytest.fixture
+def alone(exact, ranks_folder):
+    """A folder that each rank saved by itself: of one process."""
+    return saved(SerialComm(), ranks_folder / f"alone{exact.rank}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_files_are_those_of_one_process(exact, strategy, ranks_folder, alone):
+    folder = saved(exact, ranks_folder / "deep" / "all", strategy)
+    assert digests(folder) == digests(alone)
+    assert sorted(os.listdir(folder.parent)) == ["all"]
+
+
+@pytest.mark.parametrize("options", [{}, {"by_rows": True}, {"bucket_mb": 1e-3}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_going_on_has_the_bits_of_a_run_without_a_break(exact, strategy, options, alone):
+    _, unbroken = make(SerialComm())
+    expected = train(unbroken, range(4))[2:]
+    module, optimizer = make(exact, strategy, seed=9, **options)
+    train(optimizer, [7])  # what is there is replaced
+    assert zero_mpi.load(alone, module, optimizer) == 2
+    assert (optimizer.steps, optimizer.skipped) == (2, 0)
+    assert train(optimizer, [2, 3]) == expected
+    assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
+
+
+def test_half_a_step_is_forgotten_by_a_load(exact, alone):
+    module, optimizer = make(exact)
+    zero_mpi.load(alone, module, optimizer)
+    expected, after = train(optimizer, [2]), tiny.digest(module.state_dict())
+    module.forward(np.ones((1, 7), np.float32))
+    module.backward(np.ones((1, 5), np.float32))
+    zero_mpi.load(alone, module, optimizer)
+    assert train(optimizer, [2]) == expected
+    assert tiny.digest(module.state_dict()) == after
+
+
+def test_what_save_wrote_is_replaced(exact, ranks_folder):
+    folder = saved(exact, ranks_folder / "all", steps=1)
+    first = exact.broadcast_object(digests(folder))
+    again = saved(exact, str(ranks_folder / "all"), steps=2)
+    assert again == folder
+    assert digests(again) != first
+    assert os.listdir(ranks_folder) == ["all"]
+
+
+def test_frozen_parameters_have_no_moments_and_come_back(exact, ranks_folder):
+    folder = saved(exact, ranks_folder / "all", frozen=["body.*"])
+    module, optimizer = make(exact, frozen=["body.*"], seed=3)
+    zero_mpi.load(folder, module, optimizer)
+    kept, _ = make(SerialComm())
+    assert tiny.digest({"w": module.all_gather_param("body.weight")}) == tiny.digest(
+        {"w": kept.all_gather_param("body.weight")}
+    )
+    with pytest.raises(UsageError, match=r"optimizer\.adam\.first_moments\.body\.weight is missing"):
+        zero_mpi.load(folder, *make(exact))
+
+
+def refused(comm, call, message, kind=UsageError):
+    """All ranks get the error, and go on together."""
+    with pytest.raises(kind, match=message):
+        call()
+    assert comm.allgather_object("on") == ["on"] * comm.size
+
+
+def test_load_says_what_does_not_fit(exact, ranks_folder):
+    folder = saved(exact, ranks_folder / "all")
+    load = partial(zero_mpi.load, folder)
+    names = r"model\.gguf: .*missing tail\.weight, tail\.bias; surplus head\.weight, head\.bias; make"
+    refused(exact, partial(load, *make(exact, name="tail")), names)
+    shape = r"body\.weight: expected shape \(33, 6\), found \(33, 7\)"
+    refused(exact, partial(load, *make(exact, inputs=6)), shape)
+    nowhere = partial(zero_mpi.load, ranks_folder / "nowhere", *make(exact))
+    refused(exact, nowhere, r"nowhere/model\.gguf: no such file")
+
+
+def test_a_bit_that_fell_over_is_found(exact, ranks_folder):
+    folder, _ = saved(exact, ranks_folder / "all"), exact.barrier()
+    if exact.rank == 0:
+        raw = bytearray((folder / "model.gguf").read_bytes())
+        raw[-200] ^= 1
+        (folder / "model.gguf").write_bytes(raw)
+    exact.barrier()
+    refused(exact, partial(zero_mpi.load, folder, *make(exact)), "is not the one that was written")
+
+
+def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder):
+    module, optimizer = make(exact)
+    if exact.rank == 0:
+        (ranks_folder / "file").touch()
+        (ranks_folder / "mine").mkdir()
+        (ranks_folder / "mine" / "thesis.tex").touch()
+    save = partial(zero_mpi.save, module=module, optimizer=optimizer)
+    refused(exact, partial(save, ranks_folder / "file"), "expected a folder or nothing, found a file")
+    refused(exact, partial(save, ranks_folder / "mine"), r"found thesis\.tex; name another place")
+    refused(exact, partial(save, ranks_folder / "file" / "sub"), "file", (UsageError, JobError))
+    refused(exact, partial(save, None), "expected the name of a folder, got None", ValueError)
+    long = partial(zero_mpi.save, ranks_folder / "all", *make(exact, name="h" * 40))
+    refused(exact, long, "expected a name of 1 to 63 bytes, found")
+    other = partial(zero_mpi.save, ranks_folder / "all", module, make(exact)[1])
+    refused(exact, other, "expected the optimizer of this module", ValueError)
+    exact.barrier()
+    assert sorted(os.listdir(ranks_folder)) == ["file", "mine"]
+
+
+def full(output, *arguments):
+    output.problem = OSError(28, "No space left on device", "model.gguf")
+
+
+def test_a_save_that_fails_leaves_what_was_there(exact, ranks_folder, monkeypatch):
+    folder = saved(exact, ranks_folder / "all", steps=1)
+    before = exact.broadcast_object(digests(folder))
+    module, optimizer = make(exact)
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_write.Output, "write", full)
+        refused(
+            exact,
+            partial(zero_mpi.save, folder, module, optimizer),
+            "save: .*cannot write model.gguf: No space left on device; what was in .*all before is as it was",
+            JobError,
+        )
+    exact.barrier()
+    assert digests(folder) == before
+    assert os.listdir(ranks_folder) == ["all"]
+
+
+@pytest.mark.world(2, 3)
+def test_ranks_that_name_different_folders_are_told(exact, ranks_folder):
+    call = partial(zero_mpi.save, ranks_folder / f"rank{exact.rank}", *make(exact))
+    refused(exact, call, "the ranks differ in save: the folder is")

@@ -1,0 +1,167 @@
+"""Save and load any module and its optimizer: one folder with the two files of a checkpoint.
+
+Nothing of it depends on ranks or strategy: tensors have their full shapes and are known by name. The layers
+are not in the files; whoever loads makes the same module first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.arguments import came, instance, some
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.saver import on_root, write_files
+from zero_mpi.checkpoint.shards import moments_of, parameters_of
+from zero_mpi.checkpoint.state import (
+    ARCHITECTURE,
+    ID,
+    Description,
+    Progress,
+    check_digests,
+    check_tensors,
+    load_state,
+    model_tensors,
+    moment_tensors,
+    open_checkpoint,
+)
+from zero_mpi.comm.agree import Facts, agreed
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.files.open import exists, is_folder
+from zero_mpi.nn.layer import Param
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.optimizer import ShardedAdamW
+
+FOLDER = str | os.PathLike[str]
+
+
+def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path:
+    """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
+
+    The folder is written beside its place and renamed: it is complete or, whatever happens, what was there
+    before. It must be new, or one that `save` wrote, which is replaced. Holds `model.gguf` and
+    `optimizer.gguf`, float32. Gradients are not part of it: save between steps. Returns its path.
+
+    Raises on all ranks: ValueError for a module or optimizer that is none, or not this module's; UsageError
+    for a folder that holds something else, for names and shapes that GGUF does not take (names of up to 33
+    bytes, up to 4 dimensions) and where ranks differ; JobError where the system refuses to write.
+    """
+    instance("save: module", module, ShardedModule, "a ShardedModule")
+    description = Description(ARCHITECTURE, {}, {}, {})
+    final = Path(agreed(module.comm, "save", partial(look, folder, module, optimizer, description)))
+    comm = module.comm.background()
+    final = Path(comm.broadcast_object(final))
+    steps = optimizer.steps + optimizer.skipped
+    scale = module.loss_scale
+    progress = Progress(
+        steps,
+        skipped=optimizer.skipped,
+        updates=optimizer.steps,
+        scale_exponent=scale.exponent,
+        scale_steps=scale.good_steps,
+    )
+    parts = parameters_of(optimizer), moments_of(optimizer)
+    try:
+        on_root(comm, partial(begin, final))
+        write_files(comm, folders.beside(final), optimizer, parts, (progress, description))
+        on_root(comm, partial(folders.publish_alone, final))
+    except JobError as error:
+        if comm.rank == 0:
+            shutil.rmtree(folders.beside(final), ignore_errors=True)
+        raise JobError(f"save: {error}; what was in {final} before is as it was") from error
+    finally:
+        comm.close()
+    return final
+
+
+def begin(final: Path) -> None:
+    """Make the folder that is written."""
+    folders.restore(final)
+    folders.begin_beside(final)
+
+
+def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
+    """The folder without links, and what ranks must share; raises ValueError for what cannot be saved."""
+    check("save", folder, module, optimizer)
+    for tensors in (model_tensors(optimizer, description), moment_tensors(optimizer)):
+        pack_file(ARCHITECTURE, {}, tensors)
+    final = os.path.realpath(folder)
+    if module.comm.rank == 0:
+        check_place(Path(final))
+    return final, {"the folder": os.fspath(folder), "the steps": (optimizer.steps, optimizer.skipped)}
+
+
+def check_place(final: Path) -> None:
+    """Raise UsageError where something lies that `save` did not write: it is not ours to replace."""
+    if not exists(final):
+        return
+    if not is_folder(final):
+        raise UsageError(f"save: {final}: expected a folder or nothing, found a file; name another place")
+    surplus = sorted({path.name for path in final.iterdir()} - {folders.MODEL, folders.OPTIMIZER})
+    if surplus:
+        raise UsageError(
+            f"save: {final}: expected a new folder, or one with {folders.MODEL} and {folders.OPTIMIZER} "
+            f"alone, which are replaced; found {some(surplus)}; name another place"
+        )
+
+
+def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> int:
+    """Fill parameters, moments and counts of steps from what `save` wrote. Returns the steps. Collective.
+
+    Each rank reads its own slices, at any number of ranks and under any strategy: a run goes on to the bits
+    that it would have had. Rates and decay are those of `optimizer`. What was accumulated is forgotten. The
+    steps are all calls of `ShardedAdamW.step`, those that were skipped included.
+
+    Raises on all ranks: ValueError for a module or optimizer that is none, or not this module's; UsageError
+    for files that are not sound, not a pair, or hold other names or shapes than the module: nothing was
+    filled then, but where values turn out not to be finite.
+    """
+    instance("load: module", module, ShardedModule, "a ShardedModule")
+    comm = module.comm
+
+    def opened() -> tuple[tuple[GGUFFile, GGUFFile], Facts]:
+        check("load", folder, module, optimizer)
+        model, state = open_checkpoint(Path(folder))
+        check_model(model, dict(module.params))
+        check_tensors(state, optimizer)
+        return (model, state), {"the checkpoint": model.metadata[ID]}
+
+    def sound() -> tuple[None, Facts]:
+        check_digests(model, state, comm.rank, comm.size)
+        return None, {}
+
+    model, state = agreed(comm, "load", opened)
+    agreed(comm, "load", sound)
+    module.drop_gathered()
+    module.zero_gradients()
+    progress: Progress = agreed(comm, "load", lambda: (load_state(model, state, optimizer), {}))
+    return progress.step
+
+
+def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
+    """Raise ValueError for arguments that cannot be."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
+    instance(f"{what}: optimizer", optimizer, ShardedAdamW, "a ShardedAdamW")
+    if optimizer.module is not module:
+        raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
+
+
+def check_model(model: GGUFFile, params: dict[str, Param]) -> None:
+    """Raise UsageError unless the file holds the module's parameters in their shapes, and nothing else."""
+    missing = [name for name in params if name not in model.tensors]
+    surplus = [name for name in model.tensors if name not in params]
+    if missing or surplus:
+        raise UsageError(
+            f"{model.path}: expected the parameters of the module; missing {some(missing)}; "
+            f"surplus {some(surplus)}; make the module that was saved"
+        )
+    for name, param in params.items():
+        found = tuple(model.tensors[name].shape)
+        if found != param.shape:
+            raise UsageError(f"{model.path}: {name}: expected shape {param.shape}, found {found}")
