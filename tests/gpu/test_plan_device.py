@@ -1,7 +1,6 @@
 """The plan's account of a GPU's memory against what its pools hold, on real kernels and loops."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.device import arrays
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.plan import workspaces
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import plan_memory
 from zero_mpi.plan.simulate import rehearse
@@ -163,16 +161,3 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, 
         assert plan.gradient_buffers == module.gradient_pool.nbytes
         assert plan.moments == optimizer.memory_bytes()
     comm.close()
-
-
-def test_sizes_are_those_of_the_operations(gpu):
-    names = ("attention", "embedding", "launch", "linear", "norm", "sdpa", "sums")
-    modules = [import_module(f"zero_mpi.ops.gpu.{name}") for name in names]
-    attention, embedding, launch, linear, norm, sdpa, sums = modules
-    assert (workspaces.LOGITS_BYTES, workspaces.LINE) == (linear.LOGITS_BYTES, linear.LINE)
-    assert (workspaces.SCORES, workspaces.EVEN) == (attention.SCORES, attention.EVEN)
-    assert (workspaces.COLUMN_ROWS, workspaces.COLUMN_LINES) == (sums.ROWS_OF_A_LINE, sums.MOST_LINES)
-    assert embedding.RUN == workspaces.RUN
-    assert sdpa.SLOPES == workspaces.SLOPES
-    assert (workspaces.PACK, workspaces.THREADS) == (launch.PACK, launch.THREADS)
-    assert (workspaces.HELD, workspaces.NORM_LINES) == (norm.HELD, norm.MOST_LINES)

@@ -266,7 +266,8 @@ def test_head_without_gradients_only_tells_the_loss(gpu, kind):
 
 
 def test_chunks_take_no_more_than_they_may(gpu):
-    from zero_mpi.ops.gpu.linear import LOGITS_BYTES, chunk_rows
+    from zero_mpi.ops.gpu.linear import chunk_rows
+    from zero_mpi.ops.sizes import LOGITS_BYTES
 
     for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, LOGITS_BYTES // 3)):
         rows = chunk_rows(n, row)

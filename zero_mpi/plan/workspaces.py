@@ -1,8 +1,8 @@
 """What operations take beside their results: the compiled ones of the CPU, and those of a GPU.
 
 Each method takes from the room what `ops.cpu` or `ops.gpu` takes from its pool, in the same order, and lets
-go of it in the same way. Their sizes are written down again here, for neither can be imported where a plan is
-made: one compiles, the other needs CuPy. Tests compare.
+go of it in the same way. Sizes are those of `ops.sizes`,
+for neither package can be imported where a plan is made.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ import numpy as np
 from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
 from zero_mpi.ops.reference import chunk_rows
+from zero_mpi.ops.sizes import (
+    BLOCK,
+    COLUMN_LINES,
+    COLUMN_ROWS,
+    EVEN,
+    HELD,
+    KEPT_WEIGHTS,
+    LINE,
+    LOGITS_BYTES,
+    NORM_LINES,
+    PACK,
+    RUN,
+    SCORES,
+    SLOPES,
+    THREADS,
+    WORKSPACE,
+)
 from zero_mpi.plan.fake_array import Room
-
-BLOCK, KEPT_WEIGHTS = 64, 64 << 10  # of ops.cpu.attention
-LOGITS_BYTES, LINE = 256 << 20, 8  # of ops.gpu.linear
-SCORES, EVEN = 256 << 20, 16  # of ops.gpu.attention
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # of ops.gpu.sums
-SLOPES = 1 << 30  # of ops.gpu.sdpa
-RUN = 32  # of ops.gpu.embedding
-PACK, THREADS, HELD, NORM_LINES = 16, 256, 4, 512  # of ops.gpu.launch and ops.gpu.norm
-WORKSPACE = 32 << 20  # of ops.gpu.gemm: bytes for cuBLASLt
 
 
 def weights_of_head(length: int, total: int) -> int:

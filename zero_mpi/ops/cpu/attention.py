@@ -31,10 +31,9 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
+from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS
 
-BLOCK = 64  # rows: smaller ones cost calls, larger ones work above the diagonal
 UNSEEN = f4(-3e38)  # a score that no exponential is left of; loops over whole blocks have no odd ends
-KEPT_WEIGHTS = 64 << 10  # elements of a head's blocks up to which they are kept
 
 VIEW = given(4, layout="A")
 ROOM = filled(4, layout="A")

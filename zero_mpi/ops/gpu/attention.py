@@ -34,6 +34,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
 )
 from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
+from zero_mpi.ops.sizes import EVEN, SCORES
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPLLLLLLL")
 MOVE = {
@@ -41,8 +42,6 @@ MOVE = {
     for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
 }
 SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
-SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
-EVEN = 16  # queries that blocks are multiples of, where they have so many
 SHARE = 4  # scores that a thread takes at a time
 WAYS = ("auto", "own", "cudnn")
 

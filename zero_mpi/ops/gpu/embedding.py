@@ -27,12 +27,12 @@ from zero_mpi.ops.gpu.launch import (
 )
 from zero_mpi.ops.gpu.sort import sort_by_bits
 from zero_mpi.ops.gpu.sums import add_columns
+from zero_mpi.ops.sizes import RUN
 
 EMBEDDING = each_type("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = each_pair("embedding.cu", "embedding_sums", "PPPPLLL")
 EMBEDDING_JOINS = each_type("embedding.cu", "embedding_joins", "PPPLLL")
-RUN = 32  # sorted places that a thread walks through, as in embedding.cu
 JOIN_PACK = 4  # elements of a thread that adds up partial sums
 PLACE_BITS = 32  # of a key, below those of the token
 

@@ -29,6 +29,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
 from zero_mpi.ops.gpu.launch import PACK, tiled
+from zero_mpi.ops.sizes import WORKSPACE
 
 # Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
 COMPUTE_32F, NORMAL, TRANSPOSED = 68, 0, 1
@@ -345,8 +346,7 @@ class Products:
 
 def workspace_bytes(where: Any) -> int:
     """What the best kernels of a GPU may need: 32 MiB from Hopper on."""
-    capability = int(where.cupy.cuda.Device(where.number).compute_capability)
-    return (32 if capability >= 90 else 8) << 20
+    return WORKSPACE if int(where.cupy.cuda.Device(where.number).compute_capability) >= 90 else 8 << 20
 
 
 _products: Products | None = None

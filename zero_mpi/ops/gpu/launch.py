@@ -22,14 +22,14 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
+from zero_mpi.ops.sizes import PACK as PACK
+from zero_mpi.ops.sizes import THREADS as THREADS
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 OPTIONS = ("-std=c++17",)
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # as the kernels' names end
-PACK = 16  # bytes that a thread loads at once
-THREADS = 256  # of a block, where nothing else is said
 f4 = np.float32
 
 

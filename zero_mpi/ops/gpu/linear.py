@@ -19,9 +19,7 @@ from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
 from zero_mpi.ops.gpu.launch import take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
-
-LOGITS_BYTES = 256 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
-LINE = 8  # elements that a row of logits is a multiple of, so that rows are aligned
+from zero_mpi.ops.sizes import LINE, LOGITS_BYTES
 
 
 def lying(x: Array) -> Array:

@@ -13,13 +13,13 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.elementwise import alike
 from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, chosen, each_type, f4, packed, take, writable
 from zero_mpi.ops.gpu.sums import add_partials
+from zero_mpi.ops.sizes import HELD, NORM_LINES
 
 RMS_NORM = each_type("norm.cu", "rms_norm", "PPPPLLLF")
 RMS_NORM_BACKWARD = each_type("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
 LAYER_NORM = each_type("norm.cu", "layer_norm", "PPPPPPLLLF")
 LAYER_NORM_BACKWARD = each_type("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
-HELD, HELD_TWICE = 4, 3  # packs of sums that a thread holds, as in norm.cu: of dw, of both dw and db
-MOST_LINES = 512  # of partial sums
+HELD_TWICE = 3  # packs of sums that a thread holds of both dw and db, as in norm.cu; of dw alone HELD
 
 
 @lru_cache
@@ -35,7 +35,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
     """(lanes, blocks forward, lines of partial sums, blocks backward)."""
     lanes = lanes_of(width, pack, held)
     blocks = -(-rows // (THREADS // lanes))
-    lines = min(MOST_LINES, blocks)
+    lines = min(NORM_LINES, blocks)
     return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
+from zero_mpi.ops.sizes import SLOPES
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
 TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
@@ -33,7 +34,6 @@ OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
 FRONTENDS = (1, 18), (1, 29)  # from, and before: of these it is known which kernels they take
 OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
-SLOPES = 1 << 30  # bytes that grow with the square of T
 SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
 LINEAR = 16  # bytes for an element of q: float32 dq, dk and dv of every query head, and a third more
 
