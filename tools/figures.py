@@ -22,7 +22,7 @@ from zero_mpi.config.inputs import model_from_flags
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.case import MPI, Case
+from zero_mpi.plan.case import Case
 from zero_mpi.plan.memory import Memory, plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.strategy import STRATEGIES
@@ -146,7 +146,7 @@ def kept() -> str:
         "dim",
     )
     for row, name in enumerate(STRATEGIES):
-        of = case(name, nodes=NODES, transport_wanted=MPI)
+        of = case(name, nodes=NODES, transport_wanted="mpi")
         top = 96 + 126 * row
         picture.text(MARGIN, top + 14, name, "ink bold")
         memory = plan_memory(of)
@@ -194,7 +194,7 @@ def traffic() -> str:
         "The default model on 2 nodes of 2 ranks, one micro-batch a rank: all ranks together, in MiB.",
         "dim",
     )
-    rows = [(name, wanted) for name in STRATEGIES for wanted in ("auto", MPI)]
+    rows = [(name, wanted) for name in STRATEGIES for wanted in ("auto", "mpi")]
     sums = [plan_traffic(case(name, nodes=NODES, transport_wanted=wanted)) for name, wanted in rows]
     scale = (WIDTH - 300 - 70) / max(float((each.inside + each.between).sum()) for each in sums)
     for (kind, label), x in zip(
