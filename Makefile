@@ -81,6 +81,7 @@ types: $(VENV)/.has-dev
 
 structure: $(VENV)/.has-dev
 	python tools/structure.py
+	python tools/budget.py
 
 docs: $(VENV)/.has-docs
 	python tools/reference.py
