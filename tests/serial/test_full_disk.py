@@ -109,7 +109,7 @@ step = train.Trainer.step
 
 def step_on(self):
     if self.world.rank == 0 and self.progress.step == 45:
-        self.saver.wait()
+        self.saving.saver.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))
     return step(self)
 
@@ -141,7 +141,7 @@ step = train.Trainer.step
 
 def step_on(self):
     if self.progress.step == 3:
-        self.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
+        self.saving.saver.wait()  # for the checkpoint of step 2, where it is saved in the background
         if self.world.rank == 0:
             out = str(self.session.out)
             subprocess.run(["mount", "--bind", out, out], check=True)
