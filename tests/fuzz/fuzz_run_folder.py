@@ -140,7 +140,7 @@ def places(random: Random, folder: Path) -> list[str]:
         wild.special(random, run)
     for name in random.sample(FILES, random.choice([1, 1, 2])) if run.is_dir() else ():
         path = run / name
-        if random.random() < 0.15:
+        if random.random() < 0.15 and path.is_file():
             with path.open("r+b") as file:
                 file.truncate(8 << 30)
         else:

@@ -60,6 +60,8 @@ def _is_nested(value: Any, levels: int) -> bool:
     """Whether lists and tables are in one another more than so many levels deep."""
     inner = [value]
     for _ in range(levels + 1):
+        if not inner:
+            return False
         inner = [
             item
             for outer in inner
