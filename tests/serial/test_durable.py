@@ -151,3 +151,20 @@ def test_what_lies_where_a_file_is_written_does_not_lead_elsewhere(tmp_path):
             write_whole(path, "new")
         assert victim.read_text() == "safe"
         write_whole(path, "new")
+
+
+def test_a_device_stays_one(tmp_path):
+    """Root could rename a file over /dev/null; what is written there goes to the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    before = os.stat("/dev/null")
+    write_whole(Path("/dev/null"), "text")
+    assert (os.stat("/dev/null").st_rdev, os.stat("/dev/null").st_mode) == (before.st_rdev, before.st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]

@@ -392,7 +392,7 @@ def test_in_a_notebook_an_interrupt_is_one_of_the_cell():
 
 BUSY = """
 import os, signal, time
-from zero_mpi import {module}, train
+from zero_mpi.train import command as train_command, {module}
 
 def busy(*arguments):
     {told}
@@ -418,7 +418,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
 )  # fmt: skip
 def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "busy.py"
-    script.write_text(BUSY.format(module="session", name=name, told=who))
+    script.write_text(BUSY.format(module="setup", name=name, told=who))
     status, printed, errors = run_job(2, [str(script), "--out", str(out), *flags, *ENDLESS], timeout=40)
     assert status == REQUEUE, errors
     assert printed.count("before the first step: nothing to save") <= 1
@@ -443,7 +443,7 @@ def test_a_run_with_far_too_many_layers_hears_a_signal(flags, tmp_path):
 def test_a_sample_is_cut_short(flags, tmp_path):
     """All is saved by then, so the run is done."""
     script = tmp_path / "busy.py"
-    script.write_text(BUSY.format(module="train", name="show_sample", told=MYSELF.format(name="SIGINT")))
+    script.write_text(BUSY.format(module="trainer", name="show_sample", told=MYSELF.format(name="SIGINT")))
     command = [PYTHON, str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "2"]
     status, printed, errors = run_command(command, timeout=40)
     assert (status, errors) == (0, ""), printed

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zero_mpi.cli.main import main
+from zero_mpi.cli import main
 from zero_mpi.files.text import printable
 from zero_mpi.launch import watchdog
 from zero_mpi.telemetry import log

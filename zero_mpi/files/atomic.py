@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 HOW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no waiting for a pipe
@@ -19,9 +20,13 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
     `beside` ends the name that the content has on its way, `.NAME.partial`: writers that may write at the
     same time need different ones.
     """
+    raw = content.encode() if isinstance(content, str) else content
+    if is_device(path):  # its name must not become that of a file
+        write_to_device(path, raw)
+        return
     partial = path.with_name(f".{path.name}.{beside}")
     try:
-        write_to_disk(partial, content.encode() if isinstance(content, str) else content)
+        write_to_disk(partial, raw)
         os.replace(partial, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -29,6 +34,27 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
         if isinstance(error, OSError):
             error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def is_device(path: Path) -> bool:
+    """Whether a path is a device or pipe, or a link of the system's own folders to one, as /dev/stdout is."""
+    try:
+        linked, found = os.lstat(path), os.stat(path)
+    except OSError:
+        return False
+    systems = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) and (
+        systems or not stat.S_ISLNK(linked.st_mode)
+    )
+
+
+def write_to_device(path: Path, content: bytes) -> None:
+    """Write to what is no file, and so has no content to keep. OSError, at times without a name."""
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        write_all(handle, content)
+    finally:
+        os.close(handle)
 
 
 def write_to_disk(path: Path, content: bytes) -> None:

@@ -40,7 +40,7 @@ def started_for() -> str:
     name, first = sys.orig_argv[after], sys.argv[1] if len(sys.argv) > 1 else "--help"
     if sys.argv[0] == "-m":
         package, _, command = name.removeprefix("-m").partition(".")
-        return (command or first) if package == __package__ else ""
+        return (command or first) if package == __name__.partition(".")[0] else ""
     return first if Path(name).name == SCRIPT else ""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,9 @@ from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
-from zero_mpi.errors import UsageError
-from zero_mpi.files.open import check_target, refusing
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.open import check_target, is_file, refusing
+from zero_mpi.files.text import shown
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.events import as_json, events_of
@@ -202,6 +204,8 @@ def check_place(comm: Comm, path: Path) -> None:
     if comm.rank == 0:
         try:
             check_target("--trace", path, "cannot write there")
+            if os.path.exists(path) and not is_file(path):
+                raise FileError(f"--trace {shown(path)}: expected the name of a file, found a device or pipe")
             with refusing("--trace", path, "cannot write there"):
                 partial_of(path).write_bytes(b"")
                 partial_of(path).unlink()
