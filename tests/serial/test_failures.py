@@ -309,7 +309,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, f
 @pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 2, 1), ("shared", 3, 1)])
 def test_a_rank_that_reads_for_ever_is_named_with_its_stack(transport, ranks, rank, flags, tmp_path):
     """While it loads data it is in no collective; the first stack that is shown is its own."""
-    limit = {} if transport == "shared" else {"limit": "self.config.timeout"}
+    limit = {} if transport == "shared" else {"limit": "self.session.config.timeout"}
     errors = hang(ranks, tmp_path, rank, "read_for_ever", *flags, "--transport", transport, **limit)
     said = f"rank {rank} in no collective (step 3"
     assert_told(errors, tmp_path / "out", said, 2.5 if limit else TIMEOUT)
