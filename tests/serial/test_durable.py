@@ -14,7 +14,7 @@ import pytest
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import FileError, JobError
-from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.atomic import write_output, write_whole
 from zero_mpi.telemetry.metrics import append_whole, keep_until
 from zero_mpi.telemetry.status import DONE, Status
 
@@ -159,12 +159,12 @@ def test_a_device_stays_one(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(pipe, "text")
+        write_output(pipe, "text")
         assert os.read(reader, 10) == b"text"
     finally:
         os.close(reader)
     assert pipe.is_fifo()
     before = os.stat("/dev/null")
-    write_whole(Path("/dev/null"), "text")
+    write_output(Path("/dev/null"), "text")
     assert (os.stat("/dev/null").st_rdev, os.stat("/dev/null").st_mode) == (before.st_rdev, before.st_mode)
     assert list(tmp_path.iterdir()) == [pipe]

@@ -18,7 +18,7 @@ from zero_mpi.report.run_folder import MOST_HISTORY, read_run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
-from zero_mpi.telemetry.status import Status, read_status
+from zero_mpi.telemetry.status import Status, overwrite, read_status
 from zero_mpi.train.outcome import Outcome
 
 HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
@@ -223,3 +223,10 @@ def test_a_roll_call_takes_only_what_a_rank_signs(tmp_path):
         own.with_name(f"{own.name[:-1]}{number}").write_text(said)
     put(own.with_name(f"{own.name[:-1]}7"), "pipe")
     assert sorted(roll.read()) == [0, 4]
+
+
+def test_a_pipe_in_the_place_of_a_status_is_not_waited_for(tmp_path):
+    """Where a new file has no room the old one is written over: a pipe without a reader would stop it."""
+    os.mkfifo(tmp_path / "status.json")
+    with pytest.raises(OSError, match="No such device"):
+        overwrite(tmp_path / "status.json", b"{}")

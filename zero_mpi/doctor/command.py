@@ -38,7 +38,7 @@ from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.table import BAD, NOTE, OK, Row, lines, plural
 from zero_mpi.errors import UsageError
-from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import FAILED, World, run
@@ -206,7 +206,7 @@ def keep(found: Examination) -> None:
     }
     path = Path(found.options.json)
     with refusing("--json", path, "cannot be written"):
-        write_whole(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
+        write_output(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
 
 
 def main() -> None:

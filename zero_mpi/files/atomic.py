@@ -21,9 +21,6 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
     same time need different ones.
     """
     raw = content.encode() if isinstance(content, str) else content
-    if is_device(path):  # its name must not become that of a file
-        write_to_device(path, raw)
-        return
     partial = path.with_name(f".{path.name}.{beside}")
     try:
         write_to_disk(partial, raw)
@@ -34,6 +31,14 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
         if isinstance(error, OSError):
             error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def write_output(path: Path, content: str, beside: str = "partial") -> None:
+    """`write_whole` to a place that the user has named: what is a device or pipe there stays one. OSError."""
+    if is_device(path):
+        write_to_device(path, content.encode())
+    else:
+        write_whole(path, content, beside)
 
 
 def is_device(path: Path) -> bool:

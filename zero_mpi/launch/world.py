@@ -210,6 +210,7 @@ def end_interrupted(world: World) -> NoReturn:
     if world.rank:
         time.sleep(STAGGER * min(world.rank, 20))
         say(f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job")
+        time.sleep(DRAIN)
     end_now(world, interrupts.INTERRUPTED, "interrupted")
 
 

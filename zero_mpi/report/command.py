@@ -15,7 +15,7 @@ from pathlib import Path
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write as show
 from zero_mpi.errors import UsageError
-from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
@@ -81,7 +81,7 @@ def write(place: Path, text: str) -> None:
     if is_folder(place):
         raise UsageError(f"--out {place}: expected a file to write, found a folder: name a file in it")
     try:
-        write_whole(place, text, f"{os.getpid()}.partial")
+        write_output(place, text, f"{os.getpid()}.partial")
     except OSError as error:
         raise UsageError(
             f"{shown(place)}: cannot be written: {error.strerror or error}; --out names another place"

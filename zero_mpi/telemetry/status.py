@@ -126,7 +126,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
     It is not cut first, so if this fails or never comes, what was there is there; it may end in blanks.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         size = os.fstat(handle).st_size
         if max(size, len(text)) <= BLOCK:
