@@ -38,12 +38,13 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train finetune test test-cluster test-cuda-mpi check lint types structure docs clean
+.PHONY: help train finetune test test-all test-cluster test-cuda-mpi check lint types structure docs clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
 	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
-	@echo 'make test     set up, then run the whole suite: serial, then at 1, 2, 3, 4 and 8 ranks'
+	@echo 'make test     set up, then run the suite: serial, then on 1, 2, 3, 4 and 8 ranks'
+	@echo 'make test-all as make test, and what is more of the same: everything on more ranks, more random cases'
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
 	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
 	@echo 'make check    set up, then ruff, mypy, structure'
@@ -59,6 +60,9 @@ finetune: $(VENV)/.has-run $(VENV)/.has-tokenizers $(VENV)/.smollm2
 	mpirun -n 2 python examples/finetune_smollm2.py $(ARGS)
 
 test: $(VENV)/.has-test $(VENV)/.smollm2
+	@python tests/run_sizes.py --quick $(ARGS)
+
+test-all: $(VENV)/.has-test $(VENV)/.smollm2
 	@python tests/run_sizes.py $(ARGS)
 
 # Without a launcher: each test starts its own hosts and jobs, or is skipped with the reason.

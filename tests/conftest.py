@@ -8,6 +8,8 @@
 - A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
+- With --quick what is only more of the same stays out: tests marked `exhaustive`, and at 4 and 8 ranks those
+  that have run at fewer. `make test` is quick, `make test-all` is not.
 """
 
 import atexit
@@ -38,6 +40,7 @@ jobs.prepare_process()  # before a test module imports numpy or MPI
 TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
 TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
 SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
+QUICK_SIZES = (1, 2, 3)  # where --quick runs all that is not marked `exhaustive`
 PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
 
 
@@ -153,14 +156,24 @@ class Harness:
         if self.world.size > 1 and TESTS / "serial" in item.path.parents:
             return "tests/serial runs in one process: python -m pytest tests/serial"
         marker = item.get_closest_marker("world")
-        if marker is None or self.world.size in marker.args:
-            return None
-        if not set(marker.args) & set(SUITE_SIZES):
+        sizes = set(marker.args if marker else SUITE_SIZES) & set(SUITE_SIZES)
+        if not sizes:
             raise pytest.UsageError(
                 f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
                 "so no run of the suite would ever run it"
             )
-        return f"for other world sizes than {self.world.size}"
+        if marker and self.world.size not in marker.args:
+            return f"for other world sizes than {self.world.size}"
+        if item.config.getoption("quick") and self.is_more_of_the_same(item, sizes):
+            return "more of the same: make test-all"
+        return None
+
+    def is_more_of_the_same(self, item, sizes):
+        """Whether a test says so of itself, for this world or any, or has run in smaller worlds."""
+        marker = item.get_closest_marker("exhaustive")
+        if marker and (not marker.args or self.world.size in marker.args):
+            return True
+        return self.world.size > max(QUICK_SIZES) and min(sizes) < self.world.size
 
     def pytest_report_collectionfinish(self):
         """One line for each reason why tests were left out."""
@@ -243,11 +256,19 @@ def merge_outcomes(report, outcomes, own_rank):
         report.longrepr = f"ranks disagree in {report.when}: {[outcome for outcome, _ in outcomes]}"
 
 
+def pytest_addoption(parser):
+    """The option of `make test`."""
+    parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """Find out where this process stands, before other plugins open their files."""
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
+    config.addinivalue_line(
+        "markers", "exhaustive(*sizes): more of the same at these world sizes, or at any; not with --quick"
+    )
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:
@@ -292,6 +313,12 @@ def pytest_pycollect_makemodule(module_path, parent):
         module.reason = reason
         return module
     return None
+
+
+@pytest.fixture(scope="session")
+def quick(request):
+    """Whether what is more of the same is to be left out: rounds of a random search, for one."""
+    return request.config.getoption("quick")
 
 
 @pytest.fixture

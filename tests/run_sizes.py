@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
 
-    python tests/run_sizes.py [-n 1,2,3,4,8] [--lanes 2] [PATH...] [-- PYTEST OPTION...]
+    python tests/run_sizes.py [--quick] [-n 1,2,3,4,8] [--lanes 2] [PATH...] [-- PYTEST OPTION...]
+
+With --quick, which is `make test`, what is only more of the same stays out: see tests/conftest.py; and
+tests/gpu runs at one and at three ranks.
 
 As many parts as there are lanes run at a time: one process leaves a core idle, and so do ranks that wait.
 The files of tests/serial are shared out to a few processes, which stay small: many tests fork.
@@ -34,10 +37,10 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
-MOST_GPU_RANKS = 3  # pretend streams are threads
+GPU_SIZES, QUICK_GPU_SIZES = (1, 2, 3), (1, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = 2
-SERIAL_PARTS = 4
+SERIAL_PARTS = 6
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
 # Processes that clean up one place at the same time trip over each other; a part's place goes as a whole.
@@ -120,16 +123,14 @@ def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None
     sys.stdout.flush()
 
 
-def parts(sizes: list[int], paths: list[str]) -> list[Part]:
+def parts(sizes: list[int], paths: list[str], gpu_sizes: tuple[int, ...] = GPU_SIZES) -> list[Part]:
     """The parts that paths amount to; 0 ranks stand for one process without a launcher."""
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
     found = [(name, 0, files) for name, files in share_out(serial)]
     found += [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
-    return found + [
-        (f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks <= MOST_GPU_RANKS
-    ]
+    return found + [(f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks in gpu_sizes]
 
 
 def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
@@ -170,9 +171,11 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
+    parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi", "tests/gpu"])
-    return parser.parse_args(own), options
+    args = parser.parse_args(own)
+    return args, (["--quick"] if args.quick else []) + options
 
 
 def run_parts(
@@ -215,7 +218,8 @@ def close(total: Counter[str], failed: list[str]) -> int:
 def main() -> int:
     """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
-    found = parts([int(size) for size in args.sizes.split(",")], args.paths)
+    sizes = [int(size) for size in args.sizes.split(",")]
+    found = parts(sizes, args.paths, QUICK_GPU_SIZES if args.quick else GPU_SIZES)
     limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
     total, failed = count(run_parts(found, args.lanes, options, limit, deadline))

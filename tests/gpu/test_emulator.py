@@ -12,6 +12,8 @@ import pytest
 
 from zero_mpi import device
 
+pytestmark = pytest.mark.world(1)  # a process alone
+
 HEAD = 'extern "C" __global__ void '
 REVERSE = HEAD + "reverse(float* x) { __shared__ float room[64]; room[threadIdx.x] = x[threadIdx.x]; BARRIER "
 REVERSE += "x[threadIdx.x] = room[63 - threadIdx.x]; }"

@@ -20,6 +20,8 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.ops import half, reference
 
+pytestmark = pytest.mark.world(1)  # a process alone
+
 F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
 KINDS = [F32, BF16, F16]
 ULP = {F32: 2.0**-23, BF16: 2.0**-7, F16: 2.0**-10}

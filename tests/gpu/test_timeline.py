@@ -62,7 +62,7 @@ def run(comm, strategy, steps, begin=lambda number: None):
     return records
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, 3)
 @pytest.mark.timeout_seconds(120)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda s: s.name)
 def test_a_run_on_the_gpu(gpu, transport, strategy, tmp_path, monkeypatch):

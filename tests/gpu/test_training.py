@@ -104,6 +104,6 @@ def test_bits_are_those_of_one_rank(gpu, transport, precision, strategy, monkeyp
     assert tiny.train(transport, tiny.MODELS["llama"], strategy, **options) == expected
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, 3)
 def test_hybrid_sharding_on_one_node_is_full_sharding(gpu, transport):
     assert tiny.train(transport, tiny.MODELS["gpt2"], HYBRID_SHARD) == alone("gpt2", "fp32")

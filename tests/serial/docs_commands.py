@@ -85,17 +85,18 @@ STARTING: dict[str, How] = {
     ),
     "make finetune": ByTest(REAL_MODEL, "mpirun -n 2 python examples/finetune_smollm2.py"),
     "make check": Suite("make -k check"),
-    "make test": Suite("make test"),
+    "make test": Suite("make test-all"),
+    "make test-all": Suite("make test-all"),
     "make docs": ByTest(
         "tests/serial/test_docs.py::test_the_reference_has_every_public_name", "python tools/reference.py"
     ),
     "pip install '.[mpich,fast]'": Packages(),
     "pip install '.[mpich,fast,tokenizers]'": Packages(),
     "pip install -e '.[mpich,test]'": Packages(),
-    "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test"),
-    ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test"),
-    ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test"),
-    ".venv/bin/python tests/run_sizes.py -n 2,3 tests/mpi": Suite("make test"),
+    "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test-all"),
+    ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test-all"),
+    ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test-all"),
+    ".venv/bin/python tests/run_sizes.py -n 2,3 tests/mpi": Suite("make test-all"),
     "source .venv/bin/activate": Run(),
 }
 

@@ -1,7 +1,7 @@
 """Bad usage and bad input: one line from rank 0 that names the thing and the way out, status 2, nothing done.
 
-The cases run on three ranks, where each fault is noticed by all, by rank 0 alone, or while the others wait; a
-few of each kind run on one rank too.
+Each case is refused in this process, one of each kind by jobs of one and of three ranks too. More of the same
+are all of them on three ranks, where a fault is noticed by all, by rank 0 alone, or while the others wait.
 """
 
 import gzip
@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train, write_text
+
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
+from zero_mpi.train import command as train_command
 
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--steps", "1"]
@@ -213,17 +217,28 @@ CASES = [
     for group, cases in GROUPS.items()
     for name, (flags, expected) in cases.items()
 ]
-ON_ONE_RANK = [next(iter(cases.values())) for cases in GROUPS.values()]
+ONE_OF_EACH = [next(iter(cases.values())) for cases in GROUPS.values()]
 
 
 @pytest.mark.parametrize(("flags", "expected"), CASES)
-def test_one_line_and_status_2(flags, expected, things, tmp_path):
+def test_it_is_refused_before_anything_is_done(flags, expected, things, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(things)
+    with pytest.raises(UsageError, match=f"(?s){expected}"):
+        train_command.command(World(0, 1), ["--out", str(tmp_path / "out"), *SMALL, *flags])
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.glob("out/step-*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("flags", "expected"), ONE_OF_EACH, ids=GROUPS)
+def test_one_line_and_status_2(flags, expected, ranks, things, tmp_path):
+    assert re.search(expected, refusal(ranks, [*SMALL, *flags], things, tmp_path / "out"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("flags", "expected"), CASES)
+def test_the_same_of_all_on_three_ranks(flags, expected, things, tmp_path):
     assert re.search(expected, refusal(3, [*SMALL, *flags], things, tmp_path / "out"))
-
-
-@pytest.mark.parametrize(("flags", "expected"), ON_ONE_RANK, ids=GROUPS)
-def test_the_same_on_one_rank(flags, expected, things, tmp_path):
-    assert re.search(expected, refusal(1, [*SMALL, *flags], things, tmp_path / "out"))
 
 
 def cut(path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from jobs import run_command, run_job
 from run_sizes import NO_VERDICT, read_verdict
 from test_command_bits import needs_mpiexec
+from thinned import thinned
 
 TESTS = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovider"]
@@ -87,12 +88,15 @@ def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n 
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("fault", "counts"),
-    [
-        ("call", "1 failed, 1 passed"),
-        ("setup", "1 passed, 1 deselected, 1 error"),
-        ("teardown", "2 passed, 1 deselected, 1 error"),
-        ("skip", "1 failed, 1 passed"),
-    ],
+    thinned(
+        [
+            ("call", "1 failed, 1 passed"),
+            ("setup", "1 passed, 1 deselected, 1 error"),
+            ("teardown", "2 passed, 1 deselected, 1 error"),
+            ("skip", "1 failed, 1 passed"),
+        ],
+        2,
+    ),
 )
 def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
     make_suite(tmp_path, FAULTY)
@@ -156,6 +160,57 @@ def test_world_marker_shared_folder_and_serial_tests(tmp_path):
     assert "2 passed, 2 deselected" in output
     assert "deselected 1: tests/serial runs in one process" in output
     assert "deselected 1: for other world sizes than 2" in output
+
+
+MORE = """
+import pytest
+from thinned import thinned
+
+
+@pytest.mark.parametrize("case", thinned("abc", 2))
+def test_cases(case):
+    pass
+
+
+@pytest.mark.parametrize(("one", "two"), thinned([(1, 2), (3, 4)]))
+def test_pairs(one, two):
+    assert two == one + 1
+
+
+@pytest.mark.exhaustive(1)
+def test_only_alone():
+    pass
+
+
+@pytest.mark.world(4, 8)
+def test_four():
+    pass
+
+
+@pytest.mark.exhaustive
+def test_more():
+    pass
+"""
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("ranks", "flags", "passed", "left_out"),
+    [
+        (1, ["--quick"], 3, {"more of the same: make test-all": 4, "for other world sizes than 1": 1}),
+        (2, ["--quick"], 4, {"more of the same: make test-all": 3, "for other world sizes than 2": 1}),
+        (4, ["--quick"], 1, {"more of the same: make test-all": 7}),
+        (4, [], 8, {}),
+    ],
+)
+def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, passed, left_out, tmp_path):
+    make_suite(tmp_path, MORE)
+    shutil.copy(TESTS / "thinned.py", tmp_path / "tests")
+    status, output, errors = run_job(ranks, [*PYTEST, *flags, "tests/mpi"], cwd=tmp_path, timeout=30)
+    assert status == 0, output + errors
+    assert f"{passed} passed" in output
+    said = re.findall(r"deselected (\d+): (.*)", output)
+    assert {reason: int(count) for count, reason in said} == left_out
 
 
 def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from jobs import COMPILED, clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
+from thinned import thinned
 
 from zero_mpi.config.settings import Config
 from zero_mpi.launch import shm_room
@@ -205,7 +206,7 @@ def proportional(folder):
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize(
-    "flags", [["--transport", "shared"], ["--transport", "mpi", "--strategy", "no-shard"]]
+    "flags", thinned([["--transport", "shared"], ["--transport", "mpi", "--strategy", "no-shard"]])
 )
 def test_what_is_asked_for_is_what_ranks_take(flags, tmp_path):
     """Never more than asked; nor is a quarter too much asked for. The compiler, which works once, is left out

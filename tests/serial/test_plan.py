@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import COMPILED, run_job
+from thinned import thinned
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.comm import kinds
@@ -259,7 +260,7 @@ run("rss", command, sys.argv[1:])
 
 
 @needs_numba
-@pytest.mark.parametrize(("strategy", "rounds"), [("full-shard", 2), ("no-shard", 1)])
+@pytest.mark.parametrize(("strategy", "rounds"), thinned([("full-shard", 2), ("no-shard", 1)]))
 def test_resident_memory_is_the_plan_s(strategy, rounds, tmp_path):
     sizes = {"layers": 4, "dim": 512, "heads": 8, "context": 64, "vocab_size": 4000, "tied": False}
     case = Case(
@@ -397,12 +398,15 @@ def test_half_the_bytes_travel_in_half_precision():
 # What travels between nodes are float32 sums in any precision; PRETEND makes two nodes of four ranks.
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [
-        (3, ["--transport", "mpi", "--strategy", "full-shard"]),
-        (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--reduce-dtype", "fp32"]),
-        (4, ["--strategy", "full-shard", "--nodes", "2"]),
-        (4, ["--strategy", "hybrid-shard", "--nodes", "2"]),
-    ],
+    thinned(
+        [
+            (3, ["--transport", "mpi", "--strategy", "full-shard"]),
+            (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--reduce-dtype", "fp32"]),
+            (4, ["--strategy", "full-shard", "--nodes", "2"]),
+            (4, ["--strategy", "hybrid-shard", "--nodes", "2"]),
+        ],
+        2,
+    ),
     ids=["mpi", "shared", "nodes", "hybrid"],
 )
 def test_sent_bytes_of_bf16_are_those_of_the_plan(ranks, more, tmp_path):
