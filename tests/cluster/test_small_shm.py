@@ -1,0 +1,40 @@
+"""Two hosts, one of which has hardly any shared memory: one line that names it, whichever of them it is."""
+
+import re
+
+import pytest
+from hosts import why_no_hosts
+from test_command_bits import write_text
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.timeout_seconds(120),
+]
+LINE = (
+    r"zero_mpi( train)?: error: MPI needs 4\.3 MiB of shared memory for 4 ranks on (\S+), and /dev/shm has "
+    r"3\.0 MiB free: give it more room \(containers: --shm-size=1g or --ipc=host\), or start fewer ranks a "
+    r"node\n"
+)
+
+
+@pytest.fixture(params=["h1", "h2"])
+def small(request, four_hosts):
+    """The host without room, for as long as the test takes."""
+    inside(four_hosts, request.param, "mount", "-t", "tmpfs", "-o", "size=3m", "none", "/dev/shm")
+    yield request.param
+    inside(four_hosts, request.param, "umount", "/dev/shm")
+
+
+def inside(hosts, host: str, *command: str) -> None:
+    """Run a command inside a host."""
+    status, _, errors = hosts.inside(host, *command)
+    assert status == 0, errors
+
+
+def test_the_host_without_room_is_named_and_all_ranks_end(small, four_hosts, common_path):
+    flags = ["--data", *write_text(common_path), "--out", str(common_path / "out"), "--steps", "1"]
+    status, printed, errors = four_hosts.run(8, 4, ["-m", "zero_mpi.train", *flags], timeout=60)
+    told = re.fullmatch(LINE, errors)
+    assert (status, printed, bool(told)) == (2, "", True), errors
+    assert told[2] == small
+    assert not (common_path / "out").exists()
