@@ -78,6 +78,7 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="the pretend GPU runs kernels only where there is g++"
 )
+@pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("launcher", ["tells", "does not tell"])
 def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     code = WHOLE

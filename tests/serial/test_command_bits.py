@@ -155,6 +155,7 @@ def test_same_bytes_as_on_one_rank(
     assert_same_run(tmp_path / "out", expected)
 
 
+@pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("strategy", thinned(["full-shard", "no-shard"]))
 def test_more_ranks_than_rows(strategy, text, tmp_path):
     """Keys and values of two rows, norms of six elements, over eight ranks: most own nothing of them."""

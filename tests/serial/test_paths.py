@@ -101,6 +101,7 @@ def run_all(commands, folder):
 
 
 @needs_mpiexec
+@pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("commands", [READ, WRITE], ids=["read", "write"])
 def test_one_line_and_status_2_wherever_the_system_says_no(commands, places):
     found = run_all(commands, places)
