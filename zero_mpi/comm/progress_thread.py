@@ -15,7 +15,7 @@ from zero_mpi.comm.base import Handle
 PAUSE = 2e-4  # seconds; a busier or an adaptive poll hid no more in measurements
 
 
-class Progress:
+class ProgressEngine:
     """The transfers under way, and who pushes them: a thread of its own or calls of `push`."""
 
     def __init__(self, threaded: bool) -> None:

@@ -16,8 +16,8 @@ EXACT_PIECE = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ran
 EXACT_DEPTH = 2  # pieces in flight
 
 # Sums that travel from node to node (`comm.nodes`).
-RELAY_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
-RELAY_DEPTH = 4  # pieces on their way at once
+CHAIN_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
+CHAIN_DEPTH = 4  # pieces on their way at once
 
 # Arrays of a GPU (`comm.gpu`).
 TRANSFERS = 4  # under way at once: gathers of prefetched stages, and reductions behind backward
@@ -69,7 +69,7 @@ def nothing(asked: Reductions) -> int:
 def of_messages(asked: Reductions) -> int:
     """Bytes of what arrives at a rank of the host before it is added."""
     if asked.replicated:
-        return relayed(asked, posted=asked.per_node - 1)
+        return by_chain(asked, posted=asked.per_node - 1)
     return in_order(asked) if asked.exact else by_library(asked)
 
 
@@ -91,18 +91,18 @@ def by_library(asked: Reductions) -> int:
 
 def of_nodes(asked: Reductions) -> int:
     """Of ranks that share memory in each node: gradients are read where they lie, sums arrive."""
-    return relayed(asked, posted=0)
+    return by_chain(asked, posted=0)
 
 
-def relayed(asked: Reductions, posted: int) -> int:
+def by_chain(asked: Reductions, posted: int) -> int:
     """Pieces of sums that come from the node before, and of `posted` gradients that ranks of the node send.
 
     A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
-    pieces = min(RELAY_DEPTH, -(-carried // RELAY_PIECE))
+    pieces = min(CHAIN_DEPTH, -(-carried // CHAIN_PIECE))
     sizes = SUM + posted * asked.itemsize
-    return asked.in_flight * pieces * min(RELAY_PIECE, asked.longest) * sizes
+    return asked.in_flight * pieces * min(CHAIN_PIECE, asked.longest) * sizes
 
 
 def from_gpu_to_gpu(asked: Reductions) -> int:

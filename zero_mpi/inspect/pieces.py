@@ -15,11 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.checksum import PIECE
-from zero_mpi.checkpoint.gguf.reader import GGUFFile, decode
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
 )
-from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec
+from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.files.gguf_keys import GGUFKeys
 

@@ -165,8 +165,8 @@ class SharedGradients(SlicedGradients):
 
     def scale(self, factor: float) -> None:
         super().scale(factor)
-        self.place.comm.publish()
-        self.place.comm.await_published()
+        self.place.comm.signal_written()
+        self.place.comm.wait_written()
 
 
 def make_gradients(unit: Unit, place: Place, memory: Array | None) -> Gradients:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_mpi.arguments import came, instance, whole
-from zero_mpi.comm import Comm, Handle
+from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
@@ -78,7 +78,7 @@ class ShardedModule(ShardedState):
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
         self._uses, self.schedule = layout.uses, layout.schedule
-        owners = comm.node_owners() if owned_by_nodes(comm, strategy) else comm
+        owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
         place = Place(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
@@ -243,7 +243,7 @@ class ShardedModule(ShardedState):
 
         The next forward waits for each unit where it needs it.
         """
-        self.owners.publish()
+        self.owners.signal_written()
         if self.strategy.shards_moments and not self.strategy.shards_parameters:
             for unit in self.units:
                 if unit.unit.trainable:
@@ -277,20 +277,6 @@ class ShardedModule(ShardedState):
     def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
         """The model and its whole parameters, on every rank: leaves sharding behind. Collective."""
         return self.stages, self.state_dict()
-
-
-class AllOf(Handle):
-    """Several transfers as one."""
-
-    def __init__(self, handles: list[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-    def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
 
 
 def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:

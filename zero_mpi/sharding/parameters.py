@@ -234,7 +234,7 @@ class SharedOnNode(Parameters):
 
     def wait_gather(self) -> None:
         self.in_use = True
-        self.place.comm.await_published()
+        self.place.comm.wait_written()
 
     def release(self) -> None:
         if self.place.strategy.shards_parameters:
