@@ -22,7 +22,7 @@ BUDGET = {"engine": 7203, "package": 36949}
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
-ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/half.py")
+ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/low_precision.py")
 
 MEDIAN, P90 = 8, 25  # lines of a function
 MOST_POSITIONAL, MOST_ATTRIBUTES = 6, 12
@@ -42,39 +42,27 @@ ATTRIBUTES = {
     "comm/nodes/comm.py:NodesComm": 13,
     "ops/gpu/gemm.py:Products": 14,
 }
-# Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere.
-MIRRORS = ("__init__", "__main__", "command")
+# Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere,
+# and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
+MIRRORS = ("__init__", "__main__", "command", "comm")
 MODULES = (
-    "base",
     "clock_sync",
-    "comm",
     "events",
-    "huggingface",
     "limits",
-    "linear",
     "metrics",
     "run_folder",
-    "state",
     "table",
     "text",
 )
 CLASSES = (
     "Event",
-    "Host",
-    "Keys",
-    "Mark",
     "Memory",
     "Node",
     "Point",
-    "Progress",
-    "Recorder",
-    "Replicated",
     "Room",
     "Script",
-    "Setting",
     "Start",
     "Step",
-    "Stopwatch",
     "Transfer",
     "Way",
 )

@@ -18,7 +18,7 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-KEPT = 512  # collectives of a communicator that are remembered
+MOST_KEPT = 512  # collectives of a communicator that are remembered
 
 
 class Started(NamedTuple):
@@ -52,7 +52,7 @@ class CollectiveRecords:
 
     def open(self) -> Record:
         """Begin the record of one more communicator."""
-        self.records.append(deque(maxlen=KEPT))
+        self.records.append(deque(maxlen=MOST_KEPT))
         return self.records[-1]
 
 

@@ -23,7 +23,7 @@ from zero_mpi.comm.clock_sync import Offset, offset_of_node
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.progress_thread import PAUSE, ProgressEngine
+from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
@@ -31,7 +31,7 @@ from zero_mpi.comm.transfer import Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
-from zero_mpi.telemetry.spans import Transfer as Record
+from zero_mpi.telemetry.spans import OpenTransfer as Record
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
@@ -252,7 +252,7 @@ class MPIComm(Comm):
             if not self._patient:
                 request.Wait()
             while self._patient and not request.Test():
-                time.sleep(PAUSE)
+                time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
         """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""

@@ -86,12 +86,12 @@ class Host:
         except OSError:  # no Linux: the most so far, which is in KiB there
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def stopwatch(self) -> Stopwatch:
+    def stopwatch(self) -> HostStopwatch:
         """When what is computed begins and ends."""
-        return Stopwatch()
+        return HostStopwatch()
 
 
-class Stopwatch:
+class HostStopwatch:
     """The host's clock: work is done when its call returns, so a stamp is the time."""
 
     stamp = staticmethod(time.perf_counter)

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.errors import FileError
 from zero_mpi.files.text import quoted, shown
 
-MOST = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
+MAX_WHOLE = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
 MOST_SIZE = (1 << 31) - 1  # of a model: sizes are UINT32 there, and llama.cpp counts with INT32
 ARCHITECTURE, TOKENIZER, TEMPLATE = (
     "general.architecture",
@@ -53,13 +53,13 @@ class GGUFKeys:
             raise self.fault(key, "true or false")
         return value
 
-    def whole(self, key: str, least: int = 0, most: int = MOST, expected: str = "") -> int | None:
+    def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
         """A whole number of any width from `least` to `most`."""
         value = self.metadata.get(key)
         if value is None:
             return None
         if not is_whole(value) or not least <= value <= most:
-            limits = f"of at least {least}" if most in (MOST, MOST_SIZE) else f"from {least} to {most}"
+            limits = f"of at least {least}" if most in (MAX_WHOLE, MOST_SIZE) else f"from {least} to {most}"
             raise self.fault(key, expected or f"a whole number {limits}")
         return int(value)
 

@@ -17,16 +17,16 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.actions import Actions, run, without_gathers
-from zero_mpi.sharding.given import look_at
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.parameters import Place, Views
+from zero_mpi.sharding.module_arguments import check_arguments
+from zero_mpi.sharding.parameters import Context, Views
 from zero_mpi.sharding.passes import GivenGradients, Pass
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
+from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
-from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.telemetry import spans
 
@@ -74,16 +74,16 @@ class ShardedModule(ShardedState):
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
         options |= {"precision": precision, "offload_masters": offload_masters}
         given = agreed(
-            comm, f"this {type(self).__name__}", lambda: look_at(stages, comm, strategy, **options)
+            comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
         self._uses, self.schedule = layout.uses, layout.schedule
         owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
-        place = Place(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
+        context = Context(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
         units = [
-            ShardedUnit(unit, place, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
+            ShardedUnit(unit, context, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
         ]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
         self.precision, self.by_rows = precision, bool(by_rows)
@@ -176,7 +176,7 @@ class ShardedModule(ShardedState):
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
-        spans.lap(spans.MOVES, "after")
+        spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:

@@ -13,25 +13,25 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-MOST = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
+MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
 
 # The tracks of a rank. A span's label names what it is about: the scope of a stage, a unit, a folder.
 STEPS = "steps"  # steps; in them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
 OPTIMIZER = "optimizer"  # the norm, the update
-MOVES = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
+BETWEEN = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
 WAITS = "waits"  # for transfers and for other ranks
 STALLS = "stalls"  # a GPU waits for a transfer of its memory
 DATA = "data"  # reading micro-batches
 CHECKPOINT = "checkpoint"
-BEHIND = "checkpoint behind training"  # of another thread
-WAITS_BEHIND = "waits behind training"
-TRACKS = (STEPS, COMPUTE, OPTIMIZER, MOVES, WAITS, STALLS, DATA, CHECKPOINT, BEHIND, WAITS_BEHIND)
-OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, MOVES, STALLS)  # stamped by the device's clock
+BACKGROUND = "checkpoint behind training"  # of another thread
+BACKGROUND_WAITS = "waits behind training"
+TRACKS = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, WAITS, STALLS, DATA, CHECKPOINT, BACKGROUND, BACKGROUND_WAITS)
+OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # stamped by the device's clock
 
 Span = tuple[str, str, str, Any, Any, int, int | None]  # track, name, label, stamps, step, micro-batch
 Open = list[Any]  # track, name, label, stamp of the beginning
-Transfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
+OpenTransfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
 ENDED = 4  # the place of the end in a transfer
 
 
@@ -45,7 +45,7 @@ class Stopwatch(Protocol):
         """When the device came to a mark, by `time.perf_counter`; the host's times are what they are."""
 
 
-class Recorder:
+class SpanRecorder:
     """The spans and transfers of this rank.
 
     step, micro_batch   under way now: they are noted with each span
@@ -54,7 +54,7 @@ class Recorder:
     """
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.watch, self.spans, self.transfers = watch, list[Span](), list[Transfer]()
+        self.watch, self.spans, self.transfers = watch, list[Span](), list[OpenTransfer]()
         self.step, self._in_step = 1, False
         self.micro_batch: int | None = None
         self.ends_in: int | None = None
@@ -98,7 +98,7 @@ class Recorder:
 
     def _stay_bounded(self) -> None:
         """Record no more where it is too much: memory is bounded, within what one micro-batch adds."""
-        if len(self.spans) + len(self.transfers) > MOST and self.ends_in is None:
+        if len(self.spans) + len(self.transfers) > MAX_SPANS and self.ends_in is None:
             self.ends_in = self.step
             stop()
 
@@ -118,10 +118,10 @@ class Recorder:
 
     def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
         """A wait that is over."""
-        track = WAITS if threading.get_ident() == self._main else WAITS_BEHIND
+        track = WAITS if threading.get_ident() == self._main else BACKGROUND_WAITS
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
-    def transfer(self, kind: str, label: str, nbytes: int) -> Transfer:
+    def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
         """A transfer that begins now; `end` tells when it is complete, as often as it has parts."""
         found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
         self.transfers.append(found)
@@ -131,14 +131,14 @@ class Recorder:
         return self._stamp() if track in OF_DEVICE else time.perf_counter()
 
 
-active: Recorder | None = None
+active: SpanRecorder | None = None
 NOTHING = nullcontext()
 
 
-def start(watch: Stopwatch) -> Recorder:
+def start(watch: Stopwatch) -> SpanRecorder:
     """Record from now on."""
     global active
-    active = Recorder(watch)
+    active = SpanRecorder(watch)
     return active
 
 
@@ -148,7 +148,7 @@ def stop() -> None:
     active = None
 
 
-def end(transfer: Transfer | None) -> None:
+def end(transfer: OpenTransfer | None) -> None:
     """A transfer, or the last part of it so far, is complete."""
     if transfer is not None:
         transfer[ENDED] = time.perf_counter()
@@ -157,7 +157,7 @@ def end(transfer: Transfer | None) -> None:
 class _During:
     """A span that is open while a `with` block runs."""
 
-    def __init__(self, recorder: Recorder, track: str, name: str, label: str) -> None:
+    def __init__(self, recorder: SpanRecorder, track: str, name: str, label: str) -> None:
         self._recorder, self._open = recorder, recorder.begin(track, name, label)
 
     def __enter__(self) -> None:
@@ -176,11 +176,11 @@ def during(track: str, name: str, label: str = "") -> AbstractContextManager[Non
 class _Computing:
     """What is computed, and before it what was done for transfers since the last lap."""
 
-    def __init__(self, recorder: Recorder, name: str, label: str) -> None:
+    def __init__(self, recorder: SpanRecorder, name: str, label: str) -> None:
         self._recorder, self._name, self._label = recorder, name, label
 
     def __enter__(self) -> None:
-        self._recorder.lap(MOVES, "before", self._label)
+        self._recorder.lap(BETWEEN, "before", self._label)
 
     def __exit__(self, *error: object) -> None:
         self._recorder.lap(COMPUTE, self._name, self._label)

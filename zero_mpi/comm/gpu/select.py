@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.detect import Answer
 
-TRIAL = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
+TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
 
 
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
@@ -88,7 +88,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
     The live test before it was of a rank with itself; this one cannot be taken back, but can be wrong.
     """
-    gpu, length = device.in_use(), TRIAL // comm.size
+    gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
     sent = np.arange(partition.length, dtype=np.float32)
     full = gpu.zeros(partition.length)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.device import Cuda, Mark
+from zero_mpi.device import Cuda, CudaMark
 from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
 from zero_mpi.device.types import Array
 
@@ -67,29 +67,29 @@ class GpuStreams:
 
     # ------------------------------------------------------------------------- order of streams
 
-    def begin(self) -> Mark:
+    def begin(self) -> CudaMark:
         """A mark behind what was computed so far."""
         return self._gpu.mark()
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: CudaMark) -> None:
         """Let what the streams are asked for from now on come after a mark, without anybody waiting."""
         self.stream.wait_event(mark.event)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CudaMark:
         """A mark behind what the streams were asked for so far."""
         return self._mark(self.stream)
 
-    def fetched(self) -> Mark:
+    def fetched(self) -> CudaMark:
         """A mark behind what is on its way to the host."""
         return self._mark(self._down)
 
-    def _mark(self, stream: Any) -> Mark:
+    def _mark(self, stream: Any) -> CudaMark:
         self.adopt()
         event = self._gpu.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream)
-        return Mark(event, self._gpu)
+        return CudaMark(event, self._gpu)
 
-    def join(self, mark: Mark) -> None:
+    def join(self, mark: CudaMark) -> None:
         """Let what is computed from now on come after a mark of these streams."""
         self._gpu.wait_for(mark)
 

@@ -37,7 +37,7 @@ from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
-from zero_mpi.telemetry.spans import Transfer as Record
+from zero_mpi.telemetry.spans import OpenTransfer as Record
 
 SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
 
