@@ -108,7 +108,7 @@ def read_file(path: str) -> list[HostEntry]:
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.hostfile",
         description="Write a hostfile in the form that a launcher reads.",
@@ -135,7 +135,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("hostfile", command, sys.argv[1:], alone=True)
 
 

@@ -83,12 +83,12 @@ class Comm(ABC):
 
     @property
     def about(self) -> str:
-        """What it uses, for people."""
+        """A text for people: what the transport uses."""
         return self.kind.name
 
     @cached_property
     def meter(self) -> Meter:
-        """What this rank's communication has cost so far."""
+        """The meter of what this rank's communication has cost so far."""
         return Meter()
 
     @abstractmethod

@@ -77,7 +77,7 @@ class CheckedComm(NotifyingWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """What is the same on all ranks, in words: how many of what an array has, how a buffer is dealt out."""
+    """The facts that all ranks must share, in words: how many of what an array has, how a buffer is cut."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

@@ -75,7 +75,7 @@ class Meter:
 
 
 def meters() -> list[Meter]:
-    """Those of this process that are in use, the oldest first."""
+    """The meters of this process that are in use, the oldest first."""
     return [meter for known in _known if (meter := known()) is not None]
 
 

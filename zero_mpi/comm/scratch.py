@@ -62,7 +62,7 @@ class Reductions:
 
 
 def nothing(asked: Reductions) -> int:
-    """Sums are made where gradients were written."""
+    """No bytes: sums are made where gradients were written."""
     return 0
 
 
@@ -85,12 +85,12 @@ def in_order(asked: Reductions) -> int:
 
 
 def by_library(asked: Reductions) -> int:
-    """Slices that arrive, where they are added to those of earlier rounds; else they arrive in place."""
+    """Bytes for slices that arrive and are added to those of earlier rounds; others arrive in place."""
     return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
 
 
 def of_nodes(asked: Reductions) -> int:
-    """Of ranks that share memory in each node: gradients are read where they lie, sums arrive."""
+    """Bytes for sums that arrive; ranks that share memory read gradients where they lie."""
     return by_chain(asked, posted=0)
 
 
@@ -106,17 +106,17 @@ def by_chain(asked: Reductions, posted: int) -> int:
 
 
 def from_gpu_to_gpu(asked: Reductions) -> int:
-    """By a library of MPI that takes memory of a GPU."""
+    """Bytes for what arrives by an MPI library that takes memory of a GPU."""
     return rooms(asked, AWARE_DEPTH, AWARE_PIECE) if asked.exact else arrivals(asked)
 
 
 def by_nccl(asked: Reductions) -> int:
-    """By NCCL."""
+    """Bytes that NCCL needs for what arrives."""
     return rooms(asked, NCCL_DEPTH, NCCL_PIECE) if asked.exact else arrivals(asked)
 
 
 def through_host(asked: Reductions) -> int:
-    """On the GPU, beside the memory of the host that everything passes through."""
+    """Bytes on the GPU, beside the memory of the host that everything passes through."""
     place = staged_piece(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return rooms(asked, STAGED_DEPTH, place)
 

@@ -48,12 +48,12 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """A file was read whole: in which encoding?"""
+        """Take note of the encoding of a file that was read whole."""
         if self._named and not self._any_bytes and not is_utf8(data):
             self._odd.append(shown(name, SHOWN_LETTERS))
 
     def notes(self) -> Iterator[str]:
-        """A line for each sort of thing that was found."""
+        """The notes: a line for each sort of thing that was found."""
         if self._out:
             yield f"files that are no text left out: {some(self._out)}"
         if self._taken:
@@ -66,5 +66,5 @@ class TextFilter:
 
 
 def some(found: Sequence[str]) -> str:
-    """How many, and the first of them."""
+    """A text: how many there are, and the first of them."""
     return f"{len(found):,} ({', '.join(found[:SHOWN_NAMES])}{', ...' if len(found) > SHOWN_NAMES else ''})"

@@ -50,7 +50,7 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """What it is, for people."""
+        """A text for people: which GPU it is."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -138,7 +138,7 @@ class Cuda:
         return int(total - free)
 
     def stopwatch(self) -> CudaStopwatch:
-        """When what is computed begins and ends."""
+        """A stopwatch for what the GPU computes."""
         return CudaStopwatch(self.cupy.cuda, self.stream)
 
 

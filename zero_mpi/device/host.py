@@ -53,19 +53,19 @@ class Host:
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
-        """`x` itself."""
+        """The array `x` itself."""
         return x
 
     def to_host(self, x: Array) -> Array:
-        """`x` itself."""
+        """The array `x` itself."""
         return x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """`arrays` themselves."""
+        """The list `arrays` itself, unchanged."""
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source."""
+        """Copy: target[...] = source."""
         target[...] = source
 
     def mark(self) -> Any:
@@ -87,7 +87,7 @@ class Host:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def stopwatch(self) -> HostStopwatch:
-        """When what is computed begins and ends."""
+        """A stopwatch for what the host computes."""
         return HostStopwatch()
 
 

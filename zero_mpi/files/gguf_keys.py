@@ -40,21 +40,21 @@ class GGUFKeys:
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def text(self, key: str) -> str | None:
-        """A text."""
+        """The text of a key."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.fault(key, "a text")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """true or false."""
+        """The value of a key that is true or false."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.fault(key, "true or false")
         return value
 
     def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
-        """A whole number of any width from `least` to `most`."""
+        """The whole number of a key, of any width, from `least` to `most`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -64,7 +64,7 @@ class GGUFKeys:
         return int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
-        """A finite number of at least `least`."""
+        """The finite number of a key, at least `least`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -85,7 +85,7 @@ class GGUFKeys:
         return list(items)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
-        """An array of `count` whole numbers."""
+        """The array of a key that holds `count` whole numbers."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -98,7 +98,7 @@ class GGUFKeys:
 
     @property
     def architecture(self) -> str | None:
-        """`general.architecture`."""
+        """The value of `general.architecture`."""
         return self.text(ARCHITECTURE)
 
     @property

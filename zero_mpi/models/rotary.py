@@ -173,7 +173,7 @@ class RotaryModel(ModelConfig):
 
     @property
     def heads(self) -> Heads:
-        """The attention heads."""
+        """The heads of the attention."""
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
@@ -186,7 +186,7 @@ class RotaryModel(ModelConfig):
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def attention(self, prefix: str) -> Layer:
-        """x -> attention(norm(x))."""
+        """The layer x -> attention(norm(x))."""
         width, heads = self.embedding_length, self.heads
         norms = [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
         return Chain(

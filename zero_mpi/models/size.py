@@ -17,7 +17,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def elements(model: ModelConfig) -> int:
-    """The same, counted."""
+    """The number of elements of all parameters."""
     return sum(param.size for param in model.params().values())
 
 

@@ -90,12 +90,12 @@ class BufferOnlyStages:
     loss_and_backward = backward
 
     def forward(self, stage: int) -> None:
-        """Do nothing."""
+        """Do nothing: no array is computed."""
 
     evaluate = forward
 
     def progress(self) -> None:
-        """Do nothing."""
+        """Do nothing: no array is computed."""
 
 
 def buffer_lengths(

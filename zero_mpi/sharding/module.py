@@ -184,7 +184,7 @@ class ShardedModule(ShardedState):
         return self._views(stage, lambda unit: unit.weights())
 
     def gradients_of(self, stage: int) -> Views:
-        """What a stage's backward adds to, by name; nothing of what is frozen."""
+        """The gradients that a stage's backward adds to, by name; none of what is frozen."""
         return self._views(stage, lambda unit: unit.gradients())
 
     def _views(self, stage: int, of_unit: Callable[[ShardedUnit], Views]) -> Views:

@@ -66,11 +66,11 @@ class SpanRecorder:
     # ------------------------------------------------------------------------------ of the main thread
 
     def restart(self) -> None:
-        """The next lap begins now."""
+        """Begin the next lap now."""
         self._lap = self._stamp()
 
     def lap(self, track: str, name: str, label: str = "") -> None:
-        """What ends now and began where the last lap ended."""
+        """Note a span that ends now and began where the last lap ended."""
         now = self._stamp()
         self.spans.append((track, name, label, self._lap, now, self.step, self.micro_batch))
         self._lap = now
@@ -92,7 +92,7 @@ class SpanRecorder:
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
-        """What follows is about a micro-batch, or about none."""
+        """Say which micro-batch, or none, the next spans are about."""
         self.micro_batch = number
         self._stay_bounded()
 
@@ -105,24 +105,24 @@ class SpanRecorder:
     # ---------------------------------------------------------------------------------- of any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
-        """A span begins; `end` takes what is returned."""
+        """Note that a span begins; `end` takes what is returned."""
         found = [track, name, label, self._stamp_of(track)]
         self.open.append(found)
         return found
 
     def end(self, begun: Open) -> None:
-        """A span ends."""
+        """Note that a span ends."""
         now = self._stamp_of(begun[0])
         self.open.remove(begun)
         self.spans.append((*begun, now, self.step, self.micro_batch))
 
     def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
-        """A wait that is over."""
+        """Note a wait that is over."""
         track = WAITS if threading.get_ident() == self._main else BACKGROUND_WAITS
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
     def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
-        """A transfer that begins now; `end` tells when it is complete, as often as it has parts."""
+        """Note a transfer that begins; `end` tells when it is complete, as often as it has parts."""
         found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
         self.transfers.append(found)
         return found
@@ -143,7 +143,7 @@ def start(watch: Stopwatch) -> SpanRecorder:
 
 
 def stop() -> None:
-    """Record no more."""
+    """Stop to record this rank's spans."""
     global active
     active = None
 

@@ -70,7 +70,7 @@ class Status:
         return as_object(self._before)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Take note that so many steps are done."""
         self._step = step
 
     def _renew(self) -> None:

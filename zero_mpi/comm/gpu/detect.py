@@ -104,7 +104,7 @@ def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
 
 
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """What a process says that tried it."""
+    """The answer of a process that tried it."""
     lines, end = run_probe(command)
     told = [json.loads(line) for line in lines]
     if told and told[-1].get("takes_memory"):

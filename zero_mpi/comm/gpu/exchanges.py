@@ -26,9 +26,9 @@ from zero_mpi.device.types import Array
 
 @dataclass(frozen=True)
 class Exchange:
-    """sends: pieces, and the ranks that each goes to; receives: rooms, and the rank that fills each.
+    """Pieces that are sent together (`sends`, with ranks) and rooms that ranks fill (`receives`, with ranks).
 
-    then: launches what is to be done with the rooms once they are filled.
+    `then` launches what is to be done with the rooms once they are filled.
     """
 
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
@@ -159,13 +159,13 @@ class Tickets:
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """A transfer is over."""
+        """Take note that a transfer is over."""
         self._waiting.remove(number)
 
 
 @contextmanager
 def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Something from a list of what is free, or a new one; it is free again afterwards."""
+    """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
     try:  # another thread may be here as well
         room = free.pop()
     except IndexError:

@@ -107,7 +107,7 @@ class StagedBackend:
 
 
 def cut(memory: Array, pieces: list[Array]) -> Iterator[Array]:
-    """Room for each piece, one after the other."""
+    """Cut memory into room for each piece, one after the other."""
     start = 0
     for piece in pieces:
         assert start + piece.nbytes <= memory.nbytes, "a piece is longer than `largest`"

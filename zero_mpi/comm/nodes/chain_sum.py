@@ -81,7 +81,7 @@ class Sum:
 
 
 def cut(part: slice, home: int | None) -> Iterator[Item]:
-    """A slice of a unit in pieces."""
+    """The pieces of a slice of a unit."""
     for start in range(part.start, part.stop, CHAIN_PIECE):
         yield Item(start, min(start + CHAIN_PIECE, part.stop), home)
 

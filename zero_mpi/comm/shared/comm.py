@@ -162,7 +162,7 @@ class SharedComm(CommWrapper):
 
     @property
     def about(self) -> str:
-        """What it uses, for people."""
+        """A text for people: what the transport uses."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     # ---------------------------------------------------------------------------------------- gathering
