@@ -28,7 +28,7 @@ import numpy as np
 from zero_mpi import FULL_SHARD, Comm, MPIComm, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
@@ -37,7 +37,7 @@ from zero_mpi.models import Llama
 BLOCK = 8 << 20
 WIDTHS = (1024, 512, 256, 128, 64, 32)
 MB, GB = 1e6, 1e9
-STATE = Progress(step=1)
+STATE = TrainingProgress(step=1)
 PLAIN_WRITE, PLAIN_READ, LOAD = "plain write and fsync", "plain read", "load"
 WARM, COLD = ", page cache", ", cache dropped"
 ROWS = [PLAIN_WRITE, *(f"save, {how}" for how in ("gather", "parallel", "async: held up", "async: complete"))]

@@ -98,8 +98,8 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
     def gather() -> None:
         assert whole is not None
-        comm.publish()
-        comm.await_published()
+        comm.signal_written()
+        comm.wait_written()
 
     def reduce() -> None:
         assert pool.lent == 1  # only a slot of a pool that is there is reduced where it lies

@@ -76,7 +76,7 @@ def measure(bench: Run, options: Namespace, folder: Path) -> tuple[list[float], 
 
 def cost_of_a_span() -> float:
     """Seconds that a lap takes, with its stamp."""
-    recorder = spans.Recorder(device.HOST.stopwatch())
+    recorder = spans.SpanRecorder(device.HOST.stopwatch())
     begun = time.perf_counter()
     for _ in range(LOOPS):
         recorder.lap(spans.COMPUTE, "forward", "blk.0")

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zero_mpi.comm import Handle
-from zero_mpi.comm.wrapper import Forwarding
+from zero_mpi.comm.wrapper import CommWrapper
 
 
 class Event(NamedTuple):
@@ -28,7 +28,7 @@ class Waited(Handle):
         return self.handle.test()
 
 
-class RecordingComm(Forwarding):
+class RecordingComm(CommWrapper):
     """Passes everything on to another communicator."""
 
     def __init__(self, inner):
@@ -68,18 +68,18 @@ class RecordingComm(Forwarding):
         other.log = self.log
         return other
 
-    def node_owners(self):
-        owners = self.inner.node_owners()
+    def shard_group(self):
+        owners = self.inner.shard_group()
         return self if owners is self.inner else owners
 
     def memory(self, wholes, buffers, gathers=()):
         return self.inner.memory(wholes, buffers, gathers)
 
-    def publish(self):
-        self.inner.publish()
+    def signal_written(self):
+        self.inner.signal_written()
 
-    def await_published(self):
-        self.inner.await_published()
+    def wait_written(self):
+        self.inner.wait_written()
 
-    def await_readers(self):
-        self.inner.await_readers()
+    def barrier_readers(self):
+        self.inner.barrier_readers()

@@ -9,20 +9,22 @@ shrink: a debt that is paid must be taken out, or lowered, in the same change.
 """
 
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 7203, "package": 36955}
+BUDGET = {"engine": 7203, "package": 36929}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
-ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/half.py")
+ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/low_precision.py")
 
 MEDIAN, P90 = 8, 25  # lines of a function
 MOST_POSITIONAL, MOST_ATTRIBUTES = 6, 12
@@ -42,45 +44,48 @@ ATTRIBUTES = {
     "comm/nodes/comm.py:NodesComm": 13,
     "ops/gpu/gemm.py:Products": 14,
 }
-# Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere.
-MIRRORS = ("__init__", "__main__", "command")
+# Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere,
+# and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
+MIRRORS = ("__init__", "__main__", "command", "comm")
 MODULES = (
-    "base",
     "clock_sync",
-    "comm",
     "events",
-    "huggingface",
     "limits",
-    "linear",
-    "memory",
     "metrics",
     "run_folder",
-    "state",
     "table",
     "text",
 )
 CLASSES = (
     "Event",
-    "Host",
-    "Keys",
-    "Mark",
     "Memory",
     "Node",
     "Point",
-    "Progress",
-    "Recorder",
-    "Records",
-    "Replicated",
     "Room",
     "Script",
-    "Setting",
-    "Stage",
     "Start",
     "Step",
-    "Stopwatch",
     "Transfer",
     "Way",
 )
+# Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
+BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")
+BANNED += ("rehearsal", "rehearsed", "relay", "rollcall", "sieve", "straight", "uniform", "ways", "wire")
+DIALECT = (
+    "launch/hang_report.py:RollCall",
+    "plan/case.py:Imagined",
+    "plan/cost_model.py:relay_seconds",
+    "plan/fake_array.py:Ghost",
+    "plan/fake_array.py:_ghost",
+    "plan/routes.py:Straight",
+    "plan/routes.py:Ways",
+    "plan/routes.py:ways_of",
+    "plan/simulate.py:Rehearsal",
+    "plan/simulate.py:RehearsedComm",
+)
+# Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
+MOST_TERSE, TERSE_WORDS = 35, 4
+REFERENCE = re.compile(r"(As )?`[^`]+`\.")
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")
 ASKERS = {
@@ -206,6 +211,46 @@ def check_names(trees: dict[str, ast.Module]) -> Iterator[Violation]:
                 yield "", 1, f"the {kind} {what} stands once now: take it out of tools/budget.py"
 
 
+def words_of(name: str) -> list[str]:
+    """The words of a name in small letters, and each two that follow each other as one."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return [*words, *(first + second for first, second in pairwise(words))]
+
+
+def check_words(trees: dict[str, ast.Module]) -> Iterator[Violation]:
+    """Names of modules, classes and functions with a word that is banned."""
+    found = set()
+    for name, tree in trees.items():
+        named = [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        for what, line in ((Path(name).stem, 1), *((node.name, node.lineno) for node in named)):
+            place, banned = f"{name}:{what}", sorted({*words_of(what)} & {*BANNED})
+            if banned:
+                found.add(place)
+            if banned and place not in DIALECT:
+                yield name, line, f"{what}: the word {banned[0]} is banned: use the field's"
+    for place in DIALECT:
+        if place not in found:
+            yield "", 1, f"{place} has no banned word now: take it out of tools/budget.py"
+
+
+def check_docstrings(trees: dict[str, ast.Module]) -> Iterator[Violation]:
+    """How many docstrings are too short to be a sentence."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    terse = [
+        (name, getattr(node, "lineno", 1), text)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        if len(text.split()) < TERSE_WORDS and not REFERENCE.fullmatch(text)
+    ]
+    print(f"docstrings of fewer than {TERSE_WORDS} words: {len(terse)}")
+    if len(terse) > MOST_TERSE:
+        for name, line, text in terse:
+            yield name, line, f"{text!r} is a docstring of fewer than {TERSE_WORDS} words"
+    elif len(terse) < MOST_TERSE:
+        yield "", 1, f"{len(terse)} terse docstrings now: lower MOST_TERSE of {MOST_TERSE} in tools/budget.py"
+
+
 def check_budget(root: Path) -> Iterator[Violation]:
     """The lines of engine and package against their budgets, printed as a difference."""
     for what, names in (("engine", ENGINE), ("package", (".",))):
@@ -230,6 +275,7 @@ def violations(root: Path) -> list[Violation]:
     """Every violation of the package."""
     trees = modules(root)
     found = [*check_budget(root), *check_lengths(trees), *check_names(trees)]
+    found += [*check_words(trees), *check_docstrings(trees)]
     for name, tree in trees.items():
         found += [*check_arguments(name, tree), *check_attributes(name, tree), *check_askers(name, tree)]
     return found

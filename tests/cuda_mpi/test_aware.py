@@ -18,7 +18,7 @@ from driver_array import DriverSide
 from zero_mpi.comm import Partition
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu.comm import DeviceComm
-from zero_mpi.comm.gpu.cuda_aware import AwareWire
+from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
@@ -32,7 +32,7 @@ PATIENCE = 20.0
 
 
 @functools.cache
-def side():
+def streams():
     """The device, chosen once."""
     return DriverSide()
 
@@ -41,7 +41,7 @@ def side():
 def communicator(name):
     """One of each kind for all tests."""
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
-    return DeviceComm(inner, AwareWire(side(), **SETTINGS[name]), side(), name)
+    return DeviceComm(inner, CudaAwareBackend(streams(), **SETTINGS[name]), streams(), name)
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def exact(request):
 
 
 def same_bits(array, expected):
-    found = side().download(array)
+    found = streams().download(array)
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()
 
@@ -77,7 +77,7 @@ def same_bits(array, expected):
 def close(array, parts):
     wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
     size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
-    found = side().download(array)
+    found = streams().download(array)
     assert np.all(np.abs(found - wanted) <= 8 * len(parts) * np.finfo(np.float32).eps * size)
 
 
@@ -110,7 +110,7 @@ def test_allgather(comm, kind, in_place):
         before = np.full(length, 77, kind)
         if in_place:
             before[part] = whole[part]
-        full, shard = side().upload(before), side().upload(whole[part])
+        full, shard = streams().upload(before), streams().upload(whole[part])
         comm.allgather(None if in_place else shard, full, partition, "test").wait()
         same_bits(full, whole)
         same_bits(shard, whole[part])
@@ -120,7 +120,7 @@ def test_allgather(comm, kind, in_place):
 def test_broadcast_from_each_root(comm, kind):
     for root in range(comm.size):
         whole = wild(root, 30_000, kind)
-        array = side().upload(whole if comm.rank == root else np.zeros_like(whole))
+        array = streams().upload(whole if comm.rank == root else np.zeros_like(whole))
         comm.broadcast(array, root, "test").wait()
         same_bits(array, whole)
 
@@ -131,7 +131,7 @@ def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
     for length, quantum in LONG:
         partition = Partition(length, exact.size, quantum)
         for contributors in range(exact.size + 1):
-            handle, full, out = reduced(exact, partition, contributors, accumulate, kind, side().upload)
+            handle, full, out = reduced(exact, partition, contributors, accumulate, kind, streams().upload)
             other, given, expected = reduced(on_host(), partition, contributors, accumulate, kind, np.copy)
             other.wait()
             handle.wait()
@@ -147,7 +147,7 @@ def test_the_librarys_reduction(name, accumulate):
         partition = Partition(length, comm.size, quantum)
         part = partition.part(comm.rank)
         for contributors in range(1, comm.size + 1):
-            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], side().upload)
+            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], streams().upload)
             handle.wait()
             parts = [wild(rank, length)[part] for rank in range(contributors)]
             close(out, parts + ([wild(1000, length)[part]] if accumulate else []))
@@ -155,7 +155,7 @@ def test_the_librarys_reduction(name, accumulate):
 
 @pytest.mark.parametrize("length", [30_000, 101, 1, 0])
 def test_allreduce(comm, length):
-    array = side().upload(wild(comm.rank, length))
+    array = streams().upload(wild(comm.rank, length))
     comm.allreduce(array, "test").wait()
     parts = [wild(rank, length) for rank in range(comm.size)]
     close(array, parts)
@@ -172,7 +172,7 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
             partition, whole = Partition(9000 + number, comm.size), wild(number, 9000 + number)
             part = partition.part(comm.rank)
             full, shard = fulls[number][: whole.size], shards[number][: part.stop - part.start]
-            side().write(shard, whole[part])
+            streams().write(shard, whole[part])
             handles.append(comm.allgather(shard, full, partition))
             checks.append(functools.partial(same_bits, full, whole))
         assert (comm.sum_vector(np.ones(3)) == comm.size).all()
@@ -181,19 +181,19 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
         for check in checks:
             check()
 
-    fulls = [side().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
-    shards = [side().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
+    fulls = [streams().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
+    shards = [streams().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
     step()
-    taken = side().taken
+    taken = streams().taken
     step()
-    assert side().taken == taken
+    assert streams().taken == taken
 
 
 def test_a_thread_alone_brings_it_to_the_end():
     comm = communicator("thread")
     partition, whole = Partition(30_000, comm.size), wild(7, 30_000)
-    full = side().upload(np.zeros_like(whole))
-    handle = comm.allgather(side().upload(whole[partition.part(comm.rank)]), full, partition)
+    full = streams().upload(np.zeros_like(whole))
+    handle = comm.allgather(streams().upload(whole[partition.part(comm.rank)]), full, partition)
     end = time.monotonic() + PATIENCE
     while comm._inner._progress._active:
         assert time.monotonic() < end, "not complete in time"

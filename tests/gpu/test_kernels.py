@@ -1,8 +1,8 @@
 """Every kernel of ops.gpu does what the reference defines, in float32, bfloat16 and float16.
 
 What is expected is computed on the host by the definition, `ops.reference`, in float64 from the same bits and
-rounded once, as `ops.half` says. Shapes go through the odd places: one element, primes, rows longer and
-shorter than a block, tiles, arrays that begin anywhere or have gaps. Around them is NaN and stays so.
+rounded once, as `ops.low_precision` says. Shapes go through the odd places: one element, primes, rows longer
+and shorter than a block, tiles, arrays that begin anywhere or have gaps. Around them is NaN and stays so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import pool_of
-from zero_mpi.ops import half, reference
+from zero_mpi.ops import low_precision, reference
 
 pytestmark = pytest.mark.world(1)  # a process alone
 
@@ -46,19 +46,22 @@ def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
 
 
 def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """What the definition gives in float64, rounded once as `ops.half` says; and the arguments afterwards."""
+    """The float64 result of the definition, rounded as `ops.low_precision` says; and the arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
-    result, roles = getattr(reference, name)(*wide, **named), half.ROLES.get(name, half.Roles())
+    result, roles = (
+        getattr(reference, name)(*wide, **named),
+        low_precision.ROLES.get(name, low_precision.Roles()),
+    )
     kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by if name != "embedding" else 1].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
     ]
     if not isinstance(result, tuple):
-        return half.narrowed(result, kind), after
+        return low_precision.narrowed(result, kind), after
     low = range(len(result)) if roles.rounded is None else roles.rounded
     rest = (x if np.ndim(x) == 0 else x.astype(np.float32) for x in result)
-    return tuple(half.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
+    return tuple(low_precision.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
 
 
 # ------------------------------------------------------------------------------- how an array may lie
@@ -193,7 +196,7 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
     """Run an operation on the device and compare results, arguments and what lies around them."""
     name, (args, named) = name.partition(" ")[0], case
     result, after = expected(name, args, named)
-    written = half.ROLES.get(name, half.Roles()).added_to
+    written = low_precision.ROLES.get(name, low_precision.Roles()).added_to
     vectors = {id(x) for x in args if isinstance(x, np.ndarray) and layout is columns and x.ndim == 1}
     there = [
         (aligned if id(x) in vectors or (in_place(name, x, args) and layout is columns) else layout)(x)
@@ -474,7 +477,7 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, interleav
     for gap in (0, 3, 8):
         joined = numbers(b, t, heads * width + gap, kind=kind)
         x = joined[..., gap:].reshape(shape)
-        wanted = half.aware("rope", reference.rope)(x, cos, sin, interleaved)
+        wanted = low_precision.accept_low("rope", reference.rope)(x, cos, sin, interleaved)
         there = gpu.from_host(joined)
         view = there[..., gap:].reshape(shape)
         fresh = ops.rope(view, *table, interleaved)

@@ -9,7 +9,7 @@ import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.checkpoint.saver import save_checkpoint
-from zero_mpi.checkpoint.state import Description, Progress, load_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
@@ -32,7 +32,7 @@ def is_pretend():
 @pytest.fixture
 def pieces(monkeypatch):
     """Pieces of two runs of decay, so that most units have several, and a device that is late."""
-    monkeypatch.setattr(offload, "PIECE", 2048)
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2048)
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
 
 
@@ -156,7 +156,7 @@ def test_parameters_are_of_the_host_as_well(gpu, pieces):
 @pytest.mark.parametrize(("how", "precision"), [("moments", FP32), ("state", BF16)])
 def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
     kept, offloaded = optimizers(how=how, precision=precision)
-    progress = Progress(2, 100, 0, 2)
+    progress = TrainingProgress(2, 100, 0, 2)
     folders = []
     for optimizer in (kept, offloaded):
         step(optimizer, 0), step(optimizer, 1)

@@ -154,7 +154,7 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, 
     assert 0 < sum(array.nbytes for array in rooms) <= plan.transport
     assert (plan.host > 0) == (transport == "staged")
     if transport == "staged":
-        stages = [stage for ring in comm.wire._rings for stage in ring]
+        stages = [stage for ring in comm.backend._rings for stage in ring]
         assert 0 < sum(stage.up.nbytes + stage.down.nbytes for stage in stages) <= plan.host
     if comm.rank == 0:
         assert plan.gathered == module.parameter_pool.nbytes

@@ -17,7 +17,7 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import pool_of
-from zero_mpi.ops import half, reference
+from zero_mpi.ops import low_precision, reference
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # a unit in the last place, twice what rounding may be off
@@ -44,7 +44,7 @@ def close(got, want, kind, slack=2e-6):
 
 def defined(name):
     """The definition of an operation, for low types as well."""
-    return half.aware(name, getattr(reference, name))
+    return low_precision.accept_low(name, getattr(reference, name))
 
 
 @pytest.fixture

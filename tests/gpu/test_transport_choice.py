@@ -9,7 +9,7 @@ from zero_mpi import device
 from zero_mpi.comm import SerialComm, kinds
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu import select as device_choice
-from zero_mpi.comm.gpu.cuda_aware import AwareWire
+from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 from zero_mpi.comm.gpu.detect import Answer
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
@@ -122,7 +122,7 @@ def test_the_loaded_library_is_asked():
     ],
 )
 def test_nobody_is_believed_without_a_test(command, yes, why):
-    assert device_detect.live(Answer(True, "the site says so"), command) == Answer(yes, why)
+    assert device_detect.probe_says(Answer(True, "the site says so"), command) == Answer(yes, why)
 
 
 def test_all_ranks_have_one_answer(monkeypatch):
@@ -200,14 +200,14 @@ def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
 @several_ranks
 def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
-    real = AwareWire._post
+    real = CudaAwareBackend._post
 
     def altered(self, round_, tag):
         if WORLD.Get_rank() == 0:
             round_.sends[0][0].fill(7)
         return real(self, round_, tag)
 
-    monkeypatch.setattr(AwareWire, "_post", altered)
+    monkeypatch.setattr(CudaAwareBackend, "_post", altered)
     comm, said = made("auto")
     comm.close()
     why = "it arrived, but between the ranks other bytes arrived"

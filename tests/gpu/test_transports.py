@@ -18,10 +18,10 @@ from collectives import LENGTHS, reduced, wild
 from zero_mpi import device
 from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.comm.gpu.comm import DeviceComm
-from zero_mpi.comm.gpu.cuda_aware import AwareWire
-from zero_mpi.comm.gpu.nccl import NcclWire
-from zero_mpi.comm.gpu.staged import StagedWire
-from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
+from zero_mpi.comm.gpu.nccl import NcclBackend
+from zero_mpi.comm.gpu.staged import StagedBackend
+from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
@@ -33,15 +33,15 @@ KINDS = [np.dtype(np.float32), BF16, np.dtype(np.float16)]
 SMALL = {"most_bytes": 40, "summed": 7}
 PIECES = {"stage_bytes": 40, "least_bytes": 40}
 WIRES = {
-    "mpi": (AwareWire, {}),
-    "mpi pieces": (AwareWire, SMALL),
-    "mpi thread": (AwareWire, SMALL),
-    "mpi fast": (AwareWire, {}),
-    "staged": (StagedWire, {}),
-    "staged pieces": (StagedWire, PIECES),
-    "staged thread": (StagedWire, PIECES),
-    "nccl": (NcclWire, {"summed": 7}),
-    "nccl fast": (NcclWire, {}),
+    "mpi": (CudaAwareBackend, {}),
+    "mpi pieces": (CudaAwareBackend, SMALL),
+    "mpi thread": (CudaAwareBackend, SMALL),
+    "mpi fast": (CudaAwareBackend, {}),
+    "staged": (StagedBackend, {}),
+    "staged pieces": (StagedBackend, PIECES),
+    "staged thread": (StagedBackend, PIECES),
+    "nccl": (NcclBackend, {"summed": 7}),
+    "nccl fast": (NcclBackend, {}),
 }
 NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
 EXACT = [name for name in NAMES if not name.endswith("fast")]
@@ -51,7 +51,7 @@ PATIENCE = 20.0
 several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
 
 
-class Side(GpuSide):
+class Streams(GpuStreams):
     """The GPU's, whose sums are array expressions where no kernel can be run."""
 
     def add(self, out, parts, accumulate):
@@ -89,10 +89,10 @@ def communicator(name):
     """One of each kind for all tests: communicators are few and costly."""
     if name == "serial":
         return SerialComm()
-    wire, options = WIRES[name]
-    side = Side(device.in_use())
+    backend, options = WIRES[name]
+    streams = Streams(device.in_use())
     inner = MPIComm(exact=not name.endswith("fast"), threaded=name.endswith("thread"))
-    return DeviceComm(inner, wire(side, **options), side, name)
+    return DeviceComm(inner, backend(streams, **options), streams, name)
 
 
 @functools.cache
@@ -327,8 +327,8 @@ def test_without_the_mark_old_values_travel(name, gpu, monkeypatch):
         pytest.skip(only_pretend)
     comm = communicator(name)
     late = Late(comm)
-    monkeypatch.setattr(comm.side, "begin", device.Done)
-    monkeypatch.setattr(comm.side, "follow", lambda mark: None)
+    monkeypatch.setattr(comm.streams, "begin", device.Done)
+    monkeypatch.setattr(comm.streams, "follow", lambda mark: None)
     gate = hold(gpu.stream)
     handles = late.start()
     poll(lambda: all(handle.test() for handle in handles))
@@ -346,7 +346,7 @@ def gathered(comm):
     full = device.in_use().zeros(whole.size)
     shard = on_device(whole[partition.part(comm.rank)])
     device.in_use().synchronize()
-    gate = hold(comm.side.stream)
+    gate = hold(comm.streams.stream)
     return comm.allgather(shard, full, partition), full, whole, gate
 
 
@@ -359,7 +359,7 @@ def test_computing_comes_after_the_last_copy(name, gpu):
     comm = communicator(name)
     handle, full, whole, gate = gathered(comm)
     assert not handle.test()
-    if not comm.wire.in_order:
+    if not comm.backend.in_order:
         handle.wait()
     threading.Timer(0.02, gate.set).start()
     handle.wait()
@@ -371,14 +371,14 @@ def test_computing_comes_after_the_last_copy(name, gpu):
 def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
     """The second half of an allreduce begins after the last addition."""
     comm = communicator(name)
-    real = comm.side.add
+    real = comm.streams.add
 
     def late(*arguments):
         if is_pretend():
-            hold(comm.side.stream, 0.02)
+            hold(comm.streams.stream, 0.02)
         real(*arguments)
 
-    monkeypatch.setattr(comm.side, "add", late)
+    monkeypatch.setattr(comm.streams, "add", late)
     array = on_device(wild(comm.rank, 9))
     comm.allreduce(array).wait()
     same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(comm.size)]))
@@ -391,7 +391,7 @@ def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
     if not is_pretend():
         pytest.skip(only_pretend)
     comm = communicator(name)
-    monkeypatch.setattr(comm.side, "join", lambda mark: None)
+    monkeypatch.setattr(comm.streams, "join", lambda mark: None)
     handle, full, whole, gate = gathered(comm)
     handle.wait()
     found = host(full)
@@ -458,13 +458,13 @@ def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
 def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
     comm, made = communicator(name), Counter()
     for what in ("empty", "pinned"):
-        real = getattr(GpuSide, what)
+        real = getattr(GpuStreams, what)
 
         def counted(self, *arguments, real=real, what=what):
             made[what] += 1
             return real(self, *arguments)
 
-        monkeypatch.setattr(Side, what, counted, raising=False)
+        monkeypatch.setattr(Streams, what, counted, raising=False)
     partition = Partition(101, comm.size)
     full, out = on_device(wild(comm.rank, 101, BF16)), gpu.zeros(partition.counts[comm.rank])
     shard, whole = gpu.zeros(out.size), gpu.zeros(101)
@@ -491,27 +491,27 @@ def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
 
 @several_ranks
 @pytest.mark.parametrize("name", ["mpi pieces", "staged pieces", "staged thread"])
-def test_rounds_are_under_way_at_once(name, gpu, monkeypatch):
+def test_exchanges_are_under_way_at_once(name, gpu, monkeypatch):
     comm = communicator(name)
-    wire, under_way, most, total = comm.wire, Counter(), Counter(), Counter()
-    real = wire._one
+    backend, under_way, most, total = comm.backend, Counter(), Counter(), Counter()
+    real = backend._one
 
     def counted(*arguments):
-        under_way["rounds"] += 1
-        total["rounds"] += 1
-        most["rounds"] = max(most["rounds"], under_way["rounds"])
+        under_way["exchanges"] += 1
+        total["exchanges"] += 1
+        most["exchanges"] = max(most["exchanges"], under_way["exchanges"])
         yield from real(*arguments)
-        under_way["rounds"] -= 1
+        under_way["exchanges"] -= 1
 
-    monkeypatch.setattr(wire, "_one", counted)
+    monkeypatch.setattr(backend, "_one", counted)
     partition = Partition(101 * comm.size, comm.size)
     handle, _, out = reduced(comm, partition, comm.size, False, KINDS[0], on_device)
     handle.wait()
     expected = functools.reduce(np.add, [wild(rank, partition.length) for rank in range(comm.size)])
     same_bits(out, expected[partition.part(comm.rank)])
-    assert most["rounds"] == wire.depth > 1
-    assert total["rounds"] == -(-101 // wire.largest(4, summed=True))
-    assert under_way["rounds"] == 0
+    assert most["exchanges"] == backend.depth > 1
+    assert total["exchanges"] == -(-101 // backend.largest(4, summed=True))
+    assert under_way["exchanges"] == 0
 
 
 @several_ranks
@@ -551,7 +551,7 @@ def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(gpu, monkey
         raise OverflowError("in the middle")
         yield
 
-    monkeypatch.setattr(StagedWire, "_one", failing)
+    monkeypatch.setattr(StagedBackend, "_one", failing)
     handle = comm.allgather(gpu.zeros(1), gpu.zeros(comm.size), Partition(comm.size, comm.size))
     poll(handle.test)
     with pytest.raises(OverflowError, match="in the middle"):
@@ -561,10 +561,10 @@ def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(gpu, monkey
 @several_ranks
 def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
     comm = communicator("staged")
-    assert comm.node_owners() is comm
+    assert comm.shard_group() is comm
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
     with pytest.raises(UsageError, match="--strategy hybrid-shard: with --device cuda"):
-        comm.node_owners()
+        comm.shard_group()
 
 
 @pytest.fixture

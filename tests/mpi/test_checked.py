@@ -67,7 +67,7 @@ def start(comm, number):
         lambda: comm.broadcast_object(1),
         lambda: comm.broadcast_object(1, comm.size - 1),
         lambda: comm.allgather_object(1),
-        lambda: comm.await_readers(),
+        lambda: comm.barrier_readers(),
         lambda: comm.background(),
         lambda: comm.memory([part], [40]),
         lambda: comm.memory([part], [41]),

@@ -15,7 +15,13 @@ from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.checksum import digest
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver, save_checkpoint
-from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
+from zero_mpi.checkpoint.state import (
+    Description,
+    TrainingProgress,
+    check_digests,
+    load_checkpoint,
+    open_checkpoint,
+)
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.models import GPT2
 
@@ -29,7 +35,7 @@ def trained(comm, strategy, steps=2):
     module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
     optimizer = ShardedAdamW(module, lr=1e-2)
     go_on(optimizer, range(steps))
-    return optimizer, Progress(steps, 100, 0, steps)
+    return optimizer, TrainingProgress(steps, 100, 0, steps)
 
 
 def go_on(optimizer, steps):
@@ -59,7 +65,7 @@ def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
     folder = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     module = tiny.make(exact, CONFIG, strategy, seed=7)
     optimizer = ShardedAdamW(module, lr=1e-2)
-    assert load_checkpoint(folder, optimizer) == Progress(2, 100, 0, 2)
+    assert load_checkpoint(folder, optimizer) == TrainingProgress(2, 100, 0, 2)
     go_on(optimizer, [2, 3])
     unbroken, _ = trained(SerialComm(), FULL_SHARD, steps=4)
     assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
@@ -81,8 +87,8 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
     saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
     expected = []
     for step in (2, 3):
-        now = save_checkpoint(ranks_folder / f"now{step}", optimizer, Progress(step), DESCRIPTION)
-        saver.save(Progress(step))
+        now = save_checkpoint(ranks_folder / f"now{step}", optimizer, TrainingProgress(step), DESCRIPTION)
+        saver.save(TrainingProgress(step))
         go_on(optimizer, [step])
         expected.append(digests(now))
     saver.wait()
@@ -108,7 +114,7 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_fol
 def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):
     """The last rank that writes at all cannot write the second file."""
     optimizer, progress = trained(exact, FULL_SHARD)
-    first = save_checkpoint(ranks_folder, optimizer, Progress(1), DESCRIPTION)
+    first = save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
         monkeypatch.setattr(parallel_write.Output, "write", refuse_moments)
@@ -140,7 +146,9 @@ def test_row_sharding_writes_the_same_files(exact, ranks_folder):
     folders = []
     for by_rows in (False, True):
         optimizer = ShardedAdamW(tiny.make(exact, CONFIG, by_rows=by_rows))
-        folders.append(save_checkpoint(ranks_folder / str(by_rows), optimizer, Progress(1), DESCRIPTION))
+        folders.append(
+            save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
+        )
     exact.barrier()
     assert digests(folders[0]) == digests(folders[1])
 
@@ -152,9 +160,9 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     module = tiny.make(exact, GPT2.from_flags(flags))
     optimizer = ShardedAdamW(module)
     unit = 4 * max(unit.unit.length for unit in module.units)
-    save_checkpoint(ranks_folder, optimizer, Progress(1), DESCRIPTION)  # what is imported on the way
+    save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # what is imported on the way
     tracemalloc.start()
-    Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(Progress(2))
+    Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(TrainingProgress(2))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     gathers = exact.rank == 0 and exact.size > 1 and not parallel

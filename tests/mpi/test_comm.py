@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.progress_thread import Progress
+from zero_mpi.comm.progress_thread import ProgressEngine
 from zero_mpi.comm.shared.comm import SharedComm
 
 RANKS = MPI.COMM_WORLD.Get_size()
@@ -513,7 +513,7 @@ class Slow(Handle):
 
 
 def test_progress_thread_tests_and_closes():
-    progress = Progress(True)
+    progress = ProgressEngine(True)
     thread, handles = progress._thread, [Slow(5), Slow(1)]
     for handle in handles:
         progress.add(handle)
@@ -526,7 +526,7 @@ def test_progress_thread_tests_and_closes():
 
 
 def test_progress_closes_with_something_left():
-    progress = Progress(True)
+    progress = ProgressEngine(True)
     thread = progress._thread
     progress.add(Slow(10**9))
     progress.close()
@@ -534,7 +534,7 @@ def test_progress_closes_with_something_left():
 
 
 def test_progress_without_a_thread_tests_once_a_push():
-    progress, handle = Progress(False), Slow(3)
+    progress, handle = ProgressEngine(False), Slow(3)
     assert progress._thread is None
     progress.add(handle)
     for left in (2, 1, 0, 0):
@@ -544,7 +544,7 @@ def test_progress_without_a_thread_tests_once_a_push():
 
 
 def test_push_leaves_the_work_to_the_thread():
-    progress = Progress(True)
+    progress = ProgressEngine(True)
     progress.close()
     progress._thread, handle = object(), Slow(1)  # a thread that never comes to it
     progress.add(handle)

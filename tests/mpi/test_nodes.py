@@ -17,7 +17,7 @@ from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
 from zero_mpi.comm import Partition
 from zero_mpi.comm.nodes import chain_sum
 from zero_mpi.comm.nodes.comm import NodesComm
-from zero_mpi.comm.nodes.hybrid import NodeOwners
+from zero_mpi.comm.nodes.hybrid import ShardGroup
 from zero_mpi.comm.shared.window import MPI, NodesApart
 from zero_mpi.comm.topology import PRETEND, Topology
 from zero_mpi.errors import UsageError
@@ -27,7 +27,7 @@ from zero_mpi.sharding.precision import BF16
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_PIECES = chain_sum.RELAY_PIECE, 700  # elements
+ORDINARY, MANY_PIECES = chain_sum.CHAIN_PIECE, 700  # elements
 
 
 @contextmanager
@@ -93,7 +93,7 @@ SUMS = [(5000, 1), (4096, 3), (1, 2), (40, 2), (0, 1), (100_000, 2)]
 @pytest.mark.world(4, 8)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
-    monkeypatch.setattr(chain_sum, "RELAY_PIECE", piece)
+    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", piece)
     dawdle = random.Random(WORLD.rank)
     for ranks in per_node():
         with transport("shared", ranks) as comm:
@@ -111,12 +111,12 @@ def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
 @pytest.mark.parametrize("kind", ["mpi", "shared"])
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_every_node_gets_the_sums_of_all_ranks(monkeypatch, kind, piece):
-    monkeypatch.setattr(chain_sum, "RELAY_PIECE", piece)
+    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", piece)
     dawdle = random.Random(WORLD.rank)
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
-            owners = comm.node_owners()
-            assert isinstance(owners, NodeOwners)
+            owners = comm.shard_group()
+            assert isinstance(owners, ShardGroup)
             assert owners.size == ranks
             for length, rounds in SUMS:
                 pool = owners.memory([], [length + 1000]).buffers
@@ -185,7 +185,7 @@ def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
 @pytest.mark.world(4, 8)
 @pytest.mark.timeout_seconds(300)
 def test_a_thread_may_push_it_all(monkeypatch):
-    monkeypatch.setattr(chain_sum, "RELAY_PIECE", MANY_PIECES)
+    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", MANY_PIECES)
     for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:
         with transport(kind, 2, threaded=True) as comm:
             assert tiny.train(comm, DEEP, strategy, micro_batches=9) == alone(micro_batches=9)
@@ -226,5 +226,5 @@ def test_ranks_in_turn_on_the_nodes_are_refused():
     with nodes_of(3):
         comm = MPIComm()
         with pytest.raises(UsageError, match="hybrid-shard: the nodes have unequal numbers"):
-            comm.node_owners()
+            comm.shard_group()
         comm.close()

@@ -137,7 +137,7 @@ def apart(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PRETEND, str(PER_NODE))
         comm = NodesComm() if request.param == "nodes" else MPIComm()
-        comm.node_owners()
+        comm.shard_group()
     yield comm
     comm.close()
 

@@ -55,8 +55,8 @@ class Dawdling(RecordingComm):
         super().__init__(inner)
         self.draw, self.longest = random.Random(f"{seed} {inner.rank}"), longest
 
-    def node_owners(self):
-        owners = super().node_owners()
+    def shard_group(self):
+        owners = super().shard_group()
         return owners if owners is self else Dawdling(owners, f"owner {self.rank}", self.longest)
 
     def dawdle(self):
@@ -67,17 +67,17 @@ class Dawdling(RecordingComm):
         self.dawdle()
         return super().reduce_scatter(*args, **options)
 
-    def publish(self):
+    def signal_written(self):
         self.dawdle()
-        super().publish()
+        super().signal_written()
 
-    def await_published(self):
-        super().await_published()
+    def wait_written(self):
+        super().wait_written()
         self.dawdle()
 
-    def await_readers(self):
+    def barrier_readers(self):
         self.dawdle()
-        super().await_readers()
+        super().barrier_readers()
 
     def sum_vector(self, values):
         self.dawdle()

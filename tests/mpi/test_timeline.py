@@ -14,7 +14,7 @@ from test_nodes import nodes_of, transport
 from timelines import check_events, lasting
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW, tracing
-from zero_mpi.device import Stopwatch
+from zero_mpi.device import HostStopwatch
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
 from zero_mpi.trace.timeline import Timeline
@@ -139,7 +139,7 @@ def test_nothing_is_recorded_while_nobody_asks(exact, monkeypatch, tmp_path):
     traced(exact, tmp_path / "trace.json")
     assert spans.active is None
     for method in ("lap", "restart", "begin", "waited", "transfer", "begin_micro_batch"):
-        monkeypatch.delattr(spans.Recorder, method)
+        monkeypatch.delattr(spans.SpanRecorder, method)
     Run(exact).step(0)
 
 
@@ -195,7 +195,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
 
     with nodes_of(1), monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", shifted)
-        patched.setattr(Stopwatch, "stamp", staticmethod(shifted))
+        patched.setattr(HostStopwatch, "stamp", staticmethod(shifted))
         found = barriers(mpi, tmp_path / "trace.json")
     wrong = found["otherData"]["clock_error_us"]
     assert (wrong > 0) == (mpi.size > 1)
@@ -214,7 +214,7 @@ def test_memory_is_bounded(exact, monkeypatch, tmp_path):
         timeline.step(1)
         run.step(0)
         recorder = timeline.recorder
-        monkeypatch.setattr(spans, "MOST", len(recorder.spans) + len(recorder.transfers) + 3)
+        monkeypatch.setattr(spans, "MAX_SPANS", len(recorder.spans) + len(recorder.transfers) + 3)
         for number in (2, 3, 4):
             timeline.step(number)
             run.step(number - 1)

@@ -21,8 +21,9 @@ def budget():
 def small(budget, monkeypatch):
     for name in ("POSITIONAL", "ATTRIBUTES", "ASKERS"):
         monkeypatch.setattr(budget, name, {})
-    for name in ("MODULES", "CLASSES"):
+    for name in ("MODULES", "CLASSES", "DIALECT"):
         monkeypatch.setattr(budget, name, ())
+    monkeypatch.setattr(budget, "MOST_TERSE", 0)
     monkeypatch.setattr(budget, "ENGINE", ("nn",))
     monkeypatch.setattr(budget, "BUDGET", {"engine": 20, "package": 60})
     return budget
@@ -66,6 +67,19 @@ MANY = "".join(f"        self.a{number} = 1\n" for number in range(13))
         ({"comm/mpi.py": "x = device.is_cupy(y)\n"}, "comm/mpi.py:1: 1 questions about the device"),
         ({"comm/mpi.py": "class Layer:\n    pass\n"}, "the class Layer stands in comm/mpi.py, nn/layer.py"),
         ({"plan/layer.py": ""}, "plan/layer.py:1: the module layer stands in nn/layer.py, plan/layer.py"),
+        ({"nn/uniform.py": ""}, "nn/uniform.py:1: uniform: the word uniform is banned"),
+        (
+            {"comm/mpi.py": "x = 1\nclass RollCall:\n    pass\n"},
+            "comm/mpi.py:2: RollCall: the word rollcall is",
+        ),
+        ({"comm/mpi.py": "def take_the_ways():\n    pass\n"}, "take_the_ways: the word ways is banned"),
+        ({"comm/mpi.py": "def always():\n    pass\n"}, None),
+        (
+            {"comm/mpi.py": 'def f():\n    """Of both."""\n'},
+            "comm/mpi.py:1: 'Of both.' is a docstring of fewer than 4 words",
+        ),
+        ({"comm/mpi.py": 'def f():\n    """The sum of both."""\n'}, None),
+        ({"comm/mpi.py": 'def f():\n    """As `reference.add`."""\n'}, None),
         ({"nn/long.py": "def f():\n" + "    x = 1\n" * 12}, None),
     ],
 )
@@ -78,6 +92,10 @@ def test_a_violation_is_found(small, tmp_path, files, expected):
 def test_a_debt_that_is_paid_must_go(small, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "POSITIONAL", {"sharding/unit.py:f": 8})
     monkeypatch.setattr(small, "CLASSES", ("Layer",))
+    monkeypatch.setattr(small, "DIALECT", ("nn/layer.py:ghost",))
+    monkeypatch.setattr(small, "MOST_TERSE", 2)
     lines = found(small, tmp_path, SOUND)
+    assert any("nn/layer.py:ghost has no banned word now" in line for line in lines)
+    assert any("0 terse docstrings now: lower MOST_TERSE of 2" in line for line in lines)
     assert any("6 positional parameters now: lower or remove the debt of 8" in line for line in lines)
     assert any("the class Layer stands once now" in line for line in lines)

@@ -26,7 +26,7 @@ from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.state import (
     COUNTS,
     Description,
-    Progress,
+    TrainingProgress,
     check_digests,
     load_checkpoint,
     open_checkpoint,
@@ -38,7 +38,7 @@ from zero_mpi.models import Llama
 MODEL, STATE = FILES = ("model.gguf", "optimizer.gguf")
 SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}
 CONFIG = Llama.from_flags(SIZES | {"tied": False})
-PROGRESS = Progress(step=2, tokens=700, skipped=1, updates=3, samples=12)
+PROGRESS = TrainingProgress(step=2, tokens=700, skipped=1, updates=3, samples=12)
 SETTINGS = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32}
 MACHINE, PLAN = {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9}
 DESCRIPTION = Description("llama", CONFIG.metadata(), SETTINGS, MACHINE, PLAN)
@@ -79,7 +79,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, trained = folder, make(2)
         saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
-        other = save_checkpoint(folder / "other", make(1, seed=1), Progress(1), DESCRIPTION)
+        other = save_checkpoint(folder / "other", make(1, seed=1), TrainingProgress(1), DESCRIPTION)
         self.pair, self.other = (
             {name: (place / name).read_bytes() for name in FILES} for place in (saved, other)
         )

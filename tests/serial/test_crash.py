@@ -27,7 +27,13 @@ from thinned import thinned
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import Description, Progress, check_digests, load_checkpoint, open_checkpoint
+from zero_mpi.checkpoint.state import (
+    Description,
+    TrainingProgress,
+    check_digests,
+    load_checkpoint,
+    open_checkpoint,
+)
 from zero_mpi.errors import JobError
 from zero_mpi.models import Llama
 
@@ -50,7 +56,7 @@ def trained(steps: int, seed: int = 0) -> ShardedAdamW:
 def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = False) -> None:
     """The checkpoint of a step; returns when it is complete or has failed."""
     saver = Saver(out, STATES[step, seed], DESCRIPTION, keep=keep, background=background)
-    saver.save(Progress(step, 100 * step, 0, step, 2 * step))
+    saver.save(TrainingProgress(step, 100 * step, 0, step, 2 * step))
     saver.wait()
 
 

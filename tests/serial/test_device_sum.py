@@ -8,7 +8,7 @@ from test_kernel_compile import ARCHITECTURES, Program, nvrtc
 from zero_mpi.device import ordered_sum as device_sum
 
 ENTRIES = {f"add_{kind}" for kind in device_sum.KINDS}
-MOST = re.compile(r"constexpr int MOST = (\d+);")
+MOST = re.compile(r"constexpr int MAX_PARTS = (\d+);")
 CUPY_ADDS = "-ftz=true"  # to whatever it compiles: sums would lose numbers that the host keeps
 
 
@@ -36,4 +36,4 @@ def test_sums_keep_denormals_and_read_four_at_a_time(program):
     assert "add.rn.f32" in ptx
     assert not re.search(r"add(\.rn)?\.ftz", ptx)
     assert re.search(r"ld\.global(\.\w+)*\.v4\.f32|ld\.global(\.\w+)*\.v4\.b32", ptx)
-    assert MOST.search(device_sum.SOURCE.read_text())[1] == str(device_sum.MOST)
+    assert MOST.search(device_sum.SOURCE.read_text())[1] == str(device_sum.MAX_PARTS)

@@ -25,7 +25,7 @@ from test_command_bits import needs_mpiexec
 import zero_mpi
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.gpu import probe, run_probe
-from zero_mpi.comm.shared.slots import padded
+from zero_mpi.comm.shared.gradient_pool import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,

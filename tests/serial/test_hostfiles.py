@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jobs import launcher, run_command
 
 from zero_mpi.errors import UsageError
-from zero_mpi.hostfile import LINES, Host, command, read_hosts
+from zero_mpi.hostfile import LINES, HostEntry, command, read_hosts
 from zero_mpi.launch.world import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
-TWICE_TWO = [Host("node1", 2), Host("node2", 2)]
+TWICE_TWO = [HostEntry("node1", 2), HostEntry("node2", 2)]
 
 
 def installed_launcher() -> str:
@@ -25,7 +25,7 @@ def installed_launcher() -> str:
         pytest.skip(str(error))
 
 
-def hosts_of(text: str) -> list[Host]:
+def hosts_of(text: str) -> list[HostEntry]:
     """The hosts of a text."""
     return read_hosts(text.splitlines(), "FILE")
 
@@ -54,7 +54,7 @@ def lines(name: str) -> list[str]:
 
 def test_local8_has_eight_slots_in_the_form_both_launchers_read():
     assert lines("local8") == ["localhost"] * 8
-    assert hosts_of((FOLDER / "local8").read_text()) == [Host("localhost", 8)]
+    assert hosts_of((FOLDER / "local8").read_text()) == [HostEntry("localhost", 8)]
 
 
 @pytest.mark.parametrize(("name", "count"), [("two_nodes", 2), ("four_nodes", 4)])
@@ -81,17 +81,17 @@ def test_every_hostfile_shows_its_command_in_whole_line_comments(path):
         ("node1:2\nnode2:2\n", TWICE_TWO),
         ("node1 slots=2\nnode2 slots=2", TWICE_TWO),
         ("node1\nnode1\nnode2\nnode2\n", TWICE_TWO),  # $PBS_NODEFILE
-        ("node1\r\nnode2\r\n", [Host("node1"), Host("node2")]),
-        ("node1\nnode2\nnode1\n", [Host("node1", 2), Host("node2")]),
+        ("node1\r\nnode2\r\n", [HostEntry("node1"), HostEntry("node2")]),
+        ("node1\nnode2\nnode1\n", [HostEntry("node1", 2), HostEntry("node2")]),
         ("  # ours\n\n\tnode1:2  # rack 1\nnode2\tslots = 2\t#rack 2\n", TWICE_TWO),
         ("node1:2\nnode2 slots=1\nnode2", TWICE_TWO),
-        ("a.example.org SLOTS=3", [Host("a.example.org", 3)]),
-        ("10.0.0.7:016", [Host("10.0.0.7", 16)]),
-        ("a_b-c slots=2 max-slots=4", [Host("a_b-c", 2, 4)]),
-        ("a max_slots=4 slots=2", [Host("a", 2, 4)]),
-        ("a max-slots=1", [Host("a", 1, 1)]),
-        ("a slots=1 max-slots=2\na slots=2 max-slots=3", [Host("a", 3, 5)]),
-        ("a slots=1 max-slots=2\na", [Host("a", 2)]),
+        ("a.example.org SLOTS=3", [HostEntry("a.example.org", 3)]),
+        ("10.0.0.7:016", [HostEntry("10.0.0.7", 16)]),
+        ("a_b-c slots=2 max-slots=4", [HostEntry("a_b-c", 2, 4)]),
+        ("a max_slots=4 slots=2", [HostEntry("a", 2, 4)]),
+        ("a max-slots=1", [HostEntry("a", 1, 1)]),
+        ("a slots=1 max-slots=2\na slots=2 max-slots=3", [HostEntry("a", 3, 5)]),
+        ("a slots=1 max-slots=2\na", [HostEntry("a", 2)]),
     ],
 )
 def test_forms_that_are_read(text, hosts):
@@ -120,7 +120,7 @@ def test_a_file_without_a_host_is_refused(text):
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
-HOSTS = st.builds(Host, NAMES, st.integers(1, 999))
+HOSTS = st.builds(HostEntry, NAMES, st.integers(1, 999))
 
 
 @settings(max_examples=200, deadline=None)
@@ -199,7 +199,7 @@ def test_the_installed_launcher_reads_what_is_written(tmp_path):
     start = installed_launcher()
     _, version, _ = run_command([start, "--version"], timeout=20, merge=True)
     form, other = ("mpich", "openmpi") if "HYDRA" in version else ("openmpi", "mpich")
-    text = "".join(f"{LINES[other](Host('localhost', count))}\n" for count in (1, 2))
+    text = "".join(f"{LINES[other](HostEntry('localhost', count))}\n" for count in (1, 2))
     status, printed, errors = convert("-", "--for", form, text=text)
     assert (status, errors) == (0, "")
     (tmp_path / "hosts").write_text(printed)

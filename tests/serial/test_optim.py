@@ -14,7 +14,7 @@ from zero_mpi.comm import SerialComm
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule
-from zero_mpi.sharding.init_weights import BLOCK, initial_values
+from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.optimizer import ShardedAdamW, clip_grad_norm
 from zero_mpi.train.lr_schedule import make_schedule
 
@@ -309,8 +309,8 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 # -------------------------------------------------------------------------------------- initial values
 
-LARGE = Param((3, BLOCK), std=0.05)  # three blocks of the generator
-ENDS = [0, 1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77, 3 * BLOCK]
+LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of the generator
+ENDS = [0, 1, 1000, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 2 * DRAW_BLOCK + 77, 3 * DRAW_BLOCK]
 
 
 def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
@@ -320,7 +320,7 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
 
 def test_any_range_of_initial_values_is_that_part_of_the_whole():
     whole = draw()
-    assert (whole.dtype, whole.shape) == (np.float32, (3 * BLOCK,))
+    assert (whole.dtype, whole.shape) == (np.float32, (3 * DRAW_BLOCK,))
     for start in ENDS:
         for stop in (end for end in ENDS if end >= start):
             assert draw(start=start, stop=stop).tobytes() == whole[start:stop].tobytes(), (start, stop)
@@ -329,7 +329,7 @@ def test_any_range_of_initial_values_is_that_part_of_the_whole():
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
     whole = draw()
     others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
-    others += [whole[BLOCK:], whole[2 * BLOCK :]]  # each block is drawn anew
+    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block is drawn anew
     for other in others:
         a, b = whole[: other.size], other
         assert np.mean(a == b) < 1e-3
@@ -339,11 +339,11 @@ def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
 
 def test_blocks_do_not_overlap():
     """Blocks cut from one stream of the generator would hold each other's numbers, shifted."""
-    assert np.unique(draw()).size > 0.95 * 3 * BLOCK  # by chance about one in a hundred comes twice
+    assert np.unique(draw()).size > 0.95 * 3 * DRAW_BLOCK  # by chance about one in a hundred comes twice
 
 
 def test_initial_values_do_not_depend_on_shape():
-    assert draw(param=Param((BLOCK, 3), std=0.05)).tobytes() == draw().tobytes()
+    assert draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == draw().tobytes()
 
 
 def test_initial_values_are_normal_with_the_std_asked_for():

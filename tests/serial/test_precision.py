@@ -11,9 +11,9 @@ from jobs import run_job
 
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, ops
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.ops import half, reference
+from zero_mpi.ops import low_precision, reference
 from zero_mpi.sharding.grad_accum import GradAccum
-from zero_mpi.sharding.loss_scale import FIRST, MOST, PATIENCE, LossScale
+from zero_mpi.sharding.loss_scale import FIRST_EXPONENT, GROWTH_STEPS, MAX_EXPONENT, LossScale
 from zero_mpi.sharding.precision import BF16, FP16, FP32, as_kind, floats, precision_named
 
 KINDS = [ml_dtypes.bfloat16, np.float16]
@@ -70,7 +70,7 @@ def test_every_operation_that_takes_activations_has_its_roles():
     """A new operation must say what is low in it."""
     plain = {"embedding", "adamw", "chunk_squares"}  # gathers, and works on float32 slices
     operations = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
-    assert operations == set(half.ROLES) | plain
+    assert operations == set(low_precision.ROLES) | plain
     assert all(hasattr(reference, name) for name in operations)
 
 
@@ -105,16 +105,16 @@ def test_low_elements_in_buffers_of_floats():
 
 def test_the_scale_halves_and_grows():
     scale = LossScale.start(dynamic=True)
-    assert scale.factor == 2.0**FIRST
+    assert scale.factor == 2.0**FIRST_EXPONENT
     scale.update(finite=False)
-    assert scale.factor == 2.0 ** (FIRST - 1)
-    for _ in range(PATIENCE):
+    assert scale.factor == 2.0 ** (FIRST_EXPONENT - 1)
+    for _ in range(GROWTH_STEPS):
         scale.update(finite=True)
-    assert (scale.exponent, scale.good_steps) == (FIRST, 0)
-    for _ in range(PATIENCE * (MOST + 3)):
+    assert (scale.exponent, scale.good_steps) == (FIRST_EXPONENT, 0)
+    for _ in range(GROWTH_STEPS * (MAX_EXPONENT + 3)):
         scale.update(finite=True)
-    assert scale.exponent == MOST
-    for _ in range(MOST + 3):
+    assert scale.exponent == MAX_EXPONENT
+    for _ in range(MAX_EXPONENT + 3):
         scale.update(finite=False)
     assert scale.factor == 1.0
     still = LossScale.start(dynamic=False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jobs import REFERENCE, launcher, run_command
 from test_command_bits import needs_mpiexec, train, write_text
-from test_uniform import FLAGS, RUN, refused
+from test_consistency import FLAGS, RUN, refused
 
 from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.reader import GGUFFile

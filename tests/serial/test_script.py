@@ -16,7 +16,7 @@ import pytest
 from jobs import run_command, run_job
 
 from zero_mpi import SerialComm
-from zero_mpi.comm.guarded import GuardedComm, Records, Started, ThreadError
+from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm, Started, ThreadError
 from zero_mpi.launch.connect import time_limit
 from zero_mpi.launch.lookout import Note, Notes, Verdict, verdict
 from zero_mpi.launch.watchdog import STATUS
@@ -230,7 +230,7 @@ def test_notes_come_and_go(tmp_path):
 
 
 def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():
-    comm = GuardedComm(SerialComm(), Records())
+    comm = GuardedComm(SerialComm(), CollectiveRecords())
     first = threading.Thread(target=comm.barrier)
     first.start()
     first.join()

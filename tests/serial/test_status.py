@@ -28,7 +28,7 @@ def age(said):
 @pytest.fixture
 def often(monkeypatch):
     """Renewals come quickly."""
-    monkeypatch.setattr(status, "EVERY", 0.05)
+    monkeypatch.setattr(status, "RENEWAL_SECONDS", 0.05)
 
 
 def test_a_run_is_running_then_done(tmp_path, often):

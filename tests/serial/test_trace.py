@@ -284,14 +284,17 @@ def test_transfers_share_a_lane_only_one_after_the_other():
 def test_what_is_under_way_at_the_end_says_so():
     recorder = spans.start(device.HOST.stopwatch())
     try:
-        first, _ = recorder.transfer("allgather", "parameters blk.0", 8), recorder.begin(spans.BEHIND, "save")
+        first, _ = (
+            recorder.transfer("allgather", "parameters blk.0", 8),
+            recorder.begin(spans.BACKGROUND, "save"),
+        )
         spans.end(first)
         recorder.transfer("reduce_scatter", "gradients blk.0", 16)
     finally:
         spans.stop()
     whole, save_, gather, reduction = sorted(
         [*events_of(recorder, first[spans.ENDED] + 1), Event("steps", "", 0, 0, {})],
-        key=lambda each: ("steps", spans.BEHIND, "gathers", "reductions").index(each.family),
+        key=lambda each: ("steps", spans.BACKGROUND, "gathers", "reductions").index(each.family),
     )
     assert whole.name == ""
     assert "unfinished" not in gather.about

@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-PIECE = 4096  # bytes
+PIECE_BYTES = 4096  # bytes
 
 Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no name for buffers
 
@@ -22,7 +22,7 @@ Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no na
 def piece_digests(data: Data) -> bytes:
     """The digests of the pieces of `data` (C-contiguous), one after the other; the last may be short."""
     view = memoryview(data).cast("B")
-    return b"".join([xxh3_128_digest(view[at : at + PIECE]) for at in range(0, len(view), PIECE)])
+    return b"".join([xxh3_128_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)])
 
 
 def digest_of_pieces(pieces: Iterable[bytes]) -> str:

@@ -23,7 +23,7 @@ AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """OUT/step-00000100."""
+    """The folder of a step, such as OUT/step-00000100."""
     return out / f"step-{step:08d}"
 
 

@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     ID,
     Description,
-    Progress,
+    TrainingProgress,
     check_digests,
     check_tensors,
     load_state,
@@ -58,7 +58,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
     final = Path(comm.broadcast_object(final))
     steps = optimizer.steps + optimizer.skipped
     scale = module.loss_scale
-    progress = Progress(
+    progress = TrainingProgress(
         steps,
         skipped=optimizer.skipped,
         updates=optimizer.steps,
@@ -139,7 +139,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> int:
     agreed(comm, "load", sound)
     module.drop_gathered()
     module.zero_gradients()
-    progress: Progress = agreed(comm, "load", lambda: (load_state(model, state, optimizer), {}))
+    progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(model, state, optimizer), {}))
     return progress.step
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.checksum import PIECE, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.checksum import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.comm import Comm, OutputFile, PlainFile
@@ -26,9 +26,9 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, explain
 from zero_mpi.sharding.unit import BYTES
 
-MOST = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
+PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
-READ = 1 << 22  # bytes read at a time
+READ_AT_ONCE = 1 << 22  # bytes read at a time
 
 Digests = dict[str, str]
 
@@ -47,7 +47,7 @@ class Content:
     constants: Mapping[str, Array] = field(default_factory=dict)
 
 
-Sign = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
+Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 """From the digests of both files' tensors to the keys of both."""
 
 
@@ -90,7 +90,7 @@ class Output:
         if self._file is not None:
             self.attempt(self._file.write_at, offset, data)
 
-    def sign(self, keys: Mapping[str, Any]) -> None:
+    def stamp(self, keys: Mapping[str, Any]) -> None:
         """Write the header with its final keys, as long as the first ones."""
         header, _, _ = pack_file(self.content.architecture, dict(keys), self.content.tensors)
         assert len(header) == self._header_bytes, "the keys of a header changed their length"
@@ -109,7 +109,7 @@ class Output:
         """The digest of a tensor as it stands in the file."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
-            sizes = [min(READ, nbytes - at) for at in range(0, nbytes, READ)]
+            sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
             return digest_of_pieces(piece_digests(file.read(size)) for size in sizes)
 
 
@@ -140,8 +140,8 @@ class Pieces:
 
     def _length(self, given: Contribution) -> int:
         """Elements of a piece: two rooms are at most a unit, and digests' pieces stay whole."""
-        quantum = PIECE // BYTES
-        return min(MOST, -(-given.unit.length // 2 // quantum) * quantum) or quantum
+        quantum = PIECE_BYTES // BYTES
+        return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _room(self, given: Contribution) -> Array:
         """Room for a piece: the one that was not used last, once what was in it is written."""
@@ -170,7 +170,7 @@ class Pieces:
 
 
 def write_pair(
-    comm: Comm, contents: Sequence[Content], sign: Sign, *, parallel: bool, tick: Callable[[str], None]
+    comm: Comm, contents: Sequence[Content], stamp: Stamp, *, parallel: bool, tick: Callable[[str], None]
 ) -> None:
     """Write both files and bring them to disk. Collective; raises JobError on all ranks if one fails.
 
@@ -178,7 +178,7 @@ def write_pair(
     """
     blank = [dict.fromkeys([name for name, _ in content.tensors], BLANK) for content in contents]
     outputs = [
-        Output(comm, content, keys, parallel) for content, keys in zip(contents, sign(*blank), strict=True)
+        Output(comm, content, keys, parallel) for content, keys in zip(contents, stamp(*blank), strict=True)
     ]
     agree(comm, outputs)
     for output in outputs:
@@ -186,8 +186,8 @@ def write_pair(
     with ThreadPoolExecutor(1, "zero_mpi checkpoint") as thread:
         digests = [write_tensors(output, thread, parallel or comm.size == 1, tick) for output in outputs]
     if comm.rank == 0:
-        for output, keys in zip(outputs, sign(*digests), strict=True):
-            output.sign(keys)
+        for output, keys in zip(outputs, stamp(*digests), strict=True):
+            output.stamp(keys)
     agree(comm, outputs)  # before the collective close: all ranks go the same way
     for output in outputs:
         tick(f"bringing {output.content.path.name} to disk")

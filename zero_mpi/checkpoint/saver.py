@@ -21,10 +21,10 @@ from zero_mpi.checkpoint.shards import Contribution, Snapshot, moments_of, param
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     Description,
-    Progress,
+    TrainingProgress,
     model_tensors,
     moment_tensors,
-    sign,
+    stamp,
 )
 from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError, explain
@@ -73,7 +73,7 @@ class Saver:
         self._error: BaseException | None = None
         self._finished: list[Saved] = []
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Save the state as it is now. Collective; JobError on all ranks if this or the one before failed."""
         self.wait()
         parts = parameters_of(self.optimizer), moments_of(self.optimizer)
@@ -113,14 +113,14 @@ class Saver:
         del self._finished[: len(done)]
         return done
 
-    def _write_behind(self, progress: Progress, parts: Parts) -> None:
+    def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
         try:
-            with spans.during(spans.BEHIND, "save", f"step {progress.step}"):
+            with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._finished.append(self._write(progress, parts))
         except BaseException as error:  # raised where the run waits for it
             self._error = error
 
-    def _write(self, progress: Progress, parts: Parts) -> Saved:
+    def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
         begun, root = time.monotonic(), self.comm.rank == 0
         folder = folders.beside(folders.step_folder(self.out, progress.step))
         try:
@@ -138,7 +138,7 @@ class Saver:
         final = folders.step_folder(self.out, progress.step)
         return Saved(final, progress.step, digest_of_state(digests), seconds)
 
-    def _write_files(self, progress: Progress, parts: Parts, folder: Path) -> Digests:
+    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> Digests:
         return write_files(
             self.comm,
             folder,
@@ -160,7 +160,7 @@ def write_files(
     folder: Path,
     optimizer: ShardedAdamW,
     parts: Parts,
-    said: tuple[Progress, Description],
+    said: tuple[TrainingProgress, Description],
     *,
     parallel: bool = False,
     tick: Callable[[str], None] = lambda what: None,
@@ -181,7 +181,7 @@ def write_files(
 
     def keys(model: Digests, moments: Digests) -> tuple[dict[str, object], dict[str, object]]:
         digests.update({**model, **moments})
-        return sign(progress, description, model, moments)
+        return stamp(progress, description, model, moments)
 
     write_pair(comm, contents, keys, parallel=parallel, tick=tick)
     return digests
@@ -199,7 +199,7 @@ def on_root(comm: Comm, action: Callable[[], object]) -> None:
 
 
 def save_checkpoint(
-    out: Path, optimizer: ShardedAdamW, progress: Progress, description: Description, keep: int = 0
+    out: Path, optimizer: ShardedAdamW, progress: TrainingProgress, description: Description, keep: int = 0
 ) -> Path:
     """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
-from zero_mpi.checkpoint.checksum import PIECE, piece_digests
+from zero_mpi.checkpoint.checksum import PIECE_BYTES, piece_digests
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
@@ -39,7 +39,7 @@ class Contribution:
     @property
     def by_pieces(self) -> bool:
         """Whether slices end where the pieces of digests do."""
-        return self.unit.quantum * BYTES % PIECE == 0
+        return self.unit.quantum * BYTES % PIECE_BYTES == 0
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
         """(tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""

@@ -34,19 +34,19 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.text import show
 from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
+from zero_mpi.sharding.sharded_state import fill
 from zero_mpi.sharding.sharded_unit import ShardedUnit
-from zero_mpi.sharding.state import fill
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = "training.checkpoint_id", "training.state_digest"
 TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_digests", "training.model_digests"
-READ = 1 << 22  # bytes digested at a time
+READ_AT_ONCE = 1 << 22  # bytes digested at a time
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
 
     scale_exponent, scale_steps   of the loss scale (`sharding.loss_scale`), where there is one
@@ -61,7 +61,7 @@ class Progress:
     scale_steps: int = 0
 
 
-COUNTS = {  # key -> name in Progress
+COUNTS = {  # key -> name in TrainingProgress
     "training.iteration_count": "step",
     "training.token_count": "tokens",
     "training.skipped_count": "skipped",
@@ -91,8 +91,8 @@ class Description:
 # ------------------------------------------------------------------------------------------------- keys
 
 
-def sign(
-    progress: Progress, description: Description, model: Mapping[str, str], moments: Mapping[str, str]
+def stamp(
+    progress: TrainingProgress, description: Description, model: Mapping[str, str], moments: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keys of both files, from the digests of their tensors."""
     shared = {
@@ -178,10 +178,10 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
         raise UsageError(f"{model.path}: the key {TENSOR_DIGESTS} is not the one that was written")
 
 
-def read_progress(state: GGUFFile) -> Progress:
+def read_progress(state: GGUFFile) -> TrainingProgress:
     """Where the run stood; raises UsageError if a count is missing."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    return Progress(**{name: read_count(state, key) for key, name in known.items()})
+    return TrainingProgress(**{name: read_count(state, key) for key, name in known.items()})
 
 
 def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:
@@ -206,7 +206,7 @@ def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 
 
 def file_digest(file: GGUFFile, name: str) -> str:
     """The digest of a tensor as it stands in a file."""
-    return digest_of_pieces(piece_digests(piece) for piece in file.raw_pieces(name, READ))
+    return digest_of_pieces(piece_digests(piece) for piece in file.raw_pieces(name, READ_AT_ONCE))
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def finite(read: Read, path: Path) -> Read:
     return checked
 
 
-def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
+def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Returns where the run stood.
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
@@ -260,7 +260,7 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> Progress:
     return load_state(*open_checkpoint(folder), optimizer)
 
 
-def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> Progress:
+def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> TrainingProgress:
     """`load_checkpoint` from files whose indices were read already."""
     check_tensors(state, optimizer)
     optimizer.module.load_slices(finite(model.read, model.path))

@@ -44,7 +44,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of its elements."""
         return prod(self.shape)
 
     @property

@@ -28,7 +28,7 @@ class WeightSource(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """GGUF keys."""
+        """The model's keys, as in a GGUF."""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:

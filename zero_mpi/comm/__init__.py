@@ -16,13 +16,14 @@ one node, the runtime tests between layers instead. A transfer of several steps 
 requests it needs next (`transfer`), so it goes on by whoever tests it.
 """
 
-from zero_mpi.comm.base import DONE, Comm, Handle
+from zero_mpi.comm.base import DONE, AllOf, Comm, Handle
 from zero_mpi.comm.files import OutputFile, PlainFile
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.serial import SerialComm
 
 __all__ = [
     "DONE",
+    "AllOf",
     "Comm",
     "Handle",
     "OutputFile",

@@ -39,11 +39,25 @@ class Handle:
         return True
 
 
+class AllOf(Handle):
+    """Several transfers that are one for who waits."""
+
+    def __init__(self, handles: Sequence[Handle], kind: str = "collective", label: str = "") -> None:
+        self._handles, self.kind, self.label = handles, kind, label
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def test(self) -> bool:
+        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
+
+
 DONE = Handle()
 
 
 @dataclass(frozen=True)
-class Memory:
+class ModuleMemory:
     """What a transport gives a module to keep its units in.
 
     wholes    for each partition that was asked for: one array that all ranks see, of which each writes its
@@ -69,12 +83,12 @@ class Comm(ABC):
 
     @property
     def about(self) -> str:
-        """What it uses, for people."""
+        """A text for people: what the transport uses."""
         return self.kind.name
 
     @cached_property
     def meter(self) -> Meter:
-        """What this rank's communication has cost so far."""
+        """The meter of what this rank's communication has cost so far."""
         return Meter()
 
     @abstractmethod
@@ -136,7 +150,7 @@ class Comm(ABC):
     def create_file(self, path: Path) -> OutputFile:
         """A new file that every rank writes its own ranges of. Collective; raises OSError."""
 
-    def node_owners(self) -> Comm:
+    def shard_group(self) -> Comm:
         """The ranks of this one's node as owners of slices that every node has, for HYBRID_SHARD. Collective.
 
         Its collectives are those of the node, but a reduction sums over the ranks of all nodes, by which
@@ -146,21 +160,21 @@ class Comm(ABC):
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         """Room for a module: for buffers that ranks own slices of, and for its gradients. Collective.
 
         `buffers`, `gathers`: lengths of all gradients and of all gathered units that are ever lent at once,
         float32 elements. Raises UsageError where ranks share memory and there is not enough of it.
         """
-        return Memory([None] * len(wholes), BufferPool())
+        return ModuleMemory([None] * len(wholes), BufferPool())
 
-    def publish(self) -> None:  # noqa: B027  (nothing is shared)
+    def signal_written(self) -> None:  # noqa: B027  (nothing is shared)
         """Say that what this rank wrote into its slices of shared wholes is complete."""
 
-    def await_published(self) -> None:  # noqa: B027
+    def wait_written(self) -> None:  # noqa: B027
         """Return when every rank has published as often as this one: shared wholes may be read."""
 
-    def await_readers(self) -> None:  # noqa: B027
+    def barrier_readers(self) -> None:  # noqa: B027
         """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
 
     def clock_offset(self) -> Offset:

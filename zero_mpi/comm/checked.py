@@ -15,7 +15,7 @@ import numpy as np
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.meter import collective
-from zero_mpi.comm.noticing import Noticing
+from zero_mpi.comm.notifying import NotifyingWrapper
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.device.types import Array
@@ -24,7 +24,7 @@ from zero_mpi.errors import JobError
 DIGEST = 16  # bytes
 
 
-class CheckedComm(Noticing):
+class CheckedComm(NotifyingWrapper):
     """The transport `inner`, whose collectives are compared first. Collective.
 
     Every collective raises JobError on all ranks where they start different ones.
@@ -38,7 +38,7 @@ class CheckedComm(Noticing):
     def beside(self, other: Comm) -> Comm:
         return CheckedComm(other)
 
-    def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Raise JobError on all ranks unless all of them start this."""
         details = ", ".join(map(spelled, about))
         mine = f"{collective((kind, label))} ({details})" if about else collective((kind, label))
@@ -71,13 +71,13 @@ class CheckedComm(Noticing):
         return bool((found.reshape(-1, DIGEST) == found[:DIGEST]).all())
 
     def close(self) -> None:
-        self.notice("close")
+        self.on_collective("close")
         self._control.close()
         self._inner.close()
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """What is the same on all ranks, in words: how many of what an array has, how a buffer is dealt out."""
+    """The facts that all ranks must share, in words: how many of what an array has, how a buffer is cut."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_mpi.device.types import Array
 from zero_mpi.errors import naming
 
-AHEAD = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
+DISK_BYTES = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
 
 
 class OutputFile(ABC):
@@ -56,7 +56,7 @@ class PlainFile(OutputFile):
                 left, offset = left[written:], offset + written
         self._since += offset - first
         self._first, self._last = min(self._first, first), max(self._last, offset)
-        if self._since >= AHEAD:
+        if self._since >= DISK_BYTES:
             self._start_disk()
 
     def _start_disk(self) -> None:

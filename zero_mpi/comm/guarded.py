@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.meter import collective
-from zero_mpi.comm.noticing import Noticing
+from zero_mpi.comm.notifying import NotifyingWrapper
 from zero_mpi.comm.partition import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-KEPT = 512  # collectives of a communicator that are remembered
+MOST_KEPT = 512  # collectives of a communicator that are remembered
 
 
 class Started(NamedTuple):
@@ -43,7 +43,7 @@ class ThreadError(UsageError):
     """A second thread has started a collective."""
 
 
-class Records:
+class CollectiveRecords:
     """The records of all communicators of a script, in the order in which all ranks made them."""
 
     def __init__(self) -> None:
@@ -52,17 +52,17 @@ class Records:
 
     def open(self) -> Record:
         """Begin the record of one more communicator."""
-        self.records.append(deque(maxlen=KEPT))
+        self.records.append(deque(maxlen=MOST_KEPT))
         return self.records[-1]
 
 
-class GuardedComm(Noticing):
+class GuardedComm(NotifyingWrapper):
     """The transport `inner`. Raises ThreadError where another thread starts a collective than the first did.
 
     A thread that has ended leaves it to the next.
     """
 
-    def __init__(self, inner: Comm, records: Records) -> None:
+    def __init__(self, inner: Comm, records: CollectiveRecords) -> None:
         super().__init__(inner)
         self._records, self._record = records, records.open()
         self._number = 0  # of the next collective
@@ -71,7 +71,7 @@ class GuardedComm(Noticing):
     def beside(self, other: Comm) -> Comm:
         return GuardedComm(other, self._records)
 
-    def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Write a collective down; raise ThreadError if this thread may not start it."""
         if threading.get_ident() != self._thread:
             self._take_over(collective((kind, label)))

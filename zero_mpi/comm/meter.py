@@ -68,14 +68,14 @@ class Meter:
         nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
         return nbytes
 
-    def transfer(self, kind: str, label: str) -> spans.Transfer | None:
+    def transfer(self, kind: str, label: str) -> spans.OpenTransfer | None:
         """The record of a transfer that begins now and gives what was just counted; None: nobody records."""
         recorder = spans.active
         return None if recorder is None else recorder.transfer(kind, label, self.account())
 
 
 def meters() -> list[Meter]:
-    """Those of this process that are in use, the oldest first."""
+    """The meters of this process that are in use, the oldest first."""
     return [meter for known in _known if (meter := known()) is not None]
 
 

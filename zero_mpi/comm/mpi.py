@@ -23,7 +23,7 @@ from zero_mpi.comm.clock_sync import Offset, offset_of_node
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.progress_thread import PAUSE, Progress
+from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
@@ -31,7 +31,7 @@ from zero_mpi.comm.transfer import Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
-from zero_mpi.telemetry.spans import Transfer as Record
+from zero_mpi.telemetry.spans import OpenTransfer as Record
 
 MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
@@ -70,7 +70,7 @@ class MPIComm(Comm):
         self._patient = patient  # sleeps where others would spin
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
-        self._progress = Progress(self._thread_pays() if threaded is None else threaded)
+        self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded)
 
     def _thread_pays(self) -> bool:
         """A progress thread needs the library's consent, and a core or another host to gain anything."""
@@ -95,7 +95,7 @@ class MPIComm(Comm):
     def progress(self) -> None:
         self._progress.push()
 
-    def nudge(self) -> None:
+    def poke_progress(self) -> None:
         """Let the library move what it still owes to others, though the request it is of was complete."""
         self._control.Iprobe()
 
@@ -252,7 +252,7 @@ class MPIComm(Comm):
             if not self._patient:
                 request.Wait()
             while self._patient and not request.Test():
-                time.sleep(PAUSE)
+                time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
         """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""
@@ -290,11 +290,11 @@ class MPIComm(Comm):
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
 
-    def node_owners(self) -> Comm:
-        from zero_mpi.comm.nodes.hybrid import owners_by_messages
+    def shard_group(self) -> Comm:
+        from zero_mpi.comm.nodes.hybrid import shard_group_by_messages
 
         if self._owners is None:
-            self._owners = owners_by_messages(self, self._control)
+            self._owners = shard_group_by_messages(self, self._control)
         return self._owners
 
     def create_file(self, path: Path) -> OutputFile:

@@ -12,10 +12,10 @@ import time
 
 from zero_mpi.comm.base import Handle
 
-PAUSE = 2e-4  # seconds; a busier or an adaptive poll hid no more in measurements
+POLL_SECONDS = 2e-4  # seconds; a busier or an adaptive poll hid no more in measurements
 
 
-class Progress:
+class ProgressEngine:
     """The transfers under way, and who pushes them: a thread of its own or calls of `push`."""
 
     def __init__(self, threaded: bool) -> None:
@@ -53,7 +53,7 @@ class Progress:
                 if self._closed:
                     return
             self._test_all()
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """End the thread; what is under way must have been waited for."""

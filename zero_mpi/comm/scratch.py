@@ -16,8 +16,8 @@ EXACT_PIECE = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ran
 EXACT_DEPTH = 2  # pieces in flight
 
 # Sums that travel from node to node (`comm.nodes`).
-RELAY_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
-RELAY_DEPTH = 4  # pieces on their way at once
+CHAIN_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
+CHAIN_DEPTH = 4  # pieces on their way at once
 
 # Arrays of a GPU (`comm.gpu`).
 TRANSFERS = 4  # under way at once: gathers of prefetched stages, and reductions behind backward
@@ -62,14 +62,14 @@ class Reductions:
 
 
 def nothing(asked: Reductions) -> int:
-    """Sums are made where gradients were written."""
+    """No bytes: sums are made where gradients were written."""
     return 0
 
 
 def of_messages(asked: Reductions) -> int:
     """Bytes of what arrives at a rank of the host before it is added."""
     if asked.replicated:
-        return relayed(asked, posted=asked.per_node - 1)
+        return by_chain(asked, posted=asked.per_node - 1)
     return in_order(asked) if asked.exact else by_library(asked)
 
 
@@ -85,38 +85,38 @@ def in_order(asked: Reductions) -> int:
 
 
 def by_library(asked: Reductions) -> int:
-    """Slices that arrive, where they are added to those of earlier rounds; else they arrive in place."""
+    """Bytes for slices that arrive and are added to those of earlier rounds; others arrive in place."""
     return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
 
 
 def of_nodes(asked: Reductions) -> int:
-    """Of ranks that share memory in each node: gradients are read where they lie, sums arrive."""
-    return relayed(asked, posted=0)
+    """Bytes for sums that arrive; ranks that share memory read gradients where they lie."""
+    return by_chain(asked, posted=0)
 
 
-def relayed(asked: Reductions, posted: int) -> int:
+def by_chain(asked: Reductions, posted: int) -> int:
     """Pieces of sums that come from the node before, and of `posted` gradients that ranks of the node send.
 
     A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
-    pieces = min(RELAY_DEPTH, -(-carried // RELAY_PIECE))
+    pieces = min(CHAIN_DEPTH, -(-carried // CHAIN_PIECE))
     sizes = SUM + posted * asked.itemsize
-    return asked.in_flight * pieces * min(RELAY_PIECE, asked.longest) * sizes
+    return asked.in_flight * pieces * min(CHAIN_PIECE, asked.longest) * sizes
 
 
 def from_gpu_to_gpu(asked: Reductions) -> int:
-    """By a library of MPI that takes memory of a GPU."""
+    """Bytes for what arrives by an MPI library that takes memory of a GPU."""
     return rooms(asked, AWARE_DEPTH, AWARE_PIECE) if asked.exact else arrivals(asked)
 
 
 def by_nccl(asked: Reductions) -> int:
-    """By NCCL."""
+    """Bytes that NCCL needs for what arrives."""
     return rooms(asked, NCCL_DEPTH, NCCL_PIECE) if asked.exact else arrivals(asked)
 
 
 def through_host(asked: Reductions) -> int:
-    """On the GPU, beside the memory of the host that everything passes through."""
+    """Bytes on the GPU, beside the memory of the host that everything passes through."""
     place = staged_piece(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return rooms(asked, STAGED_DEPTH, place)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.comm.base import DONE, Comm, Handle, Memory
+from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory
 from zero_mpi.comm.files import OutputFile, PlainFile
 from zero_mpi.comm.kinds import SERIAL
 from zero_mpi.comm.partition import Partition, Piece
@@ -24,9 +24,9 @@ class SerialComm(Comm):
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         zeros = device.in_use().zeros
-        return Memory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
+        return ModuleMemory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if shard is not None:

@@ -19,7 +19,7 @@ from zero_mpi.telemetry import spans
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
 Running = Iterator[Needed]
-PAUSE = 2e-5  # seconds between looks at something that is no request
+POLL_SECONDS = 2e-5  # seconds between looks at something that is no request
 
 
 class Transfer(Handle):
@@ -35,7 +35,7 @@ class Transfer(Handle):
         meter: Meter,
         kind: str = "transfer",
         label: str = "",
-        record: spans.Transfer | None = None,
+        record: spans.OpenTransfer | None = None,
     ) -> None:
         self.kind, self.label = kind, label
         self._record = meter.transfer(kind, label) if record is None else record
@@ -88,5 +88,5 @@ class Transfer(Handle):
             MPI.Request.Waitall(self._needed)
             return True
         while not self._needed():
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
         return True

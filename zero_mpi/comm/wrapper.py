@@ -12,7 +12,7 @@ from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
 
 
-class Forwarding(Comm):
+class CommWrapper(Comm):
     """Hands every call on to `inner`; `wrapped` sees the handles of its transfers."""
 
     def __init__(self, inner: Comm) -> None:

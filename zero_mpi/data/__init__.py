@@ -11,7 +11,7 @@ from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_
 from zero_mpi.data.text_files import collect_files, holds_token_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
-from zero_mpi.data.tokenizers.huggingface import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 from zero_mpi.files.text import show

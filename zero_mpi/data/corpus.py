@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
-from zero_mpi.data.sieve import Sieve
 from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
+from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_file import read_token_file
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
@@ -62,11 +62,11 @@ def _read(paths: Sequence[str], tokenizer: Tokenizer | None, vocab: int, any_byt
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if are_tokens(files):
         return [_Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
-    return _text_documents(files, Sieve(paths, any_bytes), tokenizer, vocab)
+    return _text_documents(files, TextFilter(paths, any_bytes), tokenizer, vocab)
 
 
 def _text_documents(
-    files: Sequence[tuple[str, Path]], sieve: Sieve, tokenizer: Tokenizer | None, vocab: int
+    files: Sequence[tuple[str, Path]], text_filter: TextFilter, tokenizer: Tokenizer | None, vocab: int
 ) -> _Reading:
     """Text files encoded, eos behind each."""
     if tokenizer is None:
@@ -74,26 +74,26 @@ def _text_documents(
     if vocab < tokenizer.vocab_size:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
     documents = [
-        document for texts in _groups(_texts(files, sieve)) for document in _encoded(texts, tokenizer)
+        document for texts in _groups(_texts(files, text_filter)) for document in _encoded(texts, tokenizer)
     ]
-    notes = list(sieve.notes())
+    notes = list(text_filter.notes())
     if _separator(tokenizer) is None:
         notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
     return documents, notes
 
 
-def _texts(files: Sequence[tuple[str, Path]], sieve: Sieve) -> Iterator[tuple[str, bytes]]:
+def _texts(files: Sequence[tuple[str, Path]], text_filter: TextFilter) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of the text files."""
     for name, path in files:
         try:
             with path.open("rb") as file:
                 head = file.read(HEAD)
-                if not sieve.takes(name, path, head):
+                if not text_filter.takes(name, path, head):
                     continue
                 data = head + file.read()
         except OSError as error:
             unreadable(error)
-        sieve.read(name, data)
+        text_filter.read(name, data)
         yield name, data
 
 

@@ -12,9 +12,9 @@ the GPU for one number only, the norm of the gradient: losses stay there until t
 the host runs ahead and launches work while the GPU computes.
 """
 
-from zero_mpi.device.cuda import Cuda, CudaStopwatch, Mark, gpus, import_cupy, why_no_gpu
+from zero_mpi.device.cuda import Cuda, CudaMark, CudaStopwatch, gpus, import_cupy, why_no_gpu
 from zero_mpi.device.current import Device, adopt, claim, home_of, in_use, is_cupy, local_rank, namespace, use
-from zero_mpi.device.host import HOST, Done, Host, Stopwatch
+from zero_mpi.device.host import HOST, Done, Host, HostStopwatch
 from zero_mpi.device.types import ALIGNMENT, Array
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "HOST",
     "Array",
     "Cuda",
+    "CudaMark",
     "CudaStopwatch",
     "Device",
     "Done",
     "Host",
-    "Mark",
-    "Stopwatch",
+    "HostStopwatch",
     "adopt",
     "claim",
     "gpus",

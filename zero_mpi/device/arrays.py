@@ -87,7 +87,7 @@ class BufferPool:
 
     @property
     def lent(self) -> int:
-        """How many buffers are out."""
+        """The number of buffers that are lent now."""
         return len(self._lent)
 
     @property

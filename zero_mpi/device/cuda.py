@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
-class Mark:
+class CudaMark:
     """An event in the order of the GPU's work; `done` looks, `wait` blocks and leaves the core to others."""
 
     def __init__(self, event: Any, gpu: Cuda) -> None:
@@ -50,7 +50,7 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """What it is, for people."""
+        """A text for people: which GPU it is."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -109,11 +109,11 @@ class Cuda:
         else:
             target[...] = source
 
-    def mark(self) -> Mark:
+    def mark(self) -> CudaMark:
         """A mark behind all work that was asked for so far."""
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self.stream)
-        return Mark(event, self)
+        return CudaMark(event, self)
 
     def has_passed(self, event: Any) -> bool:
         """Whether the GPU has come to an event. CuPy's `Event.done` says no for ever where it has failed."""
@@ -138,7 +138,7 @@ class Cuda:
         return int(total - free)
 
     def stopwatch(self) -> CudaStopwatch:
-        """When what is computed begins and ends."""
+        """A stopwatch for what the GPU computes."""
         return CudaStopwatch(self.cupy.cuda, self.stream)
 
 

@@ -53,19 +53,19 @@ class Host:
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
-        """`x` itself."""
+        """The array `x` itself."""
         return x
 
     def to_host(self, x: Array) -> Array:
-        """`x` itself."""
+        """The array `x` itself."""
         return x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """`arrays` themselves."""
+        """The list `arrays` itself, unchanged."""
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source."""
+        """Copy: target[...] = source."""
         target[...] = source
 
     def mark(self) -> Any:
@@ -86,12 +86,12 @@ class Host:
         except OSError:  # no Linux: the most so far, which is in KiB there
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def stopwatch(self) -> Stopwatch:
-        """When what is computed begins and ends."""
-        return Stopwatch()
+    def stopwatch(self) -> HostStopwatch:
+        """A stopwatch for what the host computes."""
+        return HostStopwatch()
 
 
-class Stopwatch:
+class HostStopwatch:
     """The host's clock: work is done when its call returns, so a stamp is the time."""
 
     stamp = staticmethod(time.perf_counter)

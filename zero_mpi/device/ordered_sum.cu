@@ -2,11 +2,11 @@
 //
 //     out[i] = (((out[i] or nothing) + parts[0][i]) + parts[1][i]) + ...
 //
-// Each element is added by one thread, so the bits do not depend on how the work is cut. A launch takes up to MOST
+// Each element is added by one thread, so the bits do not depend on how the work is cut. A launch takes up to MAX_PARTS
 // parts; whoever has more launches again, with what is there already as the beginning. Low types are widened here, by
 // their bits, so that no header is needed. Memory is read 4 elements at a time where all addresses allow it.
 
-constexpr int MOST = 8;
+constexpr int MAX_PARTS = 8;
 
 struct bfloat16 { unsigned short bits; };
 struct float16 { unsigned short bits; };
@@ -51,18 +51,18 @@ template <typename T>
 __device__ inline bool is_aligned(const T* x) { return (unsigned long long)x % sizeof(Four<T>) == 0; }
 
 template <typename T>
-__device__ inline void add_parts(float* out, const T* const (&parts)[MOST], int count, int accumulate, long long n) {
+__device__ inline void add_parts(float* out, const T* const (&parts)[MAX_PARTS], int count, int accumulate, long long n) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     const long long stride = gridDim.x * (long long)blockDim.x;
     bool aligned = is_aligned(out);
 #pragma unroll
-    for (int part = 0; part < MOST; part++) aligned = aligned && is_aligned(parts[part]);
+    for (int part = 0; part < MAX_PARTS; part++) aligned = aligned && is_aligned(parts[part]);
     const long long fours = aligned ? n / 4 : 0;
     for (long long i = first; i < fours; i += stride) {
         Four<float> total = {{0, 0, 0, 0}};
         if (accumulate) total = reinterpret_cast<const Four<float>*>(out)[i];
 #pragma unroll
-        for (int part = 0; part < MOST; part++) {
+        for (int part = 0; part < MAX_PARTS; part++) {
             if (part >= count) break;
             const Four<T> given = reinterpret_cast<const Four<T>*>(parts[part])[i];
             const bool begins = part == 0 && !accumulate;  // not 0 + x, which loses the sign of a zero
@@ -74,7 +74,7 @@ __device__ inline void add_parts(float* out, const T* const (&parts)[MOST], int 
     for (long long i = 4 * fours + first; i < n; i += stride) {
         float total = accumulate ? out[i] : 0;
 #pragma unroll
-        for (int part = 0; part < MOST; part++) {
+        for (int part = 0; part < MAX_PARTS; part++) {
             if (part >= count) break;
             const float given = wide(parts[part][i]);
             total = part == 0 && !accumulate ? given : plus(total, given);
@@ -88,7 +88,7 @@ __device__ inline void add_parts(float* out, const T* const (&parts)[MOST], int 
     extern "C" __global__ void name(float* out, const T* p0, const T* p1, const T* p2, const T* p3, const T* p4, \
                                     const T* p5, const T* p6, const T* p7, int count, int accumulate,           \
                                     long long n) {                                                              \
-        const T* const parts[MOST] = {p0, p1, p2, p3, p4, p5, p6, p7};                                          \
+        const T* const parts[MAX_PARTS] = {p0, p1, p2, p3, p4, p5, p6, p7};                                     \
         add_parts<T>(out, parts, count, accumulate, n);                                                         \
     }
 

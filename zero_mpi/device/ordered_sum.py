@@ -20,9 +20,9 @@ from zero_mpi.device.types import Array
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS = ("float32", "bfloat16", "float16")
-MOST = 8  # parts that one launch adds, as the source says
+MAX_PARTS = 8  # parts that one launch adds, as the source says
 THREADS, BLOCKS = 256, 1024  # of a block; blocks at most: enough to fill any GPU, few enough to share it
-EACH = 4  # elements that a thread takes at a time
+PER_THREAD = 4  # elements that a thread takes at a time
 
 
 @cache
@@ -39,15 +39,15 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool) -> 
     """
     assert out.dtype == np.float32, "sums are float32"
     if out.size:
-        for first in range(0, max(1, len(parts)), MOST):
-            launch(out, parts[first : first + MOST], accumulate or first > 0)
+        for first in range(0, max(1, len(parts)), MAX_PARTS):
+            launch(out, parts[first : first + MAX_PARTS], accumulate or first > 0)
 
 
 def launch(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
-    """Add up to `MOST` parts."""
+    """Add up to `MAX_PARTS` parts."""
     kernel = kernels()[parts[0].dtype.name if parts else "float32"]
-    places = [*parts, *[parts[0] if parts else out] * (MOST - len(parts))]
-    blocks = min(BLOCKS, -(-int(out.size) // (THREADS * EACH)))
+    places = [*parts, *[parts[0] if parts else out] * (MAX_PARTS - len(parts))]
+    blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
     numbers = np.int32(len(parts)), np.int32(accumulate), np.int64(out.size)
     kernel((blocks,), (THREADS,), (out, *places, *numbers))
 

@@ -149,8 +149,8 @@ def shared(comm: Comm, partition: Partition) -> dict[str, Operation]:
     slot.fill(1)
 
     def gather() -> None:
-        comm.publish()
-        comm.await_published()
+        comm.signal_written()
+        comm.wait_written()
 
     def reduce() -> None:
         assert pool.peak_lent == 1, "the pool has to live: what is of no pool goes over messages"

@@ -57,7 +57,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.export",
         description="Write a model in another type or format, in one process.",
@@ -241,7 +241,7 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON text."""
+    """Write a value as JSON text."""
     write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -288,5 +288,5 @@ def summary(target: Path, wanted: str, kinds: Kinds) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("export", command, sys.argv[1:], alone=True)

@@ -31,7 +31,7 @@ FILE_TYPES = {  # what can be written, and its number in the key general.file_ty
     "q5_1": 9,
 }
 KEPT = ("position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short")
-PIECE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
+AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 COPIED = 1 << 20  # bytes copied at a time
 
 
@@ -51,7 +51,7 @@ def encoded(source: WeightSource, spec: TensorSpec, kind: GGMLQuantizationType) 
     if isinstance(source, GGUFFile) and spec.type == kind:
         yield from source.raw_pieces(spec.name, COPIED)
         return
-    pieces = (source.read(spec.name, at, min(spec.size, at + PIECE)) for at in range(0, spec.size, PIECE))
+    pieces = (source.read(spec.name, at, min(spec.size, at + AT_ONCE)) for at in range(0, spec.size, AT_ONCE))
     yield from encoded_pieces(f"{source.path}: tensor {show(spec.name)}", pieces, kind)
 
 
@@ -62,10 +62,10 @@ def encoded_pieces(
     for piece in pieces:
         if not np.isfinite(piece).all():
             raise FileError(f"{what}: expected finite numbers, found some that are not")
-        for at in range(0, piece.size, PIECE):
+        for at in range(0, piece.size, AT_ONCE):
             try:
                 with np.errstate(over="raise"):  # not infinity in the place of a large number
-                    yield quantize(piece[None, at : at + PIECE], kind).data
+                    yield quantize(piece[None, at : at + AT_ONCE], kind).data
             except FloatingPointError:
                 largest = f"{np.abs(piece).max():g}"
                 raise FileError(

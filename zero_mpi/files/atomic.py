@@ -11,7 +11,8 @@ import os
 import stat
 from pathlib import Path
 
-HOW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no waiting for a pipe
+# No link is followed, and a pipe is not waited for.
+OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> None:
@@ -64,7 +65,7 @@ def write_to_device(path: Path, content: bytes) -> None:
 
 def write_to_disk(path: Path, content: bytes) -> None:
     """Write a file from its beginning and bring it to disk. OSError, at times without a name."""
-    handle = os.open(path, HOW, 0o666)
+    handle = os.open(path, OPEN_FLAGS, 0o666)
     try:
         write_all(handle, content)
         os.fsync(handle)

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.errors import FileError
 from zero_mpi.files.text import quoted, shown
 
-MOST = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
+MAX_WHOLE = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
 MOST_SIZE = (1 << 31) - 1  # of a model: sizes are UINT32 there, and llama.cpp counts with INT32
 ARCHITECTURE, TOKENIZER, TEMPLATE = (
     "general.architecture",
@@ -40,31 +40,31 @@ class GGUFKeys:
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def text(self, key: str) -> str | None:
-        """A text."""
+        """The text of a key."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.fault(key, "a text")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """true or false."""
+        """The value of a key that is true or false."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.fault(key, "true or false")
         return value
 
-    def whole(self, key: str, least: int = 0, most: int = MOST, expected: str = "") -> int | None:
-        """A whole number of any width from `least` to `most`."""
+    def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
+        """The whole number of a key, of any width, from `least` to `most`."""
         value = self.metadata.get(key)
         if value is None:
             return None
         if not is_whole(value) or not least <= value <= most:
-            limits = f"of at least {least}" if most in (MOST, MOST_SIZE) else f"from {least} to {most}"
+            limits = f"of at least {least}" if most in (MAX_WHOLE, MOST_SIZE) else f"from {least} to {most}"
             raise self.fault(key, expected or f"a whole number {limits}")
         return int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
-        """A finite number of at least `least`."""
+        """The finite number of a key, at least `least`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -85,7 +85,7 @@ class GGUFKeys:
         return list(items)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
-        """An array of `count` whole numbers."""
+        """The array of a key that holds `count` whole numbers."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -98,7 +98,7 @@ class GGUFKeys:
 
     @property
     def architecture(self) -> str | None:
-        """`general.architecture`."""
+        """The value of `general.architecture`."""
         return self.text(ARCHITECTURE)
 
     @property

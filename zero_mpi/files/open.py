@@ -17,7 +17,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.text import shown
 
 MOST_JSON = 64 << 20  # bytes of a file that is read whole to be parsed
-PIECE = 1 << 20  # bytes read at once: room for all that may come would cost as much where little comes
+READ_AT_ONCE = 1 << 20  # bytes read at once: room for all that may come would cost as much where little comes
 MOST_LINE = 1 << 20  # bytes of a line of a file of lines
 MOST_SKIPPED = 64 << 20  # bytes of longer lines that are passed over
 
@@ -109,7 +109,7 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
             raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
         try:
             parts, room = [], most + 1
-            while room and (part := file.read(min(room, PIECE))):
+            while room and (part := file.read(min(room, READ_AT_ONCE))):
                 parts.append(part)
                 room -= len(part)
         except OSError as error:

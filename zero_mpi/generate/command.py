@@ -26,7 +26,7 @@ from zero_mpi.launch.world import World, run
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.generate",
         description="Generate text from a GGUF model, in one process.",
@@ -104,5 +104,5 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("generate", command, sys.argv[1:], alone=True)

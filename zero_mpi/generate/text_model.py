@@ -39,7 +39,7 @@ class TextModel:
         self.cache = Cache()
 
     def reset(self) -> None:
-        """Forget all positions."""
+        """Forget all positions so far."""
         self.cache = Cache()
 
     def logits(self, ids: Sequence[int] | Array) -> Array:

@@ -29,7 +29,7 @@ DIGEST = 16  # letters of a digest that are shown among other things
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """The parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.inspect",
         description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
@@ -128,7 +128,7 @@ def file_line(file: Mapping[str, Any]) -> str:
 
 
 def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
-    """Architecture and sizes."""
+    """Lines about the architecture and its sizes."""
     yield from wrapped(shown(str(model["architecture"])), model["sizes"])
     if model["cannot_run"] is not None:
         yield f"zero_mpi cannot run it: {one_line(model['cannot_run'])}"
@@ -255,5 +255,5 @@ def told(value: Any, most: int = LONGEST) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """The entry point of the command."""
     run("inspect", command, sys.argv[1:], alone=True)

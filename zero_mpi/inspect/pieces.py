@@ -14,16 +14,16 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.checksum import PIECE
-from zero_mpi.checkpoint.gguf.reader import GGUFFile, decode
+from zero_mpi.checkpoint.checksum import PIECE_BYTES
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
 )
-from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec
+from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.files.gguf_keys import GGUFKeys
 
-READ = 1 << 20  # bytes read at a time
+READ_AT_ONCE = 1 << 20  # bytes read at a time
 
 # ----------------------------------------------------------------------------------------------- reading
 
@@ -61,8 +61,8 @@ def keys_of(source: WeightSource) -> GGUFKeys:
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
     """The bytes of a tensor, in pieces of whole blocks and of whole pieces of its digest."""
     block, width = GGML_QUANT_SIZES[spec.type]
-    step = math.lcm(PIECE, width)
-    size = max(1, READ // step) * step
+    step = math.lcm(PIECE_BYTES, width)
+    size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_pieces(spec.name, size)
         return

@@ -28,7 +28,7 @@ from zero_mpi import environment
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
-from zero_mpi.comm.guarded import GuardedComm, Records
+from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.launch.hang_report import RollCall
 from zero_mpi.launch.lookout import Lookout, Notes
@@ -100,7 +100,7 @@ class Script:
     running: Script | None = None  # a process has one
 
     def __init__(self, world: World) -> None:
-        self.world, self.records = world, Records()
+        self.world, self.records = world, CollectiveRecords()
         self._process, self._status = os.getpid(), 0
         self._job = world.share(f"zero_mpi-{secrets.token_hex(6)}")
         self._place = meeting_place(world, self._job)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi.comm.agree import odd_one
-from zero_mpi.comm.guarded import Records, Started
+from zero_mpi.comm.guarded import CollectiveRecords, Started
 from zero_mpi.comm.meter import meters
 from zero_mpi.files.text import shown
 from zero_mpi.launch.hang_report import named
@@ -161,7 +161,7 @@ def parsed(text: str) -> Note:
 class Lookout:
     """A thread that looks for notes while this rank waits and leaves one; `kill` ends all and clears them."""
 
-    def __init__(self, notes: Notes, records: Records, kill: Callable[[int], object]) -> None:
+    def __init__(self, notes: Notes, records: CollectiveRecords, kill: Callable[[int], object]) -> None:
         self._notes, self._records, self._kill = notes, records, kill
         self._over = threading.Event()
         self._left_at: float | None = None  # since when this rank waited as it left its note

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.text import show
-from zero_mpi.models.base import Metadata, ModelConfig, Read
 from zero_mpi.models.gpt2 import GPT2
 from zero_mpi.models.llama import Llama
+from zero_mpi.models.model_config import Metadata, ModelConfig, Read
 from zero_mpi.models.qwen import Qwen2, Qwen3
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in (Llama, GPT2, Qwen2, Qwen3)}

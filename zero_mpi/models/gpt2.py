@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.base import (
+from zero_mpi.models.model_config import (
     HEAD_STD,
-    Keys,
     Metadata,
     ModelConfig,
+    ModelKeys,
     Read,
     check_sizes,
     common_sizes,
@@ -63,7 +63,7 @@ class GPT2(ModelConfig):
 
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
-        keys = Keys(cls.arch, metadata)
+        keys = ModelKeys(cls.arch, metadata)
         tensors = set(tensors)
         keys.refuse_non_causal()
         width, heads = keys.size("embedding_length"), keys.size("attention.head_count")

@@ -14,11 +14,11 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.models.base import (
+from zero_mpi.models.model_config import (
     HEAD_STD,
-    Keys,
     Metadata,
     ModelConfig,
+    ModelKeys,
     Read,
     check_sizes,
     common_sizes,
@@ -113,7 +113,7 @@ class RotaryModel(ModelConfig):
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
         tensors = tensors if isinstance(tensors, Mapping) else set(tensors)
-        keys = Keys(cls.arch, metadata)
+        keys = ModelKeys(cls.arch, metadata)
         keys.refuse_non_causal()
         keys.refuse(UNSUPPORTED_KEYS)
         heads = cls.read_heads(keys, keys.size("embedding_length"))
@@ -136,7 +136,7 @@ class RotaryModel(ModelConfig):
         )
 
     @classmethod
-    def read_heads(cls, keys: Keys, width: int) -> Heads:
+    def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
         """The attention heads that a file's keys describe; raises UsageError if they do not fit together."""
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
@@ -173,7 +173,7 @@ class RotaryModel(ModelConfig):
 
     @property
     def heads(self) -> Heads:
-        """The attention heads."""
+        """The heads of the attention."""
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
@@ -186,7 +186,7 @@ class RotaryModel(ModelConfig):
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def attention(self, prefix: str) -> Layer:
-        """x -> attention(norm(x))."""
+        """The layer x -> attention(norm(x))."""
         width, heads = self.embedding_length, self.heads
         norms = [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
         return Chain(

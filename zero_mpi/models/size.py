@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_mpi.errors import UsageError
-from zero_mpi.models.base import ModelConfig
+from zero_mpi.models.model_config import ModelConfig
 
 MOST_BLOCKS = 2_000  # twice the deepest that was ever trained; a plan of more takes minutes
 
@@ -17,7 +17,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def elements(model: ModelConfig) -> int:
-    """The same, counted."""
+    """The number of elements of all parameters."""
     return sum(param.size for param in model.params().values())
 
 

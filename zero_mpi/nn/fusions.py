@@ -60,7 +60,7 @@ class Head(Protocol):
         """
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """The loss alone."""
+        """The loss without a backward to come."""
 
 
 def loss_and_backward(

@@ -29,7 +29,7 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of its elements."""
         size = 1
         for length in self.shape:
             size *= length
@@ -55,7 +55,7 @@ class Layer:
         return {}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        """(y, saved)."""
+        """The output y, and what backward needs: (y, saved)."""
         raise NotImplementedError
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:

@@ -1,4 +1,4 @@
-"""The linear layer."""
+"""A linear layer without an activation."""
 
 from __future__ import annotations
 

@@ -56,5 +56,5 @@ class CrossEntropy:
         number("CrossEntropy: scale", self.scale)
 
     def __call__(self, logits: Array) -> tuple[Scalar, Array]:
-        """(loss, dlogits)."""
+        """The loss and its gradient: (loss, dlogits)."""
         return cross_entropy(logits, self.targets, self.scale)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.ops import code_cache, half, reference
+from zero_mpi.ops import code_cache, low_precision, reference
 
 
 def _dispatched(definition: Callable[..., Any]) -> Any:
     """An operation that is chosen by the type of its first array, and takes low precision on the host."""
-    return singledispatch(half.aware(definition.__name__, definition))
+    return singledispatch(low_precision.accept_low(definition.__name__, definition))
 
 
 add = _dispatched(reference.add)
@@ -101,7 +101,7 @@ def prepare(say: Callable[[str], object] | None = None) -> None:
 
     for operation in cpu.OPERATIONS:
         name = operation.__name__
-        globals()[name].register(np.ndarray, half.aware(name, operation))
+        globals()[name].register(np.ndarray, low_precision.accept_low(name, operation))
     code_cache.mark_complete()
     _prepared = True
 

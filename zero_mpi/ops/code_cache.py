@@ -100,7 +100,7 @@ def is_complete() -> bool:
 
 
 def mark_complete() -> None:
-    """Say so."""
+    """Write down that the folder is complete."""
     try:
         (folder() / COMPLETE).touch()
     except OSError:  # then the next run says that it compiles, and does not

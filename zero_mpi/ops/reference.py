@@ -30,7 +30,7 @@ def rows(x: Array) -> Array:
 
 
 def add(x: Array, y: Array) -> Array:
-    """x + y."""
+    """The sum x + y."""
     return x + y
 
 
@@ -164,7 +164,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """dx of `gelu`."""
+    """The gradient dx of `gelu`."""
     xp = namespace(x)
     t = xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
     slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)

@@ -79,7 +79,7 @@ def attention() -> Iterator[Array]:
 
 
 def norms() -> Iterator[Array]:
-    """Both norms."""
+    """Try both kinds of norm."""
     x, dy = numbers(ROWS, WIDTH, seed=1), numbers(ROWS, WIDTH, seed=2)
     w, b, dw, db = (numbers(WIDTH, seed=seed) for seed in (3, 4, 5, 6))
     y, r = ops.rms_norm(x, w, 1e-5)
@@ -98,7 +98,7 @@ def elements() -> Iterator[Array]:
 
 
 def tables() -> Iterator[Array]:
-    """Embeddings and positions."""
+    """Try embeddings and positions."""
     tokens, w = whole(VOCABULARY, 2, ROWS), numbers(VOCABULARY, WIDTH, seed=1)
     dy, places = numbers(2, ROWS, WIDTH, seed=2), numbers(ROWS, WIDTH, seed=3)
     yield from (ops.embedding(tokens, w), ops.positions(dy, places))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from zero_mpi.comm import kinds
-from zero_mpi.comm.scratch import EXACT_PIECE, RELAY_PIECE
+from zero_mpi.comm.scratch import CHAIN_PIECE, EXACT_PIECE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.memory import NUMBER
@@ -80,7 +80,7 @@ def relay_seconds(case: Case, machine: Machine, length: int) -> float:
     A node between two others then sends both ways over its link. Sums are float32.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
-    piece = min(nbytes, BYTES * RELAY_PIECE * case.per_node)
+    piece = min(nbytes, BYTES * CHAIN_PIECE * case.per_node)
     ways = 2 if case.hybrid else 1
     volume = nbytes * (ways if case.nodes > 2 else 1)
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves

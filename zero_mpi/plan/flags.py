@@ -22,7 +22,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, Imagined
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes
-from zero_mpi.sharding.given import check_patterns, check_reduction
+from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from zero_mpi.comm.scratch import Reductions
-from zero_mpi.comm.shared.slots import padded
+from zero_mpi.comm.shared.gradient_pool import padded
 from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import kernels_of, rehearse

@@ -17,7 +17,7 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.comm import Handle, Partition
-from zero_mpi.comm.base import Memory
+from zero_mpi.comm.base import ModuleMemory
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
@@ -101,16 +101,16 @@ class RehearsedComm(Imagined):
         self.size, self.case, self.script = size, case, script
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
-    def node_owners(self) -> RehearsedComm:
+    def shard_group(self) -> RehearsedComm:
         """The ranks of the first node, where each node has all slices."""
         return RehearsedComm(self.case, self.script, self.case.owners)
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         """As the transport's own: wholes where the owners see one array."""
         empty, shared = device.in_use().empty, self.case.shares_wholes
-        return Memory([empty(w.length) if shared and w.length else None for w in wholes], BufferPool())
+        return ModuleMemory([empty(w.length) if shared and w.length else None for w in wholes], BufferPool())
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         what, _, name = label.partition(" ")

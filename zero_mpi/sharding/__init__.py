@@ -27,8 +27,8 @@ not depend on the number of ranks here either. In float16 the loss is multiplied
 """
 
 from zero_mpi.sharding.ddp import DDP
-from zero_mpi.sharding.linear import ShardedLinear
 from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.sharded_linear import ShardedLinear
 from zero_mpi.sharding.strategy import (
     FULL_SHARD,
     HYBRID_SHARD,

@@ -21,7 +21,7 @@ from zero_mpi.sharding.unit import Unit
 ROUNDS = 3  # of micro-batches in a step, after which the same buffers are lent again
 
 
-class Nowhere(Host):
+class LengthOnly(Host):
     """Arrays that have a length and no memory, for those who only count them."""
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
@@ -29,10 +29,10 @@ class Nowhere(Host):
         return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (size,), (0,))
 
 
-NOWHERE = Nowhere()
+LENGTH_ONLY = LengthOnly()
 
 
-class Borrower:
+class BufferOnlyUnit:
     """A unit that borrows as a `ShardedUnit` does where nothing is shared and nothing is summed in place."""
 
     def __init__(self, unit: Unit, parameters: BufferPool, gradients: BufferPool) -> None:
@@ -74,12 +74,12 @@ class Borrower:
             self._reducing = None
 
 
-class Borrowing:
+class BufferOnlyStages:
     """Stages that compute nothing; their backward opens the gradients of their units."""
 
     contributors = 0
 
-    def __init__(self, units: Sequence[Borrower], uses: Sequence[Indices], idle: bool) -> None:
+    def __init__(self, units: Sequence[BufferOnlyUnit], uses: Sequence[Indices], idle: bool) -> None:
         self._units, self._uses, self._idle = units, uses, idle
 
     def backward(self, stage: int) -> None:
@@ -90,12 +90,12 @@ class Borrowing:
     loss_and_backward = backward
 
     def forward(self, stage: int) -> None:
-        """Do nothing."""
+        """Do nothing: no array is computed."""
 
     evaluate = forward
 
     def progress(self) -> None:
-        """Do nothing."""
+        """Do nothing: no array is computed."""
 
 
 def buffer_lengths(
@@ -105,14 +105,14 @@ def buffer_lengths(
 
     Elements, longest first.
     """
-    parameters, gradients = BufferPool(where=NOWHERE), BufferPool(where=NOWHERE)
-    borrowers = [Borrower(unit, parameters, gradients) for unit in units]
+    parameters, gradients = BufferPool(where=LENGTH_ONLY), BufferPool(where=LENGTH_ONLY)
+    borrowers = [BufferOnlyUnit(unit, parameters, gradients) for unit in units]
     known = -1
     while known != parameters.nbytes + gradients.nbytes:
         known = parameters.nbytes + gradients.nbytes
         for rounds in kinds_of_steps(schedule):
             for actions, idle in rounds:
-                run(actions, borrowers, Borrowing(borrowers, uses, idle))
+                run(actions, borrowers, BufferOnlyStages(borrowers, uses, idle))
             for borrower in borrowers:
                 borrower.wait_reduce()
     return gradients.lengths, parameters.lengths

@@ -116,7 +116,7 @@ class GradAccum:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a step."""
+        """Begin a step of rounds."""
         self.round, self._since, self._inside = 0, self.module.forgotten, False
         self.losses = no_losses(self.rounds.micro_batches)
 
@@ -248,7 +248,7 @@ class GradAccum:
 
 
 def warn_of_idle(rounds: Rounds) -> None:
-    """Say it, on rank 0, where some ranks never have a micro-batch."""
+    """Warn, on rank 0, where some ranks never have a micro-batch."""
     idle = rounds.ranks - rounds.micro_batches
     if idle > 0 and rounds.rank == 0:
         log.warning(

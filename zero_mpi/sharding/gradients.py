@@ -13,7 +13,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.comm import DONE, Comm, Handle
 from zero_mpi.device.types import Array
-from zero_mpi.sharding.parameters import Place, Views, read_only
+from zero_mpi.sharding.parameters import Context, Views, read_only
 from zero_mpi.sharding.precision import as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
@@ -32,9 +32,9 @@ class Gradients:
     rounds    how many are in the sum, the one being reduced included
     """
 
-    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None = None) -> None:
-        self.unit, self.place, self.sum, self.whole = unit, place, own, whole
-        self.partition = unit.partition(place.comm.size)
+    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
+        self.unit, self.context, self.sum, self.whole = unit, context, own, whole
+        self.partition = unit.partition(context.comm.size)
         self.rounds = 0
         self._label = f"gradients {unit.name}"
 
@@ -65,9 +65,9 @@ class Gradients:
 class SlicedGradients(Gradients):
     """A round's gradients are added in a buffer that is borrowed until they are summed into the slices."""
 
-    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None = None) -> None:
-        super().__init__(unit, place, own, whole)
-        self._kind = place.precision.reduce
+    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
+        super().__init__(unit, context, own, whole)
+        self._kind = context.precision.reduce
         self._widens = self._kind != np.float32  # the sum is of another type than what is summed
         self._borrowed: Array | None = None
         self._of_round = own[:0]
@@ -88,9 +88,9 @@ class SlicedGradients(Gradients):
 
     def _buffer(self) -> Array:
         """Where this round's gradients are added: where the sum lies, if nothing is in it, or borrowed."""
-        if self.place.comm.sums_in_place and self.rounds == 0 and not self._widens:
+        if self.context.comm.sums_in_place and self.rounds == 0 and not self._widens:
             return self.sum
-        self._borrowed = self.place.gradients.take(floats(self.unit.length, self._kind))
+        self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
         return self._borrowed
 
     def start_reduce(self, contributors: int) -> None:
@@ -100,7 +100,7 @@ class SlicedGradients(Gradients):
         self.rounds += 1
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
-        return self.place.comm.reduce_scatter(
+        return self.context.comm.reduce_scatter(
             of_round,
             self.sum,
             self.partition,
@@ -117,7 +117,7 @@ class SlicedGradients(Gradients):
 
     def _give_back(self) -> None:
         if self._borrowed is not None:
-            self.place.gradients.give(self._borrowed)
+            self.context.gradients.give(self._borrowed)
             self._borrowed = None
 
     def reset(self) -> None:
@@ -135,7 +135,7 @@ class ReplicatedGradients(SlicedGradients):
         return super()._buffer() if self._widens else self.whole
 
     def start_gather(self) -> Handle:
-        return self.place.comm.allgather(self.sum, self.whole, self.partition, self._label)
+        return self.context.comm.allgather(self.sum, self.whole, self.partition, self._label)
 
     def scale(self, factor: float) -> None:
         super().scale(factor)
@@ -151,7 +151,7 @@ class AllreducedGradients(ReplicatedGradients):
                 "gradients of this step are already reduced; with fast no-shard pass "
                 "last=False to backward for every micro-batch but the last"
             )
-        return self.place.comm.allreduce(of_round, self._label)
+        return self.context.comm.allreduce(of_round, self._label)
 
     def start_gather(self) -> Handle:
         return DONE
@@ -165,20 +165,20 @@ class SharedGradients(SlicedGradients):
 
     def scale(self, factor: float) -> None:
         super().scale(factor)
-        self.place.comm.publish()
-        self.place.comm.await_published()
+        self.context.comm.signal_written()
+        self.context.comm.wait_written()
 
 
-def make_gradients(unit: Unit, place: Place, memory: Array | None) -> Gradients:
+def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:
     """The gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
-    part, zeros = unit.partition(place.comm.size).part(place.comm.rank), device.in_use().zeros
+    part, zeros = unit.partition(context.comm.size).part(context.comm.rank), device.in_use().zeros
     if not unit.trainable:
-        return Gradients(unit, place, zeros(0))
-    if place.strategy.shards_moments:
-        return SlicedGradients(unit, place, zeros(part.stop - part.start))
+        return Gradients(unit, context, zeros(0))
+    if context.strategy.shards_moments:
+        return SlicedGradients(unit, context, zeros(part.stop - part.start))
     if memory is not None:
-        return SharedGradients(unit, place, memory[part], read_only(memory))
+        return SharedGradients(unit, context, memory[part], read_only(memory))
     whole = zeros(unit.length)
-    if accumulates_locally(place.comm, place.strategy):
-        return AllreducedGradients(unit, place, whole[part], whole)
-    return ReplicatedGradients(unit, place, zeros(part.stop - part.start), whole)
+    if accumulates_locally(context.comm, context.strategy):
+        return AllreducedGradients(unit, context, whole[part], whole)
+    return ReplicatedGradients(unit, context, zeros(part.stop - part.start), whole)

@@ -14,7 +14,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 
-BLOCK = 1 << 16  # elements
+DRAW_BLOCK = 1 << 16  # elements
 
 
 def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
@@ -23,9 +23,9 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
     if param.init == "ones":
         values.fill(1)
     elif param.init == "normal":
-        for block in range(start // BLOCK, -(-stop // BLOCK)):
-            first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-            drawn = draw_block(name, seed, block)[first - block * BLOCK : last - block * BLOCK]
+        for block in range(start // DRAW_BLOCK, -(-stop // DRAW_BLOCK)):
+            first, last = max(start, block * DRAW_BLOCK), min(stop, (block + 1) * DRAW_BLOCK)
+            drawn = draw_block(name, seed, block)[first - block * DRAW_BLOCK : last - block * DRAW_BLOCK]
             np.multiply(drawn, np.float32(param.std), out=values[first - start : last - start])
     elif param.init != "zeros":
         raise ValueError(
@@ -35,7 +35,7 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
 
 
 def draw_block(name: str, seed: int, block: int) -> Array:
-    """Standard normal numbers (BLOCK,) of one block of a parameter."""
+    """Standard normal numbers (DRAW_BLOCK,) of one block of a parameter."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
-    return generator.standard_normal(BLOCK, np.float32)
+    return generator.standard_normal(DRAW_BLOCK, np.float32)

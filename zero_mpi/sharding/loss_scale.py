@@ -14,8 +14,8 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 
-FIRST, MOST = 16, 24  # exponents
-PATIENCE = 2000  # good steps before it grows
+FIRST_EXPONENT, MAX_EXPONENT = 16, 24  # exponents
+GROWTH_STEPS = 2000  # good steps before it grows
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LossScale:
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
         """The loss scale at the beginning of training."""
-        return cls(dynamic, FIRST if dynamic else 0)
+        return cls(dynamic, FIRST_EXPONENT if dynamic else 0)
 
     @property
     def factor(self) -> float:
@@ -51,5 +51,5 @@ class LossScale:
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.exponent = max(0, self.exponent - 1)
-        elif self.good_steps == PATIENCE:
-            self.exponent, self.good_steps = min(MOST, self.exponent + 1), 0
+        elif self.good_steps == GROWTH_STEPS:
+            self.exponent, self.good_steps = min(MAX_EXPONENT, self.exponent + 1), 0

@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_mpi.arguments import came, instance, whole
-from zero_mpi.comm import Comm, Handle
+from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.actions import Actions, run, without_gathers
-from zero_mpi.sharding.given import look_at
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.parameters import Place, Views
+from zero_mpi.sharding.module_arguments import check_arguments
+from zero_mpi.sharding.parameters import Context, Views
 from zero_mpi.sharding.passes import GivenGradients, Pass
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
+from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
-from zero_mpi.sharding.state import ShardedState
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.telemetry import spans
 
@@ -74,16 +74,16 @@ class ShardedModule(ShardedState):
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
         options |= {"precision": precision, "offload_masters": offload_masters}
         given = agreed(
-            comm, f"this {type(self).__name__}", lambda: look_at(stages, comm, strategy, **options)
+            comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
         self._uses, self.schedule = layout.uses, layout.schedule
-        owners = comm.node_owners() if owned_by_nodes(comm, strategy) else comm
+        owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
-        place = Place(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
+        context = Context(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
         units = [
-            ShardedUnit(unit, place, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
+            ShardedUnit(unit, context, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
         ]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
         self.precision, self.by_rows = precision, bool(by_rows)
@@ -176,7 +176,7 @@ class ShardedModule(ShardedState):
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
-        spans.lap(spans.MOVES, "after")
+        spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
@@ -184,7 +184,7 @@ class ShardedModule(ShardedState):
         return self._views(stage, lambda unit: unit.weights())
 
     def gradients_of(self, stage: int) -> Views:
-        """What a stage's backward adds to, by name; nothing of what is frozen."""
+        """The gradients that a stage's backward adds to, by name; none of what is frozen."""
         return self._views(stage, lambda unit: unit.gradients())
 
     def _views(self, stage: int, of_unit: Callable[[ShardedUnit], Views]) -> Views:
@@ -243,7 +243,7 @@ class ShardedModule(ShardedState):
 
         The next forward waits for each unit where it needs it.
         """
-        self.owners.publish()
+        self.owners.signal_written()
         if self.strategy.shards_moments and not self.strategy.shards_parameters:
             for unit in self.units:
                 if unit.unit.trainable:
@@ -277,20 +277,6 @@ class ShardedModule(ShardedState):
     def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
         """The model and its whole parameters, on every rank: leaves sharding behind. Collective."""
         return self.stages, self.state_dict()
-
-
-class AllOf(Handle):
-    """Several transfers as one."""
-
-    def __init__(self, handles: list[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-    def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
 
 
 def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:

@@ -24,7 +24,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.sharding.precision import Precision
 
 NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")
-PIECE = 4 << 20  # elements of each moment that pass at once: 32 MiB of both
+PIECE_ELEMENTS = 4 << 20  # elements of each moment that pass at once: 32 MiB of both
 ROOMS = 3  # one that is filled, one that is updated, one that is emptied
 OF_MOMENTS, OF_STATE = 2, 3  # arrays that pass through a room
 FLOAT = np.dtype(np.float32)
@@ -32,7 +32,7 @@ FLOAT = np.dtype(np.float32)
 
 def piece_of(quantum: int) -> int:
     """Elements of a piece: whole runs of decay, so at least one."""
-    return max(1, PIECE // quantum) * quantum
+    return max(1, PIECE_ELEMENTS // quantum) * quantum
 
 
 class HostMoments:
@@ -87,7 +87,7 @@ def pinned(where: Cuda, size: int) -> Array:
     return np.ndarray((size,), FLOAT, cuda.PinnedMemoryPointer(memory, 0))
 
 
-class Room:
+class GpuRoom:
     """A place on the GPU for a piece of each array, and the events of those who use it in turn."""
 
     def __init__(self, where: Cuda, size: int, arrays: int) -> None:
@@ -104,7 +104,7 @@ class Offload:
 
     def __init__(self, where: Cuda, masters: bool = False) -> None:
         self.where, self.masters = where, masters
-        self.rooms: list[Room] = []
+        self.rooms: list[GpuRoom] = []
         self._cuda = where.cupy.cuda
         self._up, self._down = (self._cuda.Stream(non_blocking=True) for _ in range(2))
         self._turn = 0
@@ -114,7 +114,7 @@ class Offload:
         made = [HostMoments(self.where, size, quantum) for size, quantum in sizes]
         longest = max((min(moments.size, moments.piece) for moments in made), default=0)
         arrays = OF_STATE if self.masters else OF_MOMENTS
-        self.rooms = [Room(self.where, longest, arrays) for _ in range(ROOMS)]
+        self.rooms = [GpuRoom(self.where, longest, arrays) for _ in range(ROOMS)]
         self.where.synchronize()  # the rooms are memory that the stream of computing may have used
         return made
 

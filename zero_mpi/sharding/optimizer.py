@@ -56,7 +56,7 @@ Key = str | int  # of an array of one's own: its name, or its place in a list
 Arrays = Mapping[str, Array] | Sequence[Array]
 
 
-def look_at(
+def check_settings(
     lr: Any, betas: Any, eps: Any, weight_decay: Any, offload: Any
 ) -> tuple[Settings, dict[str, object]]:
     """An optimizer's settings, and what ranks must share; raises ValueError for what cannot be."""
@@ -98,7 +98,7 @@ class ShardedAdamW:
     ) -> None:
         instance("ShardedAdamW: module", module, ShardedModule, "a ShardedModule")
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        chosen = agreed(module.comm, "this ShardedAdamW", lambda: look_at(**settings, offload=offload))
+        chosen = agreed(module.comm, "this ShardedAdamW", lambda: check_settings(**settings, offload=offload))
         self.module, (self.lr, self.betas, self.eps, self.weight_decay, self._offload) = module, chosen
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]

@@ -1,9 +1,9 @@
 """The parameters of a unit on one rank: the slice that it keeps, and the whole, which layers read.
 
-There are three ways to have the whole: gathered for a while (`Sharded`), kept on every rank (`Replicated`),
-and in memory that the ranks of a node share (`SharedOnNode`), where gathering is waiting for what the others
-write. In low precision the whole and what travels are of the low type, and `master` has float32 of what this
-rank updates.
+There are three ways to have the whole: gathered for a while (`ShardedParameters`), kept on every rank
+(`ReplicatedParameters`), and in memory that the ranks of a node share (`NodeSharedParameters`), where
+gathering is waiting for what the others write. In low precision the whole and what travels are of the low
+type, and `master` has float32 of what this rank updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Views = dict[str, Array]
 
 
 @dataclass(frozen=True)
-class Place:
+class Context:
     """What the units of a module have in common: who owns slices, and where buffers come from.
 
     parameters, gradients   pools of float32 buffers, of which less is used in low precision
@@ -44,19 +44,19 @@ class Parameters(ABC):
 
     own       this rank's slice in the type of computing: what travels
     master    float32 of all that this rank updates; None where `own` is float32
-    in_use    whether a rank may have read the whole since all ranks last met (`SharedOnNode`)
+    in_use    whether a rank may have read the whole since all ranks last met (`NodeSharedParameters`)
     """
 
     in_use = False
     keeps_slice = True  # this rank writes its slice alone; otherwise it writes the whole
 
-    def __init__(self, unit: Unit, place: Place, own: Array, whole: Array | None) -> None:
-        self.unit, self.place, self.own, self.whole = unit, place, own, whole
-        self.partition = unit.partition(place.comm.size)
-        self.part = self.partition.part(place.comm.rank)
+    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None) -> None:
+        self.unit, self.context, self.own, self.whole = unit, context, own, whole
+        self.partition = unit.partition(context.comm.size)
+        self.part = self.partition.part(context.comm.rank)
         self.master: Array | None = None
-        if place.precision.is_low:
-            make = place.masters or device.in_use().zeros
+        if context.precision.is_low:
+            make = context.masters or device.in_use().zeros
             self.master = make(self.updated_part.stop - self.updated_part.start)
         self._label = f"parameters {unit.name}"
         self._views: dict[int, Views] = {}
@@ -99,7 +99,7 @@ class Parameters(ABC):
     @property
     def updated_part(self) -> slice:
         """Which part of the unit this rank's optimizer works on."""
-        return self.part if self.place.strategy.shards_moments else slice(0, self.unit.length)
+        return self.part if self.context.strategy.shards_moments else slice(0, self.unit.length)
 
     @property
     def written(self) -> tuple[Array, slice]:
@@ -142,22 +142,22 @@ class Parameters(ABC):
             device.in_use().copy(self.rounds_to, self.master)
 
 
-class Sharded(Parameters):
+class ShardedParameters(Parameters):
     """The rank keeps its slice only; a buffer is borrowed for the whole between gather and release."""
 
-    def __init__(self, unit: Unit, place: Place) -> None:
-        part = unit.partition(place.comm.size).part(place.comm.rank)
-        own = device.in_use().zeros(part.stop - part.start, place.precision.compute)
-        super().__init__(unit, place, own, None)
+    def __init__(self, unit: Unit, context: Context) -> None:
+        part = unit.partition(context.comm.size).part(context.comm.rank)
+        own = device.in_use().zeros(part.stop - part.start, context.precision.compute)
+        super().__init__(unit, context, own, None)
         self._buffer: Array | None = None
         self._gather: Handle | None = None
 
     def start_gather(self) -> None:
         if self._buffer is None:
-            kind, pool = self.place.precision.compute, self.place.parameters
+            kind, pool = self.context.precision.compute, self.context.parameters
             self._buffer = pool.take(floats(self.unit.length, kind))
             self.whole = as_kind(self._buffer, self.unit.length, kind)
-            self._gather = self.place.comm.allgather(self.own, self.whole, self.partition, self._label)
+            self._gather = self.context.comm.allgather(self.own, self.whole, self.partition, self._label)
 
     def wait_gather(self) -> None:
         if self._gather is not None:
@@ -177,20 +177,20 @@ class Sharded(Parameters):
     def release(self) -> None:
         if self._buffer is not None:
             self.wait_gather()
-            self.place.parameters.give(self._buffer)
+            self.context.parameters.give(self._buffer)
             self._buffer = self.whole = None
 
 
-class Replicated(Parameters):
+class ReplicatedParameters(Parameters):
     """Every rank keeps the whole; under SHARD_GRAD_OP it brings the updated slices of others here."""
 
     whole: Array
     keeps_slice = False
 
-    def __init__(self, unit: Unit, place: Place) -> None:
-        whole = device.in_use().zeros(unit.length, place.precision.compute)
-        part = unit.partition(place.comm.size).part(place.comm.rank)
-        super().__init__(unit, place, whole[part], whole)
+    def __init__(self, unit: Unit, context: Context) -> None:
+        whole = device.in_use().zeros(unit.length, context.precision.compute)
+        part = unit.partition(context.comm.size).part(context.comm.rank)
+        super().__init__(unit, context, whole[part], whole)
         self._update: Handle | None = None
 
     def start_gather(self) -> None:
@@ -203,7 +203,7 @@ class Replicated(Parameters):
         """Do nothing: the whole stays."""
 
     def start_update(self) -> None:
-        self._update = self.place.comm.allgather(None, self.whole, self.partition, self._label)
+        self._update = self.context.comm.allgather(None, self.whole, self.partition, self._label)
 
     def wait_update(self) -> None:
         if self._update is not None:
@@ -219,25 +219,25 @@ class Replicated(Parameters):
         return self.whole[self.updated_part]
 
 
-class SharedOnNode(Parameters):
+class NodeSharedParameters(Parameters):
     """The whole lies once for all ranks: each writes its slice, and reads the rest when it is published."""
 
-    def __init__(self, unit: Unit, place: Place, memory: Array) -> None:
-        whole = as_kind(memory, unit.length, place.precision.compute)
-        part = unit.partition(place.comm.size).part(place.comm.rank)
+    def __init__(self, unit: Unit, context: Context, memory: Array) -> None:
+        whole = as_kind(memory, unit.length, context.precision.compute)
+        part = unit.partition(context.comm.size).part(context.comm.rank)
         self._common = read_only(whole)
-        stays = not place.strategy.shards_parameters
-        super().__init__(unit, place, whole[part], self._common if stays else None)
+        stays = not context.strategy.shards_parameters
+        super().__init__(unit, context, whole[part], self._common if stays else None)
 
     def start_gather(self) -> None:
         self.whole = self._common
 
     def wait_gather(self) -> None:
         self.in_use = True
-        self.place.comm.await_published()
+        self.context.comm.wait_written()
 
     def release(self) -> None:
-        if self.place.strategy.shards_parameters:
+        if self.context.strategy.shards_parameters:
             self.whole = None
 
 
@@ -249,8 +249,8 @@ def read_only(whole: Array) -> Array:
     return view
 
 
-def make_parameters(unit: Unit, place: Place, memory: Array | None) -> Parameters:
+def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:
     """The parameters of a unit under a strategy; `memory`: what all ranks see of it, float32, or None."""
-    if memory is not None and place.strategy.shards_moments:
-        return SharedOnNode(unit, place, memory)
-    return Sharded(unit, place) if place.strategy.shards_parameters else Replicated(unit, place)
+    if memory is not None and context.strategy.shards_moments:
+        return NodeSharedParameters(unit, context, memory)
+    return (ShardedParameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_mpi.device.types import Array
 from zero_mpi.sharding.gradients import make_gradients
-from zero_mpi.sharding.parameters import Place, Views, make_parameters
+from zero_mpi.sharding.parameters import Context, Views, make_parameters
 from zero_mpi.sharding.unit import Unit
 
 
@@ -15,10 +15,10 @@ class ShardedUnit:
     every rank updates all of them their summed gradient.
     """
 
-    def __init__(self, unit: Unit, place: Place, memory: Array | None = None) -> None:
+    def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
         self.unit, self.name = unit, unit.name
-        self.parameters = make_parameters(unit, place, memory)
-        self.gradient = make_gradients(unit, place, memory)
+        self.parameters = make_parameters(unit, context, memory)
+        self.gradient = make_gradients(unit, context, memory)
         self.partition, self.part = self.parameters.partition, self.parameters.part
 
     def start_gather(self) -> None:

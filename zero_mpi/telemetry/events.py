@@ -47,11 +47,11 @@ class Events:
             log.logger.addHandler(self._listener)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Take note that so many steps are done."""
         self._step = step
 
     def note(self, event: str, **more: Any) -> None:
-        """Something happened; rank 0 writes it down."""
+        """Write down, on rank 0, what happened."""
         if self._rank == 0:
             self._append(event, more)
 
@@ -82,7 +82,7 @@ class Listener(logging.Handler):
         self._events = events
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A warning was said."""
+        """Write down a warning that was said."""
         self._events.note(WARNING, text=record.getMessage())
 
 

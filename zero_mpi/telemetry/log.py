@@ -51,7 +51,7 @@ class Lines(logging.Handler):
         self.write: Callable[[str], object] = self.print
 
     def print(self, text: str) -> None:
-        """In one write, so that lines of several ranks do not mix."""
+        """Print in one write, so that lines of several ranks do not mix."""
         stream = sys.stderr if self.to_stderr else sys.stdout
         stream.write(f"{text}\n")
         stream.flush()
@@ -103,7 +103,7 @@ class Phases:
         self._begun = self._last = time.perf_counter()
 
     def __call__(self, done: str) -> None:
-        """`done` is done."""
+        """Note that the phase `done` is over."""
         now = time.perf_counter()
         debug("%-24s %6.3f s, %6.3f s since the start", done, now - self._last, now - self._begun)
         self._last = now

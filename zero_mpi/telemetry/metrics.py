@@ -50,7 +50,7 @@ class Records:
 
     @classmethod
     def of(cls, config: Config, out: Path, rank: int, done: int) -> Records:
-        """Those of a run with these settings, after `done` steps."""
+        """The records of a run with these settings, after `done` steps."""
         return cls(
             out,
             rank,
@@ -65,7 +65,7 @@ class Records:
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """One step's record."""
+        """Write the record of one step."""
         if not self._active:
             return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}

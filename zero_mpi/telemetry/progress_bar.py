@@ -40,7 +40,7 @@ class Display:
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, record: Mapping[str, Any], logged: bool) -> None:
-        """A step is done; `logged`: it gets a line where there is no bar."""
+        """Show that a step is done; `logged`: it gets a line where there is no bar."""
         self._memory = max(record.get("memory_bytes", [self._memory]))
         number = record["step"]
         if self._bar is not None:
@@ -52,7 +52,7 @@ class Display:
             log.info("step %s  val loss %.4f", self._of(number), record["val_loss"])
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -86,7 +86,7 @@ def short(count: float) -> str:
 
 
 def mebibytes(count: int) -> str:
-    """Bytes for people."""
+    """A number of bytes for people."""
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 

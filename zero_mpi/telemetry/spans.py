@@ -13,25 +13,25 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-MOST = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
+MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
 
 # The tracks of a rank. A span's label names what it is about: the scope of a stage, a unit, a folder.
 STEPS = "steps"  # steps; in them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
 OPTIMIZER = "optimizer"  # the norm, the update
-MOVES = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
+BETWEEN = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
 WAITS = "waits"  # for transfers and for other ranks
 STALLS = "stalls"  # a GPU waits for a transfer of its memory
 DATA = "data"  # reading micro-batches
 CHECKPOINT = "checkpoint"
-BEHIND = "checkpoint behind training"  # of another thread
-WAITS_BEHIND = "waits behind training"
-TRACKS = (STEPS, COMPUTE, OPTIMIZER, MOVES, WAITS, STALLS, DATA, CHECKPOINT, BEHIND, WAITS_BEHIND)
-OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, MOVES, STALLS)  # stamped by the device's clock
+BACKGROUND = "checkpoint behind training"  # of another thread
+BACKGROUND_WAITS = "waits behind training"
+TRACKS = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, WAITS, STALLS, DATA, CHECKPOINT, BACKGROUND, BACKGROUND_WAITS)
+OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # stamped by the device's clock
 
 Span = tuple[str, str, str, Any, Any, int, int | None]  # track, name, label, stamps, step, micro-batch
 Open = list[Any]  # track, name, label, stamp of the beginning
-Transfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
+OpenTransfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
 ENDED = 4  # the place of the end in a transfer
 
 
@@ -45,7 +45,7 @@ class Stopwatch(Protocol):
         """When the device came to a mark, by `time.perf_counter`; the host's times are what they are."""
 
 
-class Recorder:
+class SpanRecorder:
     """The spans and transfers of this rank.
 
     step, micro_batch   under way now: they are noted with each span
@@ -54,7 +54,7 @@ class Recorder:
     """
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.watch, self.spans, self.transfers = watch, list[Span](), list[Transfer]()
+        self.watch, self.spans, self.transfers = watch, list[Span](), list[OpenTransfer]()
         self.step, self._in_step = 1, False
         self.micro_batch: int | None = None
         self.ends_in: int | None = None
@@ -66,11 +66,11 @@ class Recorder:
     # ------------------------------------------------------------------------------ of the main thread
 
     def restart(self) -> None:
-        """The next lap begins now."""
+        """Begin the next lap now."""
         self._lap = self._stamp()
 
     def lap(self, track: str, name: str, label: str = "") -> None:
-        """What ends now and began where the last lap ended."""
+        """Note a span that ends now and began where the last lap ended."""
         now = self._stamp()
         self.spans.append((track, name, label, self._lap, now, self.step, self.micro_batch))
         self._lap = now
@@ -92,37 +92,37 @@ class Recorder:
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
-        """What follows is about a micro-batch, or about none."""
+        """Say which micro-batch, or none, the next spans are about."""
         self.micro_batch = number
         self._stay_bounded()
 
     def _stay_bounded(self) -> None:
         """Record no more where it is too much: memory is bounded, within what one micro-batch adds."""
-        if len(self.spans) + len(self.transfers) > MOST and self.ends_in is None:
+        if len(self.spans) + len(self.transfers) > MAX_SPANS and self.ends_in is None:
             self.ends_in = self.step
             stop()
 
     # ---------------------------------------------------------------------------------- of any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
-        """A span begins; `end` takes what is returned."""
+        """Note that a span begins; `end` takes what is returned."""
         found = [track, name, label, self._stamp_of(track)]
         self.open.append(found)
         return found
 
     def end(self, begun: Open) -> None:
-        """A span ends."""
+        """Note that a span ends."""
         now = self._stamp_of(begun[0])
         self.open.remove(begun)
         self.spans.append((*begun, now, self.step, self.micro_batch))
 
     def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
-        """A wait that is over."""
-        track = WAITS if threading.get_ident() == self._main else WAITS_BEHIND
+        """Note a wait that is over."""
+        track = WAITS if threading.get_ident() == self._main else BACKGROUND_WAITS
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
-    def transfer(self, kind: str, label: str, nbytes: int) -> Transfer:
-        """A transfer that begins now; `end` tells when it is complete, as often as it has parts."""
+    def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
+        """Note a transfer that begins; `end` tells when it is complete, as often as it has parts."""
         found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
         self.transfers.append(found)
         return found
@@ -131,24 +131,24 @@ class Recorder:
         return self._stamp() if track in OF_DEVICE else time.perf_counter()
 
 
-active: Recorder | None = None
+active: SpanRecorder | None = None
 NOTHING = nullcontext()
 
 
-def start(watch: Stopwatch) -> Recorder:
+def start(watch: Stopwatch) -> SpanRecorder:
     """Record from now on."""
     global active
-    active = Recorder(watch)
+    active = SpanRecorder(watch)
     return active
 
 
 def stop() -> None:
-    """Record no more."""
+    """Stop to record this rank's spans."""
     global active
     active = None
 
 
-def end(transfer: Transfer | None) -> None:
+def end(transfer: OpenTransfer | None) -> None:
     """A transfer, or the last part of it so far, is complete."""
     if transfer is not None:
         transfer[ENDED] = time.perf_counter()
@@ -157,7 +157,7 @@ def end(transfer: Transfer | None) -> None:
 class _During:
     """A span that is open while a `with` block runs."""
 
-    def __init__(self, recorder: Recorder, track: str, name: str, label: str) -> None:
+    def __init__(self, recorder: SpanRecorder, track: str, name: str, label: str) -> None:
         self._recorder, self._open = recorder, recorder.begin(track, name, label)
 
     def __enter__(self) -> None:
@@ -176,11 +176,11 @@ def during(track: str, name: str, label: str = "") -> AbstractContextManager[Non
 class _Computing:
     """What is computed, and before it what was done for transfers since the last lap."""
 
-    def __init__(self, recorder: Recorder, name: str, label: str) -> None:
+    def __init__(self, recorder: SpanRecorder, name: str, label: str) -> None:
         self._recorder, self._name, self._label = recorder, name, label
 
     def __enter__(self) -> None:
-        self._recorder.lap(MOVES, "before", self._label)
+        self._recorder.lap(BETWEEN, "before", self._label)
 
     def __exit__(self, *error: object) -> None:
         self._recorder.lap(COMPUTE, self._name, self._label)

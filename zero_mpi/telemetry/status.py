@@ -26,10 +26,10 @@ from zero_mpi.files.parse import parse_json
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
-MOST = 1 << 20  # bytes of the file
-EVERY = 5.0  # seconds between renewals
-BLOCK = 4096  # bytes that a file has at least of a disk, however few are in it
-PATIENCE = 2.0  # seconds that the last word waits for a renewal under way: the disk may hang
+MOST_BYTES = 1 << 20  # bytes of the file
+RENEWAL_SECONDS = 5.0  # seconds between renewals
+DISK_BLOCK = 4096  # bytes that a file has at least of a disk, however few are in it
+RENEWAL_WAIT = 2.0  # seconds that the last word waits for a renewal under way: the disk may hang
 
 
 class Status:
@@ -56,7 +56,7 @@ class Status:
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._before = read_file(self._path, MOST).decode(errors="replace")
+                self._before = read_file(self._path, MOST_BYTES).decode(errors="replace")
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
@@ -70,11 +70,11 @@ class Status:
         return as_object(self._before)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Take note that so many steps are done."""
         self._step = step
 
     def _renew(self) -> None:
-        while not self._over.wait(EVERY):
+        while not self._over.wait(RENEWAL_SECONDS):
             with self._lock:
                 if self._over.is_set() or self._read().get("state") == FAILED:
                     return  # another rank ends the job
@@ -83,7 +83,7 @@ class Status:
     def end(self, state: str, reason: str = "") -> None:
         """The last word, of any rank; a failure that comes after it, on the way out, changes nothing."""
         self._over.set()
-        locked = self._lock.acquire(timeout=PATIENCE)
+        locked = self._lock.acquire(timeout=RENEWAL_WAIT)
         said = self._read()
         if said.get("state") == RUNNING and self._rank != 0:  # the job's place and time are rank 0's
             self._about = {key: said.get(key) for key in self._about}
@@ -129,7 +129,7 @@ def overwrite(path: Path, text: bytes) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         size = os.fstat(handle).st_size
-        if max(size, len(text)) <= BLOCK:
+        if max(size, len(text)) <= DISK_BLOCK:
             os.pwrite(handle, text.rstrip(b"\n").ljust(size - 1) + b"\n", 0)
     finally:
         os.close(handle)
@@ -138,7 +138,7 @@ def overwrite(path: Path, text: bytes) -> None:
 def read_status(path: Path) -> dict[str, Any]:
     """What a status.json says; empty for whatever is none."""
     try:
-        return as_object(read_file(path, MOST).decode())
+        return as_object(read_file(path, MOST_BYTES).decode())
     except ValueError:  # FileError is one
         return {}
 

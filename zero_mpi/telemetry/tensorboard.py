@@ -57,7 +57,7 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file of this job."""
         self._writer.close()
 
 

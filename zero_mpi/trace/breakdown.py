@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from zero_mpi.telemetry.spans import CHECKPOINT, COMPUTE, DATA, MOVES, OPTIMIZER, STALLS, STEPS, WAITS
+from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZER, STALLS, STEPS, WAITS
 from zero_mpi.trace.events import FAMILIES
 from zero_mpi.trace.read import Lane, Recorded, Slice, is_step
 
@@ -26,7 +26,7 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (EXPOSED, WAITS, ()),
     (EXPOSED, STALLS, ()),
     ("optimizer", OPTIMIZER, ()),
-    ("moving", MOVES, ()),
+    ("moving", BETWEEN, ()),
     ("data", DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, "moving", "optimizer", "data", "evaluation", "checkpoint", OTHER)
@@ -130,7 +130,7 @@ def account(share: Share, lane: Lane, under_way: UnderWay, lasted: float) -> Non
 def name_of(lane: Lane, number: int, under_way: UnderWay) -> str:
     """What is waited for, with the stage that needs it where the wait itself has no name for it."""
     waited = lane.slices[number]
-    around = [place for place, (_, track, _) in enumerate(CLAIMS) if track == MOVES and under_way[place]]
+    around = [place for place, (_, track, _) in enumerate(CLAIMS) if track == BETWEEN and under_way[place]]
     stage = lane.slices[under_way[around[0]][-1]].unit if around else ""
     return f"{waited.name} (for {stage})" if stage and not waited.unit else waited.name
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from zero_mpi.telemetry.spans import STEPS, TRACKS, Recorder
+from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
 KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
@@ -33,7 +33,7 @@ class Event(NamedTuple):
     about: dict[str, Any]
 
 
-def events_of(recorder: Recorder, ended: float) -> Iterator[Event]:
+def events_of(recorder: SpanRecorder, ended: float) -> Iterator[Event]:
     """What a rank has recorded, until `ended`, by its own clock; what was still under way says so."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
     for track, name, label, begun, end, step, micro_batch in recorder.spans:

@@ -273,7 +273,7 @@ class Tracer:
         )
         self._say(f"ui.perfetto.dev shows it, python -m zero_mpi.trace {timeline.path} says where time went")
         if timeline.ends_in is not None:
-            reason = f"more than {spans.MOST:,} spans of a rank"
+            reason = f"more than {spans.MAX_SPANS:,} spans of a rank"
             self._say(Caution(f"the time line ends in step {timeline.ends_in}: {reason}"))
 
     def _say(self, note: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import Progress
+from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
@@ -60,7 +60,7 @@ class Saving(Observer):
         state = 3 * self._session.module.replicated_memory_bytes  # parameters and two moments
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Write a checkpoint of the step just done, or begin to. Collective."""
         with self._waiting(progress.step):
             self.saver.save(progress)

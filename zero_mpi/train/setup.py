@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.state import Description, Progress, finite, load_state
+from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
@@ -69,7 +69,7 @@ class Session:
     loader: StepLoader
     held_out: EvalLoader
     description: Description
-    progress: Progress
+    progress: TrainingProgress
     tokenizer: Tokenizer | None
     notes: list[str]
     transport: str = ""
@@ -134,9 +134,9 @@ def prepare(world: World, config: Config) -> Session:
 
 def fill_parameters(
     world: World, optimizer: ShardedAdamW, start: Start | None, init: WeightSource | None, seed: int
-) -> Progress:
+) -> TrainingProgress:
     """Parameters, and with a checkpoint the moments and how far it is. Collective; raises UsageError."""
-    progress = Progress()
+    progress = TrainingProgress()
     if start is not None:
         progress = world.together(lambda: load_state(start.model, start.state, optimizer))
     elif init is not None:

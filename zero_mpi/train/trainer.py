@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from zero_mpi.checkpoint.state import Progress
+from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
 from zero_mpi.device.types import Array
@@ -150,7 +150,7 @@ class Trainer:
             self.saving.saver.wait()  # raises on all ranks what failed in the background
         return loss, stop > 0
 
-    def after_a_step(self) -> Progress:
+    def after_a_step(self) -> TrainingProgress:
         """The counters of the run once the optimizer has made a step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale

@@ -67,7 +67,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
     """The transport over shared memory, with room for the model, or messages where it is not possible."""
     from zero_mpi.comm.mpi import MPIComm
-    from zero_mpi.comm.nodes.comm import NodesComm, Wish
+    from zero_mpi.comm.nodes.comm import Needs, NodesComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
 
@@ -81,10 +81,10 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         precision=precision_named(config.precision, config.reduce_dtype),
     )
 
-    def on_nodes_of(ranks: int) -> Wish:
+    def on_nodes_of(ranks: int) -> Needs:
         if strategy.within_nodes or not strategy.shards_moments:
-            return Wish(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
-        return Wish(buffers=layout.buffers, gathers=layout.gathers)
+            return Needs(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
+        return Needs(buffers=layout.buffers, gathers=layout.gathers)
 
     exact = config.reduction == "exact"
     try:
@@ -92,7 +92,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
             wholes = layout.wholes(strategy, world.size)
             return Chosen(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
         except NodesApart:
-            return Chosen(NodesComm(wish=on_nodes_of), fast=not exact)
+            return Chosen(NodesComm(needs=on_nodes_of), fast=not exact)
     except NoSharedMemory as error:
         if isinstance(error, NodesApart):
             if config.transport != kinds.AUTO:

@@ -17,16 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.gguf.index import (
-    GGUFError,
-    Index,
-    Metadata,
-    TensorInfo,
-    alignment_is_sane,
-    padded,
-    read_index,
-)
-from zero_mpi.checkpoint.tensor_file import StoredFile, checked_range, decode, output
+from zero_mpi.checkpoint.gguf.index import GGUFError, Index, Metadata, TensorInfo, read_index
+from zero_mpi.checkpoint.tensor_file import StoredFile, checked_range, output
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import open_file
 from zero_mpi.files.text import show
@@ -195,15 +187,3 @@ def _add_tensors(tensors: dict[str, TensorInfo], part: _Part, number: int) -> No
                 f"tensor {show(name)}: expected once, found in part {tensors[name].part + 1} too"
             )
         tensors[name] = replace(info, part=number)
-
-
-__all__ = [
-    "GGUFError",
-    "GGUFFile",
-    "Metadata",
-    "TensorInfo",
-    "alignment_is_sane",
-    "decode",
-    "padded",
-    "show",
-]

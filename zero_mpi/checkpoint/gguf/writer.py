@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file, pack_key
+from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file
 from zero_mpi.checkpoint.gguf.index import GGUFError
 from zero_mpi.checkpoint.tensor_stream import TensorStream
 from zero_mpi.files.text import show
@@ -57,6 +57,3 @@ class GGUFStream(TensorStream):
             found = f"{array.dtype} {array.shape}"
             raise ValueError(f"{self.path}: tensor {show(name)}: expected float32 {spec.shape}, got {found}")
         self.write_raw(name, [np.ascontiguousarray(array).data])
-
-
-__all__ = ["Announced", "GGUFStream", "pack_file", "pack_key"]

@@ -1,9 +1,9 @@
-"""Collectives on device memory: what travels, to whom, and in which order it is added; a wire does the rest.
+"""Collectives on device memory: what travels, to whom, and in which order it is added; a backend moves it.
 
 The exact reduction is that of the host (`comm.mpi`): each owner is sent its slice by every rank and adds the
 slices in the order of ranks, in float32, piece by piece; so the bits are the same whatever carries them. Only
-movement is asked of a wire, because no library reduces device memory everywhere, or bfloat16. Arrays of the
-host (vectors, objects, checkpoints, the corpus) go the way they always do.
+movement is asked of a backend, because no library reduces device memory everywhere, or bfloat16. Arrays of
+the host (vectors, objects, checkpoints, the corpus) go the way they always do.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.gpu.handles import Ended, Joined, OfAnotherThread
-from zero_mpi.comm.gpu.rounds import MPI, Round, Turns, Wire, lent, passed
-from zero_mpi.comm.gpu.streams import Side
+from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, Tickets, borrowed, passed
+from zero_mpi.comm.gpu.handles import DeviceAdoptingWrapper, Result, StreamHandle
+from zero_mpi.comm.gpu.streams import Streams
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.progressing import ProgressingWrapper
 from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-Course = Callable[[Iterator[int]], Running]  # of a transfer, with a tag for each of its rounds
+TaggedTransfer = Callable[[Iterator[int]], Running]  # of a transfer, with a tag for each of its exchanges
 ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
 
 
@@ -39,19 +39,19 @@ def on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray)
 
 
-class DeviceComm(Pushing):
-    """The ranks of `inner`, a transport for the host, which takes device memory by `wire`.
+class DeviceComm(ProgressingWrapper):
+    """The ranks of `inner`, a transport for the host, which takes device memory by `backend`.
 
     about: what it uses, for people
     """
 
-    def __init__(self, inner: MPIComm, wire: Wire, side: Side, about: str = "") -> None:
+    def __init__(self, inner: MPIComm, backend: Backend, streams: Streams, about: str = "") -> None:
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()
-        self.kind, self.exact = wire.kind, inner.exact or not wire.kind.adds
-        self.wire, self.side, self._about = wire, side, about
-        self._turns, self._alone = Turns(TRANSFERS), Turns(1)
+        self.kind, self.exact = backend.kind, inner.exact or not backend.kind.adds
+        self.backend, self.streams, self._about = backend, streams, about
+        self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag = 0
         self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next reductions
         self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size, of sums of the library
@@ -62,30 +62,31 @@ class DeviceComm(Pushing):
 
     # ------------------------------------------------------------------------------------ transfers
 
-    def _start(self, running: Course, rounds: int, ended: Ended, kind: str, label: str) -> Handle:
-        """Begin a transfer of so many rounds, the same number on all ranks."""
-        first, self._tag = self._tag, self._tag + rounds
+    def _start(self, running: TaggedTransfer, number: int, result: Result, kind: str, label: str) -> Handle:
+        """Begin a transfer of so many exchanges, the same number on all ranks."""
+        first, self._tag = self._tag, self._tag + number
         tags = (number % TAGS for number in count(first))
-        return self._begin(self._turns, running(tags), ended, kind, label)
+        return self._begin(self._tickets, running(tags), result, kind, label)
 
-    def _begin(self, turns: Turns, running: Running, ended: Ended, kind: str, label: str) -> Handle:
-        transfer = self._ordered(turns, running, ended)
-        return Joined(self, self.side, self._library.start(transfer, kind, label), ended, kind, label)
+    def _begin(self, tickets: Tickets, running: Running, result: Result, kind: str, label: str) -> Handle:
+        transfer = self._ordered(tickets, running, result)
+        inner = self._library.start(transfer, kind, label)
+        return StreamHandle(self, self.streams, inner, result, kind, label)
 
-    def _ordered(self, turns: Turns, running: Running, ended: Ended) -> Running:
+    def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
         """`running` after all that was computed so far, and the mark at its end."""
-        begin, turn = self.side.begin(), turns.take()
+        begin, turn = self.streams.begin(), tickets.take()
         try:
-            if self.wire.in_order:
-                self.side.follow(begin)  # the GPU waits, and the host does not
+            if self.backend.in_order:
+                self.streams.follow(begin)  # the GPU waits, and the host does not
             else:
-                yield lambda: begin.done and turns.has_come(turn)
+                yield lambda: begin.done and tickets.has_come(turn)
             yield from running
-            ended.mark = self.side.mark()
+            result.mark = self.streams.mark()
         finally:
-            turns.end(turn)
-        if self.wire.in_order:  # nobody has waited for the other ranks yet: a wait has a name and is watched
-            yield passed(ended.mark)
+            tickets.end(turn)
+        if self.backend.in_order:  # nobody has waited for the others yet: a wait has a name and is watched
+            yield passed(result.mark)
 
     # -------------------------------------------------------------------------------------- gathers
 
@@ -97,26 +98,26 @@ class DeviceComm(Pushing):
 
         def running(tags: Iterator[int]) -> Running:
             if shard is not None:
-                self.side.copy(full[partition.part(self.rank)], shard)
-            yield from self.wire.run(self._gathers(shard, full, partition, starts), tags)
+                self.streams.copy(full[partition.part(self.rank)], shard)
+            yield from self.backend.run(self._gathers(shard, full, partition, starts), tags)
 
-        return self._start(running, len(starts), Ended(shard, full), "allgather", label)
+        return self._start(running, len(starts), Result(shard, full), "allgather", label)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Where in every slice the pieces begin that a round moves."""
-        return range(0, max(partition.counts), self.wire.largest(array.itemsize, summed=summed))
+        """Where in every slice the pieces begin that an exchange moves."""
+        return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
 
     def _gathers(
         self, shard: Array | None, full: Array, partition: Partition, starts: range
-    ) -> Iterator[Round]:
-        """Rounds in which every rank sends a piece of its slice to all others."""
+    ) -> Iterator[Exchange]:
+        """Exchanges in which every rank sends a piece of its slice to all others."""
         own = full[partition.part(self.rank)] if shard is None else shard
         for start in starts:
             mine = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
             pieces = [
                 (full[self._span(partition, rank, start, starts.step)], rank) for rank in self._sources()
             ]
-            yield Round(
+            yield Exchange(
                 sends=[(mine, self._targets())] if mine.size else [],
                 receives=[(piece, rank) for piece, rank in pieces if piece.size],
             )
@@ -159,18 +160,18 @@ class DeviceComm(Pushing):
         starts = self._starts(partition, full, summed=True)
 
         def running(tags: Iterator[int]) -> Running:
-            with self._lent_rooms(full, starts) as rooms:
-                rounds = self._sums(full, out, partition, contributors, accumulate, starts, rooms)
-                yield from self.wire.run(rounds, tags)
+            with self._borrowed_rooms(full, starts) as rooms:
+                exchanges = self._sums(full, out, partition, contributors, accumulate, starts, rooms)
+                yield from self.backend.run(exchanges, tags)
 
-        return self._start(running, len(starts), Ended(full, out), "reduce_scatter", label)
+        return self._start(running, len(starts), Result(full, out), "reduce_scatter", label)
 
-    def _lent_rooms(self, full: Array, starts: range) -> AbstractContextManager[list[Array]]:
-        return lent(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
+    def _borrowed_rooms(self, full: Array, starts: range) -> AbstractContextManager[list[Array]]:
+        return borrowed(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
 
     def _new_rooms(self, dtype: Any, step: int) -> list[Array]:
-        """Buffers for each round in flight, with room for a piece from every other rank."""
-        return [self.side.empty((self.size - 1) * step, dtype) for _ in range(self.wire.depth)]
+        """Buffers for each exchange in flight, with room for a piece from every other rank."""
+        return [self.streams.empty((self.size - 1) * step, dtype) for _ in range(self.backend.depth)]
 
     def _sums(
         self,
@@ -181,8 +182,8 @@ class DeviceComm(Pushing):
         accumulate: bool,
         starts: range,
         rooms: list[Array],
-    ) -> Iterator[Round]:
-        """Rounds in which every rank sends a piece of each slice to its owner, who adds what it has got."""
+    ) -> Iterator[Exchange]:
+        """Exchanges in which every rank sends a piece of each slice to its owner, who adds the pieces."""
         step = starts.step
         for number, start in enumerate(starts):
             room, mine = rooms[number % len(rooms)], self._span(partition, self.rank, start, step)
@@ -195,8 +196,8 @@ class DeviceComm(Pushing):
             theirs = [(full[self._span(partition, rank, start, step)], [rank]) for rank in self._targets()]
             parts = given | ({self.rank: full[mine]} if self.rank < contributors else {})
             ordered = [parts[rank] for rank in sorted(parts)]
-            add = partial(self.side.add, out[start : start + length], ordered, accumulate)
-            yield Round(
+            add = partial(self.streams.add, out[start : start + length], ordered, accumulate)
+            yield Exchange(
                 sends=[piece for piece in theirs if piece[0].size] if self.rank < contributors else [],
                 receives=[(piece, rank) for rank, piece in given.items()],
                 then=add if length else None,
@@ -209,15 +210,15 @@ class DeviceComm(Pushing):
 
         def running() -> Running:
             if not accumulate:
-                self.wire.sum_slices(full, out, partition)
+                self.backend.sum_slices(full, out, partition)
                 return
-            new = partial(self.side.empty, out.size, out.dtype)
-            with lent(self._arrivals[out.size], new) as arrived:
-                self.wire.sum_slices(full, arrived, partition)
-                self.side.add(out, [arrived], True)
+            new = partial(self.streams.empty, out.size, out.dtype)
+            with borrowed(self._arrivals[out.size], new) as arrived:
+                self.backend.sum_slices(full, arrived, partition)
+                self.streams.add(out, [arrived], True)
                 yield from self._added()
 
-        return self._begin(self._alone, running(), Ended(full, out), "reduce_scatter", label)
+        return self._begin(self._alone, running(), Result(full, out), "reduce_scatter", label)
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         if on_host(array):
@@ -226,47 +227,47 @@ class DeviceComm(Pushing):
         if not self.exact:
 
             def in_library() -> Running:
-                self.wire.sum_all(array)
+                self.backend.sum_all(array)
                 yield []
 
-            return self._begin(self._alone, in_library(), Ended(array), "allreduce", label)
+            return self._begin(self._alone, in_library(), Result(array), "allreduce", label)
         partition = Partition(array.size, self.size, ALIGNED)
         sums = self._starts(partition, array, summed=True)
         gathers = self._starts(partition, array, summed=False)
         own = array[partition.part(self.rank)]
 
         def running(tags: Iterator[int]) -> Running:
-            with self._lent_rooms(array, sums) as rooms:
+            with self._borrowed_rooms(array, sums) as rooms:
                 added = self._sums(array, own, partition, self.size, False, sums, rooms)
-                yield from self.wire.run(added, tags)
+                yield from self.backend.run(added, tags)
             yield from self._added()
-            yield from self.wire.run(self._gathers(None, array, partition, gathers), tags)
+            yield from self.backend.run(self._gathers(None, array, partition, gathers), tags)
 
-        return self._start(running, len(sums) + len(gathers), Ended(array), "allreduce", label)
+        return self._start(running, len(sums) + len(gathers), Result(array), "allreduce", label)
 
     def _added(self) -> Running:
         """Wait for sums that were launched, where what comes next is not in the order of their stream."""
-        if not self.wire.in_order:
-            yield passed(self.side.mark())
+        if not self.backend.in_order:
+            yield passed(self.streams.mark())
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
         if on_host(array):
             return super().broadcast(array, root, label)
         flat = array.reshape(-1)
-        starts = range(0, flat.size, self.wire.largest(array.itemsize, summed=False))
+        starts = range(0, flat.size, self.backend.largest(array.itemsize, summed=False))
 
-        def rounds() -> Iterator[Round]:
+        def exchanges() -> Iterator[Exchange]:
             for start in starts:
                 piece = flat[start : start + starts.step]
-                yield Round(
+                yield Exchange(
                     sends=[(piece, self._targets())] if self.rank == root else [],
                     receives=[] if self.rank == root else [(piece, root)],
                 )
 
         def running(tags: Iterator[int]) -> Running:
-            return self.wire.run(rounds(), tags)
+            return self.backend.run(exchanges(), tags)
 
-        return self._start(running, len(starts), Ended(array), "broadcast", label)
+        return self._start(running, len(starts), Result(array), "broadcast", label)
 
     # ---------------------------------------------------------------------------------- everything else
 
@@ -277,9 +278,9 @@ class DeviceComm(Pushing):
         super().gather(part, room, piece, root, label)
 
     def background(self) -> Comm:
-        return OfAnotherThread(self._inner.background(), self.side)
+        return DeviceAdoptingWrapper(self._inner.background(), self.streams)
 
-    def node_owners(self) -> Comm:
+    def shard_group(self) -> Comm:
         node = node_communicator(MPI.COMM_WORLD)
         nodes = find_topology(MPI.COMM_WORLD, node).nodes
         node.Free()
@@ -291,5 +292,5 @@ class DeviceComm(Pushing):
         return self
 
     def close(self) -> None:
-        self.wire.close()
+        self.backend.close()
         super().close()

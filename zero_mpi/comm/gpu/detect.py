@@ -2,7 +2,7 @@
 
 A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
 somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
-cannot, so what counts is `live`, on one rank of each node. All ranks have the same answer.
+cannot, so what counts is `probe_says`, on one rank of each node. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_answer(
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
-        answer = live(answer, command)
+        answer = probe_says(answer, command)
     node.Free()
     answers: list[Answer] = world.allgather(answer)
     return next((found for found in answers if not found.yes), answers[0])
@@ -103,8 +103,8 @@ def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
             yield Answer(environ[name] == "1", f"{name}={environ[name]}")
 
 
-def live(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """What a process says that tried it."""
+def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
+    """The answer of a process that tried it."""
     lines, end = run_probe(command)
     told = [json.loads(line) for line in lines]
     if told and told[-1].get("takes_memory"):

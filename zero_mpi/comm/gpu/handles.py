@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.gpu.streams import Side
-from zero_mpi.comm.pushing import Pushed, Pushing
-from zero_mpi.comm.wrapper import Forwarding
+from zero_mpi.comm.gpu.streams import Streams
+from zero_mpi.comm.progressing import ProgressingHandle, ProgressingWrapper
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
 
 
-class Ended:
+class Result:
     """What a transfer leaves behind: the mark behind its last copy or sum, and the arrays that these read.
 
     They must not go before the device is done with them: their memory would be given to somebody else.
@@ -24,40 +24,42 @@ class Ended:
         self.arrays = arrays
 
 
-class Joined(Pushed):
+class StreamHandle(ProgressingHandle):
     """A transfer of device memory; whoever waits for it lets computing go on after it, on the device."""
 
-    def __init__(self, comm: Pushing, side: Side, inner: Handle, ended: Ended, kind: str, label: str) -> None:
+    def __init__(
+        self, comm: ProgressingWrapper, streams: Streams, inner: Handle, result: Result, kind: str, label: str
+    ) -> None:
         super().__init__(comm, inner)
         self.kind, self.label = kind, label  # also where nothing had to be waited for
-        self._side, self._ended = side, ended
+        self._streams, self._result = streams, result
 
     def test(self) -> bool:
         if not super().test():
             return False
-        mark = self._ended.mark  # none after an error, which `wait` raises
+        mark = self._result.mark  # none after an error, which `wait` raises
         return mark is None or bool(mark.done)
 
     def wait(self) -> None:
         super().wait()
         recorder = spans.active
         stall = None if recorder is None else recorder.begin(spans.STALLS, self.kind, self.label)
-        self._side.join(self._ended.mark)  # the host does not wait, the device may
+        self._streams.join(self._result.mark)  # the host does not wait, the device may
         if recorder is not None and stall is not None:
             recorder.end(stall)
-        self._ended.arrays = ()
+        self._result.arrays = ()
 
 
-class OfAnotherThread(Forwarding):
+class DeviceAdoptingWrapper(CommWrapper):
     """A transport for the host whose caller may, inside the library, push messages of device memory."""
 
-    def __init__(self, inner: Comm, side: Side) -> None:
-        self._comm, self._side = inner, side
+    def __init__(self, inner: Comm, streams: Streams) -> None:
+        self._comm, self._streams = inner, streams
         super().__init__(inner)
 
     @property
     def _inner(self) -> Comm:  # whatever is forwarded goes through here
-        self._side.adopt()
+        self._streams.adopt()
         return self._comm
 
     @_inner.setter

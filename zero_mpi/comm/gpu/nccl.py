@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi.comm.gpu.rounds import MPI, Round
-from zero_mpi.comm.gpu.streams import GpuSide
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange
+from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.kinds import NCCL
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.scratch import NCCL_DEPTH, NCCL_PIECE
@@ -33,18 +33,18 @@ def load() -> Any:
     return nccl
 
 
-class NcclWire:
+class NcclBackend:
     """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH
 
-    def __init__(self, side: GpuSide, *, summed: int = NCCL_PIECE) -> None:
-        self.side, self._summed = side, summed
+    def __init__(self, streams: GpuStreams, *, summed: int = NCCL_PIECE) -> None:
+        self.streams, self._summed = streams, summed
         world = MPI.COMM_WORLD
         self._rank, self._size = world.Get_rank(), world.Get_size()
         self._nccl = together(world, load)
         name = world.bcast(self._nccl.get_unique_id() if self._rank == 0 else None)
-        side.adopt()
+        streams.adopt()
         self._comm = together(world, lambda: self._join(name))
 
     def _join(self, name: Any) -> Any:
@@ -66,28 +66,28 @@ class NcclWire:
     def largest(self, itemsize: int, *, summed: bool) -> int:
         return self._summed if summed else 1 << 62  # counts are size_t
 
-    def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
         """Everything at once: the order is the stream's, and the same on all ranks."""
-        for round_ in rounds:
+        for exchange in exchanges:
             next(tags)
-            if round_.sends or round_.receives:
-                self._exchange(round_)
-            if round_.then is not None:
-                round_.then()
+            if exchange.sends or exchange.receives:
+                self._exchange(exchange)
+            if exchange.then is not None:
+                exchange.then()
         yield from ()
 
-    def _exchange(self, round_: Round) -> None:
-        nccl, stream = self._nccl, self.side.stream.ptr
+    def _exchange(self, exchange: Exchange) -> None:
+        nccl, stream = self._nccl, self.streams.stream.ptr
         nccl.groupStart()
-        for piece, targets in round_.sends:
+        for piece, targets in exchange.sends:
             for target in targets:
                 self._comm.send(address(piece), piece.nbytes, nccl.NCCL_UINT8, target, stream)
-        for room, source in round_.receives:
+        for room, source in exchange.receives:
             self._comm.recv(address(room), room.nbytes, nccl.NCCL_UINT8, source, stream)
         nccl.groupEnd()
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        nccl, stream = self._nccl, self.side.stream.ptr
+        nccl, stream = self._nccl, self.streams.stream.ptr
         kind, add = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
         if len(set(partition.counts)) == 1:
             self._comm.reduceScatter(address(full), address(target), target.size, kind, add, stream)
@@ -100,7 +100,7 @@ class NcclWire:
         nccl.groupEnd()
 
     def sum_all(self, array: Array) -> None:
-        nccl, stream = self._nccl, self.side.stream.ptr
+        nccl, stream = self._nccl, self.streams.stream.ptr
         place = address(array)
         self._comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
 

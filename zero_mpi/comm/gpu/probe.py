@@ -112,7 +112,7 @@ def mpi_library() -> Any:
 
 
 def say(**about: Any) -> None:
-    """A line for the one who asked, out before anything else can happen."""
+    """Print a line for the one who asked, before anything else can happen."""
     os.write(1, f"{json.dumps(about)}\n".encode())
 
 

@@ -20,10 +20,10 @@ JOB = re.compile(
     r"MPI_LOCAL(NRANKS|RANKID)$"
 )
 PROBE = (sys.executable, "-m", "zero_mpi.comm.gpu.probe")
-PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
+PROBE_SECONDS = 20.0  # seconds for the child; the first use of a device takes some
 
 
-def run_probe(command: Sequence[str], patience: float = PATIENCE) -> tuple[list[str], str]:
+def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
     """What the child said, line by line, and how it ended."""
     try:
         done = subprocess.run(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.detect import Answer
 
-TRIAL = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
+TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
 
 
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
@@ -42,7 +42,7 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     if ranks == 1:
         return SerialComm(), ""
     from zero_mpi.comm.gpu.detect import find_answer
-    from zero_mpi.comm.gpu.rounds import MPI as library
+    from zero_mpi.comm.gpu.exchanges import MPI as library
 
     wanted = kinds.asked_for(flag, on_gpu=True)
     if wanted and kinds.GPU_MPI not in wanted:
@@ -58,29 +58,29 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
 def make(kind: Transport, exact: bool) -> DeviceComm:
     """The transport of that kind, of those that carry arrays of a GPU. Collective."""
     from zero_mpi.comm.gpu.comm import DeviceComm
-    from zero_mpi.comm.gpu.streams import GpuSide
+    from zero_mpi.comm.gpu.streams import GpuStreams
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.device.ordered_sum import kernels
 
     gpu = device.in_use()
     assert isinstance(gpu, Cuda), "there is a GPU in use"
-    side = GpuSide(gpu)
+    streams = GpuStreams(gpu)
     kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
     if kind == kinds.GPU_MPI:
-        from zero_mpi.comm.gpu.cuda_aware import AwareWire
+        from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 
-        return DeviceComm(MPIComm(exact=exact), AwareWire(side), side, "mpi, from GPU to GPU")
+        return DeviceComm(MPIComm(exact=exact), CudaAwareBackend(streams), streams, "mpi, from GPU to GPU")
     if kind == kinds.STAGED:
-        from zero_mpi.comm.gpu.staged import StagedWire
+        from zero_mpi.comm.gpu.staged import StagedBackend
 
-        staged = StagedWire(side)
+        staged = StagedBackend(streams)
         about = f"staged, through {staged.about}"
-        return DeviceComm(MPIComm(exact=True), staged, side, about)
-    from zero_mpi.comm.gpu.nccl import NcclWire
+        return DeviceComm(MPIComm(exact=True), staged, streams, about)
+    from zero_mpi.comm.gpu.nccl import NcclBackend
 
-    nccl = NcclWire(side)
+    nccl = NcclBackend(streams)
     sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"
-    return DeviceComm(MPIComm(exact=exact), nccl, side, f"nccl {nccl.version}, {sums}")
+    return DeviceComm(MPIComm(exact=exact), nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
@@ -88,7 +88,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
     The live test before it was of a rank with itself; this one cannot be taken back, but can be wrong.
     """
-    gpu, length = device.in_use(), TRIAL // comm.size
+    gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
     sent = np.arange(partition.length, dtype=np.float32)
     full = gpu.zeros(partition.length)

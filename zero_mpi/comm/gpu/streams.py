@@ -1,10 +1,10 @@
 """Where communication meets the work of a GPU: the one place that joins streams and events with transfers.
 
-A rank computes on one stream. What a transfer copies or adds goes to a stream beside it, `side`, and what the
-staged transport brings to the host to a third one, so that both copy engines are at work. A transfer begins
-when all that the computing stream was asked for before is done (`begin`): that covers who made what is sent,
-and who still reads what is about to be overwritten. At its end computing waits for the side stream (`join`),
-on the GPU and not on the host, which so goes on to launch what comes next.
+A rank computes on one stream. What a transfer copies or adds goes to a stream beside it, `streams`, and what
+the staged transport brings to the host to a third one, so that both copy engines are at work. A transfer
+begins when all that the computing stream was asked for before is done (`begin`): that covers who made what is
+sent, and who still reads what is about to be overwritten. At its end computing waits for the side stream
+(`join`), on the GPU and not on the host, which so goes on to launch what comes next.
 
 MPI and CUDA keep the device of a thread; any thread may push a transfer, so each adopts the GPU first.
 """
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zero_mpi.device import Cuda, Mark
+from zero_mpi.device import Cuda, CudaMark
 from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
 from zero_mpi.device.types import Array
 
 
-class Side(Protocol):
+class Streams(Protocol):
     """What the transports for device memory need of a device.
 
     An array needs `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]`, `view(uint8)` and
@@ -34,25 +34,25 @@ class Side(Protocol):
         """A mark behind what was computed so far; it has `done`."""
 
     def follow(self, mark: Any) -> None:
-        """Let what this side is asked for from now on come after a mark, without anybody waiting."""
+        """Let what the streams are asked for from now on come after a mark, without anybody waiting."""
 
     def mark(self) -> Any:
-        """A mark behind what this side was asked for so far; it has `done`."""
+        """A mark behind what the streams were asked for so far; it has `done`."""
 
     def join(self, mark: Any) -> None:
-        """Let what is computed from now on come after a mark of this side."""
+        """Let what is computed from now on come after a mark of these streams."""
 
     def empty(self, size: int, dtype: Any) -> Array:
         """A flat array of the device, kept for ever."""
 
     def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source, both on the device, in the order of this side."""
+        """target[...] = source, both on the device, in the order of these streams."""
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """`device.ordered_sum` in the order of this side."""
+        """`device.ordered_sum` in the order of these streams."""
 
 
-class GpuSide:
+class GpuStreams:
     """The side streams of the GPU in use."""
 
     def __init__(self, gpu: Cuda) -> None:
@@ -67,30 +67,30 @@ class GpuSide:
 
     # ------------------------------------------------------------------------- order of streams
 
-    def begin(self) -> Mark:
+    def begin(self) -> CudaMark:
         """A mark behind what was computed so far."""
         return self._gpu.mark()
 
-    def follow(self, mark: Mark) -> None:
-        """Let what this side is asked for from now on come after a mark, without anybody waiting."""
+    def follow(self, mark: CudaMark) -> None:
+        """Let what the streams are asked for from now on come after a mark, without anybody waiting."""
         self.stream.wait_event(mark.event)
 
-    def mark(self) -> Mark:
-        """A mark behind what this side was asked for so far."""
+    def mark(self) -> CudaMark:
+        """A mark behind what the streams were asked for so far."""
         return self._mark(self.stream)
 
-    def fetched(self) -> Mark:
+    def fetched(self) -> CudaMark:
         """A mark behind what is on its way to the host."""
         return self._mark(self._down)
 
-    def _mark(self, stream: Any) -> Mark:
+    def _mark(self, stream: Any) -> CudaMark:
         self.adopt()
         event = self._gpu.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream)
-        return Mark(event, self._gpu)
+        return CudaMark(event, self._gpu)
 
-    def join(self, mark: Mark) -> None:
-        """Let what is computed from now on come after a mark of this side."""
+    def join(self, mark: CudaMark) -> None:
+        """Let what is computed from now on come after a mark of these streams."""
         self._gpu.wait_for(mark)
 
     # -------------------------------------------------------------------------- memory and work

@@ -29,6 +29,6 @@ Elements that a node sends to others for a unit of length L_u, of which the node
 
 Whoever waits pushes everything that is in flight, because another rank may need it. A rank that only looks at
 counters must still call into the MPI library now and then: a request that is complete here may have left work
-that another rank waits for (`MPIComm.nudge`). Nodes with unequal numbers of ranks, or ranks dealt to nodes in
-turn, get the transport `mpi`, and `hybrid-shard` is refused.
+that another rank waits for (`MPIComm.poke_progress`). Nodes with unequal numbers of ranks, or ranks dealt to
+nodes in turn, get the transport `mpi`, and `hybrid-shard` is refused.
 """

@@ -18,7 +18,7 @@ import numpy as np
 
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.scratch import RELAY_DEPTH, RELAY_PIECE
+from zero_mpi.comm.scratch import CHAIN_DEPTH, CHAIN_PIECE
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty
@@ -81,12 +81,12 @@ class Sum:
 
 
 def cut(part: slice, home: int | None) -> Iterator[Item]:
-    """A slice of a unit in pieces."""
-    for start in range(part.start, part.stop, RELAY_PIECE):
-        yield Item(start, min(start + RELAY_PIECE, part.stop), home)
+    """The pieces of a slice of a unit."""
+    for start in range(part.start, part.stop, CHAIN_PIECE):
+        yield Item(start, min(start + CHAIN_PIECE, part.stop), home)
 
 
-class Relay:
+class ChainSum:
     """This rank's part in the sums of its lane, a communicator whose ranks are the nodes."""
 
     def __init__(self, lane: Any, topology: Topology) -> None:
@@ -128,15 +128,15 @@ class Relay:
         rooms = self._take(total.out.dtype)
         posted: list[list[Any]] = []
         sent: list[list[Any]] = [[] for _ in rooms]
-        for number in range(len(items) + RELAY_DEPTH - 1):
-            room = number % RELAY_DEPTH
+        for number in range(len(items) + CHAIN_DEPTH - 1):
+            room = number % CHAIN_DEPTH
             if number < len(items):
                 yield sent[room]  # then its memory is free
                 posted.append(self._post(total, source, items[number], rooms[room], room))
-            done = number - (RELAY_DEPTH - 1)
+            done = number - (CHAIN_DEPTH - 1)
             if 0 <= done < len(items):
                 yield posted[done]
-                room = done % RELAY_DEPTH
+                room = done % CHAIN_DEPTH
                 self._add(total, source, items[done], rooms[room], room)
                 if self.topology.node == self.last(total):
                     yield [total.lent[done]] if done in total.lent else []
@@ -149,7 +149,7 @@ class Relay:
         try:
             return self._rooms[dtype].pop()
         except IndexError:
-            return [empty(RELAY_PIECE, dtype) for _ in range(RELAY_DEPTH)]
+            return [empty(CHAIN_PIECE, dtype) for _ in range(CHAIN_DEPTH)]
 
     def _post(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> list[Any]:
         requests = source.post(item.span, number)

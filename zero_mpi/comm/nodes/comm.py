@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.kinds import NODES
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.nodes.hybrid import NodeOwners
-from zero_mpi.comm.nodes.reduce_scatter import NodeSums
+from zero_mpi.comm.nodes.hybrid import ShardGroup
+from zero_mpi.comm.nodes.reduce_scatter import NodeReduceScatter
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.progressing import ProgressingWrapper
 from zero_mpi.comm.shared.counters import Counters
-from zero_mpi.comm.shared.memory import NodeMemory
+from zero_mpi.comm.shared.node_memory import NodeMemory
 from zero_mpi.comm.shared.window import NodesApart
 from zero_mpi.comm.shared.words import ENTRIES, GATHERED, RELEASED
 from zero_mpi.comm.start_mpi import MPI
@@ -35,7 +35,7 @@ from zero_mpi.device.types import Array
 
 
 @dataclass(frozen=True)
-class Wish:
+class Needs:
     """What `memory` will be asked for: its arguments."""
 
     wholes: Sequence[Partition] = ()
@@ -43,17 +43,18 @@ class Wish:
     gathers: Sequence[int] = ()
 
 
-class NodesComm(Pushing):
+class NodesComm(ProgressingWrapper):
     """The ranks of an MPI communicator (the world, unless another is given) on several like nodes.
 
-    `wish(ranks per node)`: what `memory` of this transport, or of its `node_owners`, will be asked for first.
-    Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing to share.
+    `needs(ranks per node)`: what `memory` of this transport, or of its `shard_group`, will be asked for
+    first. Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing to
+    share.
     """
 
     replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
 
     def __init__(
-        self, comm: Any = None, *, wish: Callable[[int], Wish] | None = None, threaded: bool | None = None
+        self, comm: Any = None, *, needs: Callable[[int], Needs] | None = None, threaded: bool | None = None
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
         node = node_communicator(world)
@@ -64,7 +65,7 @@ class NodesComm(Pushing):
         if problem:
             node.Free()
             raise NodesApart(problem)
-        wanted = Wish() if wish is None else wish(self.topology.ranks_per_node)
+        wanted = Needs() if needs is None else needs(self.topology.ranks_per_node)
         wholes = [*wanted.wholes, *self._rooms(wanted.gathers)]
         self._memory = NodeMemory(node, wholes, wanted.buffers)
         flat = MPIComm(world, threaded=threaded)
@@ -72,8 +73,8 @@ class NodesComm(Pushing):
         self.kind, self.exact = NODES, True  # also where `fast` would do
         self._flat = flat
         self._lane = world.Split(self.topology.local, self.topology.node)
-        self._sums = NodeSums(flat, self.topology, self._lane, node, self._memory)
-        self._owners: NodeOwners | None = None
+        self._sums = NodeReduceScatter(flat, self.topology, self._lane, node, self._memory)
+        self._owners: ShardGroup | None = None
         self._pools: list[weakref.ref[GatherPool]] = []
         self._released = Released(self._memory.counters)
         self._started = self._launched = self._gathered = 0  # gathers
@@ -82,18 +83,18 @@ class NodesComm(Pushing):
         """Buffers for gathered units: each rank of the node touches its part first."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
-    def node_owners(self) -> Comm:
+    def shard_group(self) -> Comm:
         if self._owners is None:
-            self._owners = NodeOwners(self._flat, self._sums)
+            self._owners = ShardGroup(self._flat, self._sums)
         return self._owners
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
         pool = GatherPool(arrays, self._released)
         self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
-        return Memory([None] * len(wholes), slots, pool)
+        return ModuleMemory([None] * len(wholes), slots, pool)
 
     @property
     def shared_bytes(self) -> int:
@@ -102,7 +103,7 @@ class NodesComm(Pushing):
 
     @property
     def about(self) -> str:
-        """What it uses, for people."""
+        """A text for people: what the transport uses."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.kinds import MPI, NODES
-from zero_mpi.comm.nodes.reduce_scatter import NodeSums
+from zero_mpi.comm.nodes.reduce_scatter import NodeReduceScatter
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.pushing import Pushing
+from zero_mpi.comm.progressing import ProgressingWrapper
 from zero_mpi.comm.shared.words import ENTRIES
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.device.types import Array
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from zero_mpi.comm.mpi import MPIComm
 
 
-class NodeOwners(Pushing):
+class ShardGroup(ProgressingWrapper):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
-    def __init__(self, flat: MPIComm, sums: NodeSums) -> None:
+    def __init__(self, flat: MPIComm, sums: NodeReduceScatter) -> None:
         super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
@@ -40,22 +40,22 @@ class NodeOwners(Pushing):
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         if self._sums.memory is None:
             return super().memory(wholes, buffers, gathers)
         arrays, slots = self._sums.memory.allot(wholes, buffers)
-        return Memory(list(arrays), slots)
+        return ModuleMemory(list(arrays), slots)
 
-    def publish(self) -> None:
+    def signal_written(self) -> None:
         if self._sums.memory is not None:
-            self._sums.memory.publish()
+            self._sums.memory.signal_written()
 
-    def await_published(self) -> None:
+    def wait_written(self) -> None:
         memory = self._sums.memory
-        if memory is not None and not memory.all_published():
-            self.wait_until(memory.all_published, "updated parameters")
+        if memory is not None and not memory.all_written():
+            self.wait_until(memory.all_written, "updated parameters")
 
-    def await_readers(self) -> None:
+    def barrier_readers(self) -> None:
         if self._sums.memory is not None:
             self._inner.barrier()
 
@@ -80,7 +80,7 @@ class NodeOwners(Pushing):
         self._inner.close()
 
 
-def owners_by_messages(flat: MPIComm, world: Any) -> Comm:
+def shard_group_by_messages(flat: MPIComm, world: Any) -> Comm:
     """The owners among the ranks of `world` where no memory is shared; `flat` itself on one node. Collective.
 
     Raises UsageError where the nodes are not alike.
@@ -94,4 +94,4 @@ def owners_by_messages(flat: MPIComm, world: Any) -> Comm:
         node.Free()
         raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
     lane = world.Split(topology.local, topology.node)
-    return NodeOwners(flat, NodeSums(flat, topology, lane, node, None))
+    return ShardGroup(flat, NodeReduceScatter(flat, topology, lane, node, None))

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi.comm.base import Handle
+from zero_mpi.comm.base import AllOf, Handle
 from zero_mpi.comm.message_type import mpi_type
-from zero_mpi.comm.nodes.chain_sum import Relay, Source, Sum
+from zero_mpi.comm.nodes.chain_sum import ChainSum, Source, Sum
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.scratch import RELAY_DEPTH, RELAY_PIECE
+from zero_mpi.comm.scratch import CHAIN_DEPTH, CHAIN_PIECE
 from zero_mpi.comm.shared.counters import Counters
-from zero_mpi.comm.shared.memory import NodeMemory
-from zero_mpi.comm.shared.slots import SlotPool
+from zero_mpi.comm.shared.gradient_pool import SharedGradientPool
+from zero_mpi.comm.shared.node_memory import NodeMemory
 from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TAGS = 1 << 14
 
 
-class NodeSums:
+class NodeReduceScatter:
     """The reductions of the ranks of `flat`, in their order.
 
     flat       all ranks; its thread, or whoever waits, pushes the transfers
@@ -43,7 +43,7 @@ class NodeSums:
         self, flat: MPIComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
     ) -> None:
         self.flat, self.topology, self.node, self.memory = flat, topology, node, memory
-        self.relay = Relay(lane, topology)
+        self.chain = ChainSum(lane, topology)
         self.started = 0
         self._settled = 0  # reductions in which this rank has done its parts
 
@@ -66,16 +66,16 @@ class NodeSums:
         running += [self._settle(total)] if self.memory else [self._give(total)]
         record = self.flat.meter.transfer("reduce_scatter", label)
         parts = [self.flat.start(each, "reduce_scatter", label, record) for each in running]
-        return Together(parts, label)
+        return AllOf(parts, "reduce_scatter", label)
 
     def is_free(self, number: int) -> bool:
         """Whether the table's entry of reduction `number` may be used again."""
         return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
 
     def _count(self, total: Sum) -> None:
-        nbytes = self.relay.given(total) * total.out.itemsize
+        nbytes = self.chain.given(total) * total.out.itemsize
         if self.topology.rank < total.contributors:
-            carried = sum(item.stop - item.start for item in self.relay.items(total, self.topology.local))
+            carried = sum(item.stop - item.start for item in self.chain.items(total, self.topology.local))
             nbytes += (total.partition.length - carried) * total.full.itemsize
         self.flat.meter.sent_bytes += nbytes
 
@@ -84,19 +84,19 @@ class NodeSums:
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.contributors]
         if self.memory is None:
-            return Messages(self.node, self.topology.local, givers, total)
+            return GradientsByMessages(self.node, self.topology.local, givers, total)
         pool, offset = self.memory.find(total.full)
         assert pool is not None, "a gradient lies in a slot where memory is shared"
         self.memory.counters.note(total.number, offset)
         self.memory.counters.raise_to(POSTED, total.number + 1)
-        return Slots(self.memory.counters, pool, givers, total)
+        return GradientsInSharedMemory(self.memory.counters, pool, givers, total)
 
     def _carry(self, total: Sum, source: Source) -> Running:
-        yield from self.relay.carry(total, source)
+        yield from self.chain.carry(total, source)
         total.carried = True
 
     def _collect(self, total: Sum, source: Source) -> Running:
-        yield from self.relay.collect(total, source)
+        yield from self.chain.collect(total, source)
         total.collected = True
 
     def _settle(self, total: Sum) -> Running:
@@ -116,16 +116,16 @@ class NodeSums:
         requests: list[Any] = []
         if self.topology.rank < total.contributors:
             for local in others(self.topology.ranks_per_node, self.topology.local):
-                for item in self.relay.items(total, local):
+                for item in self.chain.items(total, local):
                     given = [total.full[item.span], mpi_type(total.full)]
                     requests.append(self.node.Isend(given, local, total.number % TAGS))
         yield requests
 
 
-class Slots:
+class GradientsInSharedMemory:
     """Gradients in the memory that the ranks of a node share."""
 
-    def __init__(self, counters: Counters, pool: SlotPool, givers: list[int], total: Sum) -> None:
+    def __init__(self, counters: Counters, pool: SharedGradientPool, givers: list[int], total: Sum) -> None:
         self.counters, self.pool, self.givers, self.total = counters, pool, givers, total
 
     def ready(self) -> bool:
@@ -141,7 +141,7 @@ class Slots:
         ]
 
 
-class Messages:
+class GradientsByMessages:
     """Gradients that the ranks of a node send to each other."""
 
     def __init__(self, node: Any, local: int, givers: list[int], total: Sum) -> None:
@@ -153,9 +153,9 @@ class Messages:
 
     def room(self, number: int, rank: int, span: slice) -> Array:
         """Where a rank's part of a piece arrives."""
-        assert number < RELAY_DEPTH
+        assert number < CHAIN_DEPTH
         if (number, rank) not in self.rooms:
-            self.rooms[number, rank] = empty(RELAY_PIECE, self.total.full.dtype)
+            self.rooms[number, rank] = empty(CHAIN_PIECE, self.total.full.dtype)
         return self.rooms[number, rank][: span.stop - span.start]
 
     def post(self, span: slice, room: int) -> list[Any]:
@@ -169,22 +169,6 @@ class Messages:
     def parts(self, span: slice, room: int) -> list[Array]:
         own = self.total.full[span]
         return [own if rank == self.local else self.room(room, rank, span) for rank in self.givers]
-
-
-class Together(Handle):
-    """Several transfers that are one for who waits."""
-
-    kind = "reduce_scatter"
-
-    def __init__(self, handles: list[Handle], label: str) -> None:
-        self._handles, self.label = handles, label
-
-    def test(self) -> bool:
-        return sum(not handle.test() for handle in self._handles) == 0  # each must be pushed on
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
 
 
 def others(size: int, rank: int) -> Iterator[int]:

@@ -1,8 +1,9 @@
 """Ranks of one node that share memory: parameters lie there once, gradients are added where they lie.
 
 *Wholes.* A buffer whose slices the ranks own is one array for all of them. To gather it is to know that the
-owners have written: each counts its writes (`publish`), and a reader waits until all have counted as far as
-itself (`await_published`). Before slices are written again no rank may read them any more (`await_readers`).
+owners have written: each counts its writes (`signal_written`), and a reader waits until all have counted as
+far as itself (`wait_written`). Before slices are written again no rank may read them any more
+(`barrier_readers`).
 
 *Reductions.* A rank announces that its gradient is complete and where it lies; an owner whose slice all ranks
 have announced adds it, in order of ranks, and announces the sum. A reduction is complete when all owners have
@@ -21,22 +22,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi import environment
-from zero_mpi.comm.base import DONE, Handle, Memory
+from zero_mpi.comm.base import DONE, Handle, ModuleMemory
 from zero_mpi.comm.kinds import SHARED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.shared.memory import NodeMemory
-from zero_mpi.comm.shared.slots import SlotPool
+from zero_mpi.comm.shared.gradient_pool import SharedGradientPool
+from zero_mpi.comm.shared.node_memory import NodeMemory
 from zero_mpi.comm.shared.window import NodesApart
 from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.wrapper import Forwarding
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
-from zero_mpi.telemetry.spans import Transfer as Record
+from zero_mpi.telemetry.spans import OpenTransfer as Record
 
 SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
 
@@ -47,7 +48,7 @@ class Reduction(Handle):
 
     comm: SharedComm
     number: int
-    pool: SlotPool
+    pool: SharedGradientPool
     full: Array
     out: Array
     partition: Partition
@@ -99,7 +100,7 @@ class OverMPI(Handle):
         self.inner.wait()
 
 
-class SharedComm(Forwarding):
+class SharedComm(CommWrapper):
     """The ranks of an MPI communicator (the world, unless another is given), all of one node.
 
     `wholes`, `buffers`: what `memory` will be asked for first; it is set aside at once. Collective; raises
@@ -150,9 +151,9 @@ class SharedComm(Forwarding):
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         arrays, pool = self._node_memory.allot(wholes, buffers)
-        return Memory(list(arrays), pool)
+        return ModuleMemory(list(arrays), pool)
 
     @property
     def shared_bytes(self) -> int:
@@ -161,19 +162,19 @@ class SharedComm(Forwarding):
 
     @property
     def about(self) -> str:
-        """What it uses, for people."""
+        """A text for people: what the transport uses."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     # ---------------------------------------------------------------------------------------- gathering
 
-    def publish(self) -> None:
-        self._node_memory.publish()
+    def signal_written(self) -> None:
+        self._node_memory.signal_written()
 
-    def await_published(self) -> None:
-        if not self._node_memory.all_published():
-            self.wait_until(self._node_memory.all_published, "updated parameters")
+    def wait_written(self) -> None:
+        if not self._node_memory.all_written():
+            self.wait_until(self._node_memory.all_written, "updated parameters")
 
-    def await_readers(self) -> None:
+    def barrier_readers(self) -> None:
         self._inner.barrier()
 
     # --------------------------------------------------------------------------------------- reductions

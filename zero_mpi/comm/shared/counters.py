@@ -14,7 +14,7 @@ from zero_mpi.comm.shared.words import COUNTERS, ENTRIES, RANK_BYTES, TABLE, WOR
 
 
 class Counters:
-    """The counters POSTED, SUMMED, PUBLISHED, ... of each rank, and a table of small numbers beside them.
+    """The counters POSTED, SUMMED, WRITTEN, ... of each rank, and a table of small numbers beside them.
 
     Collective; raises NoSharedMemory on all ranks alike.
     """

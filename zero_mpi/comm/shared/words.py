@@ -1,6 +1,6 @@
 """How the counters of a rank lie in shared memory: each begins a cache line, words have 8 bytes."""
 
-POSTED, SUMMED, PUBLISHED, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
+POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
 COUNTERS = range(POSTED, TABLE, 8)
 ENTRIES = 64  # of the table
 WORDS = TABLE + ENTRIES

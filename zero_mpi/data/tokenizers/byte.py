@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """The number of its ids."""
 
     @property
     def bos(self) -> int | None:
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
         """Ids (n,) of `data`, uint16 or uint32, without bos and eos."""
 
     def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """`encode` of each."""
+        """`encode` for each of the texts."""
 
     def encode_prompt(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
         """Ids of a text that a model is to continue, with what has to stand before it."""
@@ -84,7 +84,7 @@ class ByteTokenizer:
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
     def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """`encode` of each."""
+        """`encode` for each of the texts."""
         return [self.encode(data) for data in documents]
 
     def encode_prompt(self, text: str) -> NDArray[np.uint16]:

@@ -36,7 +36,7 @@ def gelu_share(x: Any) -> Any:
 
 @kernel(given(1), filled(1))
 def gelu_forward(x: Array, y: Array) -> None:
-    """y = gelu(x)."""
+    """Compute y = gelu(x)."""
     for i in range(x.size):
         y[i] = x[i] * gelu_share(x[i])
 

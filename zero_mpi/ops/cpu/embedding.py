@@ -21,7 +21,7 @@ def first_outside(ids: Array, count: int) -> int:
 
 @kernel(given(1, INTEGER), given(2), filled(2))
 def copy_rows(ids: Array, w: Array, y: Array) -> None:
-    """y[i] = w[ids[i]]."""
+    """Copy rows: y[i] = w[ids[i]]."""
     for i in range(ids.size):
         row, out = w[ids[i]], y[i]
         for j in range(w.shape[1]):

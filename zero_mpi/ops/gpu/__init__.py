@@ -1,9 +1,9 @@
 """The operations for `cupy.ndarray`, in float32, bfloat16 and float16: own kernels, cuBLASLt, cuDNN.
 
-They mean what `ops.half` says: numbers are widened to float32, results rounded once; statistics and losses
-are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results lie in
-the GPU's recycled memory and are ordered by its stream; nothing here waits. Importing this package needs CuPy
-and no GPU.
+They mean what `ops.low_precision` says: numbers are widened to float32, results rounded once; statistics and
+losses are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results
+lie in the GPU's recycled memory and are ordered by its stream; nothing here waits. Importing this package
+needs CuPy and no GPU.
 
 Matrix products are cuBLASLt's (`gemm`): bias, shortcut and the gradient so far are added inside the product.
 Attention is cuDNN's for low types where its memory stays within a bound (`sdpa`), otherwise products around a

@@ -136,7 +136,7 @@ def import_lt() -> Any:
         ) from error
 
 
-class Setting:
+class AttributeSetter:
     """Sets attributes of one kind of cuBLASLt's objects, each in the type that the bindings name for it."""
 
     def __init__(self, names: Any, kind_of_value: Any, setter: Any) -> None:
@@ -309,13 +309,13 @@ class Products:
         self.workspace, self.workspace_bytes = self.room.data.ptr, self.room.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self._scalars: dict[float, Any] = {}
-        self.describe = Setting(
+        self.describe = AttributeSetter(
             lt.MatmulDescAttribute, lt.get_matmul_desc_attribute_dtype, lt.matmul_desc_set_attribute
         )
-        self.lay_out = Setting(
+        self.lay_out = AttributeSetter(
             lt.MatrixLayoutAttribute, lt.get_matrix_layout_attribute_dtype, lt.matrix_layout_set_attribute
         )
-        self.prefer = Setting(
+        self.prefer = AttributeSetter(
             lt.MatmulPreferenceAttribute,
             lt.get_matmul_preference_attribute_dtype,
             lt.matmul_preference_set_attribute,

@@ -1,8 +1,9 @@
-"""Transfers of device memory as rounds: pieces that travel together, several rounds under way at once.
+"""Transfers of device memory as exchanges: pieces that travel together, several exchanges under way at once.
 
-What travels where is worked out once (`comm`), as a list of rounds; how it travels is the affair of a
-wire: straight from device memory, by way of pinned memory, or by NCCL. A wire runs each round as a generator
-of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI library.
+What travels where is worked out once (`comm`), as a list of exchanges; how it travels is the affair of a
+backend: straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
+generator of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI
+library.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from zero_mpi.device.types import Array
 
 
 @dataclass(frozen=True)
-class Round:
-    """sends: pieces, and the ranks that each goes to; receives: rooms, and the rank that fills each.
+class Exchange:
+    """Pieces that are sent together (`sends`, with ranks) and rooms that ranks fill (`receives`, with ranks).
 
-    then: launches what is to be done with the rooms once they are filled.
+    `then` launches what is to be done with the rooms once they are filled.
     """
 
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
@@ -35,10 +36,10 @@ class Round:
     then: Callable[[], None] | None = None
 
 
-class Wire(Protocol):
-    """A way for rounds to travel.
+class Backend(Protocol):
+    """A way for exchanges to travel.
 
-    depth       rounds under way at once; the room of a round is used again `depth` rounds later
+    depth       exchanges under way at once; the room of an exchange is used again `depth` exchanges later
     in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
     kind        the transport that it makes of messages between hosts
     """
@@ -48,10 +49,10 @@ class Wire(Protocol):
     kind: Transport
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Elements of the longest piece of a slice that a round may have, only moved or also summed."""
+        """Elements of the longest piece of a slice that an exchange may have, only moved or also summed."""
 
-    def run(self, rounds: Iterator[Round], tags: Iterator[int]) -> Running:
-        """Moves the pieces of all rounds and launches what follows; each round takes a tag."""
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
+        """Moves the pieces of all exchanges and launches what follows; each exchange takes a tag."""
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
         """target = the sum over ranks of this rank's slice of their `full`, by the library. Collective."""
@@ -83,7 +84,7 @@ def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool
     return look
 
 
-class Step:
+class RunningExchange:
     """A generator under way, and what it needs next. It begins at once."""
 
     def __init__(self, running: Running) -> None:
@@ -112,7 +113,7 @@ class Step:
 
 def overlapped(runs: Iterable[Running], depth: int) -> Running:
     """Run generators, up to `depth` at once; one begins when the one `depth` before it has ended."""
-    under_way: deque[Step] = deque()
+    under_way: deque[RunningExchange] = deque()
     coming = iter(runs)
     more = True
     while more or under_way:
@@ -120,7 +121,7 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
             running = next(coming, None)
             more = running is not None
             if running is not None:
-                under_way.append(Step(running))
+                under_way.append(RunningExchange(running))
         # What one step needs is looked at here and not in the condition: an error then is the transfer's own.
         for step in under_way:
             step.push()
@@ -130,12 +131,12 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
             yield partial(any_ready, [step for step in under_way if not step.done])
 
 
-def any_ready(steps: Sequence[Step]) -> bool:
+def any_ready(steps: Sequence[RunningExchange]) -> bool:
     """Whether one of them can go on."""
     return any(step.ready() for step in steps)
 
 
-class Turns:
+class Tickets:
     """Lets transfers begin in the order in which they were started, and at most so many at once.
 
     Rooms and pinned memory are as many. All ranks start transfers in one order, so the oldest one that is not
@@ -158,13 +159,13 @@ class Turns:
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """A transfer is over."""
+        """Take note that a transfer is over."""
         self._waiting.remove(number)
 
 
 @contextmanager
-def lent(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Something from a list of what is free, or a new one; it is free again afterwards."""
+def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
+    """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
     try:  # another thread may be here as well
         room = free.pop()
     except IndexError:

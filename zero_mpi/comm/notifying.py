@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import Comm, Handle, Memory
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.clock_sync import Offset
 from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.wrapper import Forwarding
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 
 
-class Noticing(Forwarding):
-    """Hands every call on to `inner`, after `notice` of those that are collective."""
+class NotifyingWrapper(CommWrapper):
+    """Hands every call on to `inner`, after `on_collective` of those that are collective."""
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
@@ -26,7 +26,7 @@ class Noticing(Forwarding):
         self._owners: tuple[Comm, Comm] | None = None  # those of the inner transport, and what hears of them
 
     @abstractmethod
-    def notice(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """A collective is about to start: what all ranks must have alike. Arrays come as they are: it is
         their size and type that must be, and most who listen need not spell them out."""
 
@@ -37,7 +37,7 @@ class Noticing(Forwarding):
     # -------------------------------------------------------------------------------------- on arrays
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        self.notice(
+        self.on_collective(
             "allgather", label, full, partition, "its slices in place" if shard is None else "from slices"
         )
         return self._inner.allgather(shard, full, partition, label)
@@ -54,64 +54,66 @@ class Noticing(Forwarding):
     ) -> Handle:
         given = f"{self.size if contributors is None else contributors} contributors"
         how = "added to what is there" if accumulate else "from zero"
-        self.notice("reduce_scatter", label, full, partition, given, how)
+        self.on_collective("reduce_scatter", label, full, partition, given, how)
         return self._inner.reduce_scatter(
             full, out, partition, contributors=contributors, accumulate=accumulate, label=label
         )
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
-        self.notice("allreduce", label, array)
+        self.on_collective("allreduce", label, array)
         return self._inner.allreduce(array, label)
 
     def sum_vector(self, values: Array) -> Array:
-        self.notice("sum_vector", "", f"shape {np.shape(values)}")  # of any type: it is sent as float64
+        self.on_collective(
+            "sum_vector", "", f"shape {np.shape(values)}"
+        )  # of any type: it is sent as float64
         return self._inner.sum_vector(values)
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
-        self.notice("broadcast", label, array, f"root {root}")
+        self.on_collective("broadcast", label, array, f"root {root}")
         return self._inner.broadcast(array, root, label)
 
     def gather(
         self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
-        self.notice("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
+        self.on_collective("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
         self._inner.gather(part, room, piece, root, label)
 
     # ------------------------------------------------------------------------------------ on anything
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        self.notice("gather_object", "", f"root {root}")
+        self.on_collective("gather_object", "", f"root {root}")
         return self._inner.gather_object(value, root)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        self.notice("broadcast_object", "", f"root {root}")
+        self.on_collective("broadcast_object", "", f"root {root}")
         return self._inner.broadcast_object(value, root)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        self.notice("allgather_object")
+        self.on_collective("allgather_object")
         return self._inner.allgather_object(value)
 
     def barrier(self) -> None:
-        self.notice("barrier")
+        self.on_collective("barrier")
         self._inner.barrier()
 
     def clock_offset(self) -> Offset:
-        self.notice("clock_offset")
+        self.on_collective("clock_offset")
         return self._inner.clock_offset()
 
     def background(self) -> Comm:
-        self.notice("background")
+        self.on_collective("background")
         return self.beside(self._inner.background())
 
     def create_file(self, path: Path) -> OutputFile:
-        self.notice("create_file", path.name)
+        self.on_collective("create_file", path.name)
         return self._inner.create_file(path)
 
     # ------------------------------------------------------------------------------------------ memory
 
-    def node_owners(self) -> Comm:
-        self.notice("node_owners")
-        owners = self._inner.node_owners()
+    def shard_group(self) -> Comm:
+        self.on_collective("shard_group")
+        owners = self._inner.shard_group()
         if owners is self._inner:
             return self
         if self._owners is None or self._owners[0] is not owners:
@@ -120,22 +122,22 @@ class Noticing(Forwarding):
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> Memory:
+    ) -> ModuleMemory:
         lengths = [whole.length for whole in wholes]
         asked = f"wholes {lengths}", f"buffers {list(buffers)}", f"gathers {list(gathers)}"
-        self.notice("memory", "", *asked)
+        self.on_collective("memory", "", *asked)
         return self._inner.memory(wholes, buffers, gathers)
 
-    def publish(self) -> None:
-        self._inner.publish()
+    def signal_written(self) -> None:
+        self._inner.signal_written()
 
-    def await_published(self) -> None:
-        self._inner.await_published()
+    def wait_written(self) -> None:
+        self._inner.wait_written()
 
-    def await_readers(self) -> None:
-        self.notice("await_readers")
-        self._inner.await_readers()
+    def barrier_readers(self) -> None:
+        self.on_collective("barrier_readers")
+        self._inner.barrier_readers()
 
     def close(self) -> None:
-        self.notice("close")
+        self.on_collective("close")
         self._inner.close()

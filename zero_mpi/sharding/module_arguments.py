@@ -23,7 +23,7 @@ from zero_mpi.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Given:
+class ModuleArguments:
     """The arguments of a module, looked at."""
 
     stages: list[Stage]
@@ -33,7 +33,7 @@ class Given:
     masters: Callable[[int], Array] | None
 
 
-def look_at(
+def check_arguments(
     stages: Any,
     comm: Comm,
     strategy: Any,
@@ -44,7 +44,7 @@ def look_at(
     by_rows: Any,
     precision: Any,
     offload_masters: Any,
-) -> tuple[Given, dict[str, object]]:
+) -> tuple[ModuleArguments, dict[str, object]]:
     """What was given, and the facts that ranks must share; raises ValueError for what cannot be."""
     instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
     instance("ShardedModule: precision", precision, Precision, "a Precision such as FP32")
@@ -71,7 +71,7 @@ def look_at(
             f"parameter {name}": f"{param.shape}, {kind}, in unit {unit.name}"
             for name, param in unit.params.items()
         }
-    return Given(stages, params, patterns, layout, masters), facts
+    return ModuleArguments(stages, params, patterns, layout, masters), facts
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

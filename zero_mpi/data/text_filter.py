@@ -15,11 +15,11 @@ from zero_mpi.data.file_kinds import BINARY, is_utf8, kind_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 
-NAME = 60  # letters of a name that are shown
-SHOWN = 3  # names
+SHOWN_LETTERS = 60  # letters of a name that are shown
+SHOWN_NAMES = 3  # names
 
 
-class Sieve:
+class TextFilter:
     """Looks at one file after the other; `notes` say what was found.
 
     paths       what was named: files and folders
@@ -35,7 +35,7 @@ class Sieve:
         kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
         if kind is None:
             return True
-        about = f"{shown(name, NAME)}: {kind.name}"
+        about = f"{shown(name, SHOWN_LETTERS)}: {kind.name}"
         if os.path.realpath(path) not in self._named:
             self._out.append(about)
             return False
@@ -48,12 +48,12 @@ class Sieve:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """A file was read whole: in which encoding?"""
+        """Take note of the encoding of a file that was read whole."""
         if self._named and not self._any_bytes and not is_utf8(data):
-            self._odd.append(shown(name, NAME))
+            self._odd.append(shown(name, SHOWN_LETTERS))
 
     def notes(self) -> Iterator[str]:
-        """A line for each sort of thing that was found."""
+        """The notes: a line for each sort of thing that was found."""
         if self._out:
             yield f"files that are no text left out: {some(self._out)}"
         if self._taken:
@@ -66,5 +66,5 @@ class Sieve:
 
 
 def some(found: Sequence[str]) -> str:
-    """How many, and the first of them."""
-    return f"{len(found):,} ({', '.join(found[:SHOWN])}{', ...' if len(found) > SHOWN else ''})"
+    """A text: how many there are, and the first of them."""
+    return f"{len(found):,} ({', '.join(found[:SHOWN_NAMES])}{', ...' if len(found) > SHOWN_NAMES else ''})"

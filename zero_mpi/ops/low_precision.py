@@ -72,7 +72,7 @@ def widened(x: Any) -> Any:
     return x.astype(np.float32) if is_low(x) else x
 
 
-def aware(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+def accept_low(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
     """`operation`, of float32 and wider, that takes low arrays as well; as it is where that is no matter."""
     roles = ROLES.get(name)
     if roles is None:

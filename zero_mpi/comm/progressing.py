@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle
 from zero_mpi.comm.spin_wait import wait_until
-from zero_mpi.comm.wrapper import Forwarding
+from zero_mpi.comm.wrapper import CommWrapper
 
 if TYPE_CHECKING:
     from zero_mpi.comm.mpi import MPIComm
 
 
-class Pushing(Forwarding):
+class ProgressingWrapper(CommWrapper):
     """Forwards to `inner`, and pushes while it waits."""
 
     def __init__(self, inner: MPIComm, ranks_here: int) -> None:
@@ -32,20 +32,20 @@ class Pushing(Forwarding):
             self.progress()
             if ready():
                 return True
-            self._library.nudge()
+            self._library.poke_progress()
             return False
 
         with self.meter.waiting(kind, label):
             wait_until(pushed, self._crowded)
 
     def wrapped(self, inner: Handle) -> Handle:
-        return DONE if inner is DONE else Pushed(self, inner)
+        return DONE if inner is DONE else ProgressingHandle(self, inner)
 
 
-class Pushed(Handle):
+class ProgressingHandle(Handle):
     """A transfer whose wait pushes all other transfers too."""
 
-    def __init__(self, comm: Pushing, inner: Handle) -> None:
+    def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
         self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
 
     def test(self) -> bool:

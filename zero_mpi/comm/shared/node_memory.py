@@ -14,13 +14,13 @@ from typing import Any
 
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.counters import Counters
-from zero_mpi.comm.shared.slots import FLOAT, SlotPool, padded
+from zero_mpi.comm.shared.gradient_pool import FLOAT, SharedGradientPool, padded
 from zero_mpi.comm.shared.window import NoSharedMemory, Window
-from zero_mpi.comm.shared.words import PUBLISHED
+from zero_mpi.comm.shared.words import WRITTEN
 from zero_mpi.device.types import Array
 
 Request = tuple[tuple[Partition, ...], tuple[int, ...]]
-Allotment = tuple[list[Array], SlotPool]
+Allotment = tuple[list[Array], SharedGradientPool]
 
 
 class NodeMemory:
@@ -34,7 +34,7 @@ class NodeMemory:
         self.node = node
         self.rank, self.size = node.Get_rank(), node.Get_size()
         self._windows: list[Window] = []
-        self._pools: list[weakref.ref[SlotPool]] = []
+        self._pools: list[weakref.ref[SharedGradientPool]] = []
         self._prepared: tuple[Request, Allotment] | None = None
         self._writes = 0  # times that this rank has published
         try:
@@ -80,7 +80,8 @@ class NodeMemory:
             memory[start : start + FLOAT.itemsize * whole.length].view(FLOAT)
             for start, whole in zip(starts, wholes, strict=False)
         ]
-        pool = SlotPool([memory[start : start + block] for start in blocks[:-1]], self.rank, buffers)
+        ranks = [memory[start : start + block] for start in blocks[:-1]]
+        pool = SharedGradientPool(ranks, self.rank, buffers)
         self._windows.append(window)
         self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
         return arrays, pool
@@ -93,16 +94,16 @@ class NodeMemory:
                 window.free()
                 self._windows.remove(window)
 
-    def publish(self) -> None:
+    def signal_written(self) -> None:
         """Say that what this rank wrote into its parts of wholes is complete."""
         self._writes += 1
-        self.counters.raise_to(PUBLISHED, self._writes)
+        self.counters.raise_to(WRITTEN, self._writes)
 
-    def all_published(self) -> bool:
+    def all_written(self) -> bool:
         """Whether every rank of the node has published as often as this one."""
-        return self.counters.all_reached(PUBLISHED, self._writes)
+        return self.counters.all_reached(WRITTEN, self._writes)
 
-    def find(self, array: Array) -> tuple[SlotPool | None, int]:
+    def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
         """The pool that an array is of, and where in this rank's block it begins."""
         for known in self._pools:
             pool = known()

@@ -18,7 +18,7 @@ def padded(length: int) -> int:
     return -(-length * FLOAT.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-class SlotPool(BufferPool):
+class SharedGradientPool(BufferPool):
     """A pool that cannot grow: this rank's block of shared memory, cut into buffers of the given lengths.
 
     `blocks`: the blocks of all ranks, as bytes; they are cut alike, but ranks may lend in another order.

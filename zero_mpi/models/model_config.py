@@ -108,7 +108,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
 NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; True is 1
 
 
-class Keys:
+class ModelKeys:
     """Reads the keys of one architecture; errors name the key."""
 
     def __init__(self, arch: str, metadata: Metadata) -> None:
@@ -155,7 +155,7 @@ class Keys:
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
 
 
-def vocabulary(metadata: Metadata, keys: Keys) -> int:
+def vocabulary(metadata: Metadata, keys: ModelKeys) -> int:
     """Number of tokens: the tokenizer's, else ARCH.vocab_size."""
     return len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size")
 

@@ -113,7 +113,7 @@ class ShardedState:
                 for target, part in unit.parameters.filled:
                     fill(unit, target, part, read, names)
         finally:  # a rank that cannot read must not leave the others waiting
-            self.owners.publish()
+            self.owners.signal_written()
 
     def drop_gathered(self) -> None:
         """Give up what was gathered from slices that are about to change.
@@ -130,7 +130,7 @@ class ShardedState:
             else:
                 unit.parameters.wait_update()
         if any(unit.parameters.in_use for unit in self.units):
-            self.owners.await_readers()
+            self.owners.barrier_readers()
             self._all_met()
 
     def _all_met(self) -> None:
@@ -177,7 +177,7 @@ class ShardedState:
             if not self.strategy.shards_parameters:
                 unit.parameters.start_update()
                 unit.parameters.wait_update()
-        self.owners.publish()
+        self.owners.signal_written()
 
     # -------------------------------------------------------------------------------------------- read
 
