@@ -31,9 +31,6 @@ POSITIONAL = {
     "comm/mpi.py:_add": 7,
     "comm/nodes/reduce_scatter.py:start": 7,
     "nn/attention.py:rope_table": 7,
-    "plan/case.py:layout_of": 7,
-    "plan/fake_ops.py:layer_norm_backward": 8,
-    "plan/fake_ops.py:linear_cross_entropy": 8,
     "sharding/optimizer.py:_update": 8,
 }
 ATTRIBUTES = {
@@ -60,7 +57,6 @@ MODULES = (
     "text",
 )
 CLASSES = (
-    "Event",
     "Host",
     "Keys",
     "Mark",
@@ -70,16 +66,12 @@ CLASSES = (
     "Progress",
     "Recorder",
     "Records",
-    "Replicated",
     "Room",
-    "Script",
     "Setting",
     "Stage",
     "Start",
     "Step",
     "Stopwatch",
-    "Transfer",
-    "Way",
 )
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")

@@ -89,7 +89,7 @@ def deepened(model: ModelConfig, blocks: int) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Step:
+class WidthStep:
     """The least widening that keeps the shape: query heads, key/value heads, columns."""
 
     heads: int
@@ -97,14 +97,14 @@ class Step:
     width: int
 
 
-def least_step(model: ModelConfig) -> Step:
+def least_step(model: ModelConfig) -> WidthStep:
     """Whole heads of the width they have, as many query heads for each key/value head as there are."""
     kv_heads = int(getattr(model, "head_count_kv", model.head_count))
     groups = gcd(model.head_count, kv_heads, model.embedding_length)
-    return Step(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
+    return WidthStep(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
 
 
-def widened(model: ModelConfig, count: int, step: Step) -> ModelConfig:
+def widened(model: ModelConfig, count: int, step: WidthStep) -> ModelConfig:
     """The model `count` steps wide; its feed-forward keeps its ratio to the width."""
     width = count * step.width
     changed: dict[str, Any] = {
