@@ -23,6 +23,7 @@ from jobs import launcher, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
+from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.gpu import probe, run_probe
 from zero_mpi.comm.shared.slots import padded
@@ -42,12 +43,13 @@ from zero_mpi.doctor import (
     versions,
 )
 from zero_mpi.doctor import command as doctor
-from zero_mpi.doctor.alpha_beta import Line, Point, fit
+from zero_mpi.doctor.alpha_beta import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.table import BAD, NOTE, OK, Row
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
+from zero_mpi.plan.machine import Link
 from zero_mpi.sharding import FULL_SHARD
 from zero_mpi.sharding.layout import lay_out
 
@@ -73,14 +75,14 @@ def only(found):
     ("numbers", "text"), [([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 4], "4-5"), ([0, 2], "0, 2")]
 )
 def test_ranges(numbers, text):
-    assert table.ranges(numbers) == text
+    assert cli_text.ranges(numbers) == text
 
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
     told = list(table.lines(Row("disk", long, NOTE, f"do {long}")))
     assert told[0].startswith("note  disk")
-    assert max(map(len, told)) <= table.WIDTH
+    assert max(map(len, told)) <= cli_text.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
     assert sum("-> do" in line for line in told) == 1
 
@@ -94,7 +96,7 @@ def test_a_remedy_goes_with_a_fault(row):
 def points(alpha, beta, noise=0.0):
     draw = np.random.default_rng(0)
     sizes = [(messages, 4.0**k * 1024) for messages in (1, 3) for k in range(8)]
-    return [Point(m, n, (alpha * m + beta * n) * (1 + noise * draw.uniform(-1, 1))) for m, n in sizes]
+    return [Measurement(m, n, (alpha * m + beta * n) * (1 + noise * draw.uniform(-1, 1))) for m, n in sizes]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2e-6, 1e-10), (3e-3, 8e-9), (0.0, 1e-9)])
@@ -107,11 +109,11 @@ def test_fit_finds_latency_and_bandwidth(alpha, beta):
 
 
 def test_fit_is_never_negative():
-    falling = [Point(1, 1e3, 2e-3), Point(1, 1e6, 1e-3)]
-    steep = [Point(1, 1e3, 1e-6), Point(1, 1e6, 1e-2)]
+    falling = [Measurement(1, 1e3, 2e-3), Measurement(1, 1e6, 1e-3)]
+    steep = [Measurement(1, 1e3, 1e-6), Measurement(1, 1e6, 1e-2)]
     assert fit(falling).beta == 0 < fit(falling).alpha
     assert fit(steep).alpha == 0 < fit(steep).beta
-    assert fit([Point(1, 8, 2e-3), Point(1, 8, 2e-3)]) == Line(pytest.approx(2e-3), 0)
+    assert fit([Measurement(1, 8, 2e-3), Measurement(1, 8, 2e-3)]) == Link(pytest.approx(2e-3), 0)
 
 
 # ---------------------------------------------------------------------------------------- rows of ranks
@@ -176,7 +178,7 @@ def seat(cores=range(8), threads=1, chosen=False, yields=False):
 
 
 def node(*seats, name="a", first=0):
-    return binding.Node(name, tuple(range(first, first + len(seats))), seats)
+    return binding.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
 
 
 def test_more_ranks_than_cores():
@@ -200,7 +202,10 @@ def test_whether_a_rank_yields_is_what_its_library_reads():
 
 
 def test_ranks_that_are_dealt_out_in_turn():
-    dealt = [binding.Node("a", (0, 2), (seat(), seat())), binding.Node("b", (1, 3), (seat(), seat()))]
+    dealt = [
+        binding.NodeSeats("a", (0, 2), (seat(), seat())),
+        binding.NodeSeats("b", (1, 3), (seat(), seat())),
+    ]
     row = binding.order(dealt)
     assert (row.verdict, row.value[:18]) == (NOTE, "a has ranks 0, 2, ")
     assert "ppr:N:node" in row.remedy
@@ -234,7 +239,7 @@ def test_threads_and_cores(monkeypatch):
 def test_many_hosts_are_not_all_listed():
     found = [node(seat(), name=f"h{number}", first=number) for number in range(30)]
     told = list(binding.hosts(found))
-    assert len(told) == table.FEW + 1
+    assert len(told) == cli_text.FEW + 1
     assert told[-1].value == "22 more, 1 ranks on each"
     assert told[0] == Row("host h0", "rank 0 on 8 cores (0-7), 8 for each rank")
 
@@ -598,9 +603,9 @@ def test_rows_are_true(ranks, tmp_path):
     assert (status, time.monotonic() - begun < 20) == (0, True), said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
     assert told["zero_mpi"]["value"] == zero_mpi.__version__
-    assert told["launcher"]["value"].endswith(table.plural(ranks, "rank"))
+    assert told["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
     host = told[f"host {platform.node()}"]["value"]
-    assert host.startswith(f"{table.ranks(range(ranks))} on {table.plural(CORES, 'core')}")
+    assert host.startswith(f"{cli_text.ranks(range(ranks))} on {cli_text.plural(CORES, 'core')}")
     crowded = ranks > CORES
     assert (told["ranks and cores"]["verdict"], "hands its core over" in said) == (
         NOTE if crowded else OK,

@@ -94,6 +94,12 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]))
 
 
+def span(numbers: Iterable[int]) -> str:
+    """1-3 for what goes from 1 to 3, and 2 where all are 2."""
+    ordered = sorted(numbers)
+    return "-".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """Rank 3; ranks 0-3, 7."""
     return f"rank{'s' * (len(numbers) != 1)} {ranges(numbers)}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import write
+from zero_mpi.cli.text import plural, write
 from zero_mpi.config.settings import Config
 from zero_mpi.doctor import (
     binding,
@@ -36,7 +36,7 @@ from zero_mpi.doctor import (
 )
 from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
-from zero_mpi.doctor.table import BAD, NOTE, OK, Row, lines, plural
+from zero_mpi.doctor.table import BAD, NOTE, OK, Row, lines
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
@@ -128,19 +128,14 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def check_file(path: str | None) -> None:
-    """Raise UsageError if the file of figures cannot be written in the end."""
-    if path is not None:
-        check_target("--json", path)
-
-
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(world, arguments))
     speaks = world.rank == 0 and mpi_library.speaks(world.size)
     if mpi_library.is_split(world.size) and not speaks:
         return FAILED  # each process takes itself for the job: one of them tells it
-    world.on_root(lambda: check_file(options.json))
+    if options.json is not None:
+        world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout)
     watchdog.beat("finding the other ranks")
     try:
