@@ -43,17 +43,12 @@ ATTRIBUTES = {
 MIRRORS = ("__init__", "__main__", "command")
 MODULES = (
     "base",
-    "clock_sync",
     "comm",
     "events",
     "huggingface",
-    "limits",
     "linear",
-    "memory",
     "metrics",
-    "run_folder",
     "state",
-    "table",
     "text",
 )
 CLASSES = (
@@ -79,7 +74,7 @@ ASKERS = {
     "plan/case.py": 1,
     "plan/flags.py": 8,
     "plan/machine.py": 1,
-    "plan/memory.py": 2,
+    "plan/rank_memory.py": 2,
     "plan/report.py": 1,
     "plan/resident.py": 1,
     "plan/simulate.py": 1,

@@ -30,22 +30,22 @@ from zero_mpi.comm.shared.slots import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,
-    clock_sync,
+    clocks,
     compute,
     gpu,
-    limits,
     links,
     mpi_library,
     other_processes,
-    run_folder,
+    output_folder,
     shared_memory,
-    table,
+    system_limits,
+    verdicts,
     versions,
 )
 from zero_mpi.doctor import command as doctor
 from zero_mpi.doctor.alpha_beta import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
-from zero_mpi.doctor.table import BAD, NOTE, OK, Row
+from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
@@ -80,7 +80,7 @@ def test_ranges(numbers, text):
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
-    told = list(table.lines(Row("disk", long, NOTE, f"do {long}")))
+    told = list(verdicts.lines(Row("disk", long, NOTE, f"do {long}")))
     assert told[0].startswith("note  disk")
     assert max(map(len, told)) <= cli_text.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
@@ -258,9 +258,9 @@ def test_a_slow_host_is_named():
 
 
 def test_a_clock_that_is_off_is_named():
-    row = only(clock_sync.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
+    row = only(clocks.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
     assert (row.verdict, row.value) == (NOTE, "at most 7.2 s apart: c (known to 20 us)")
-    assert only(clock_sync.rows([(0.9, 1e-5)], ("b",))).verdict == OK
+    assert only(clocks.rows([(0.9, 1e-5)], ("b",))).verdict == OK
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def limited(**other):
 )
 def test_limits_that_bite_are_notes(other, value, remedy):
     where = place((0, 1, 2, 3))
-    assert {row.verdict for row in limits.rows([limited()], where)} == {OK}
-    row = only(row for row in limits.rows([limited(**other)], where) if row.verdict != OK)
+    assert {row.verdict for row in system_limits.rows([limited()], where)} == {OK}
+    row = only(row for row in system_limits.rows([limited(**other)], where) if row.verdict != OK)
     assert row.verdict == NOTE
     assert row.value.startswith(value)
     assert remedy in row.remedy
@@ -335,8 +335,8 @@ def test_limits_that_bite_are_notes(other, value, remedy):
 
 def test_memory_for_a_rank_is_that_of_the_tightest_host():
     found = [limited(available=8 << 30), limited(group_memory=4 << 30, group_room=3 << 30)]
-    assert limits.memory_per_rank(found, place((0, 1), (2,))) == 3 << 30
-    assert limits.memory_per_rank(found, place((0, 1), (2, 3))) == 3 << 29
+    assert system_limits.memory_per_rank(found, place((0, 1), (2,))) == 3 << 30
+    assert system_limits.memory_per_rank(found, place((0, 1), (2, 3))) == 3 << 29
 
 
 def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
@@ -480,25 +480,25 @@ def test_a_busy_process_on_our_cores_is_named():
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     out = tmp_path / "new" / "run"
-    told = run_folder.section(place((0,)), out)
+    told = output_folder.section(place((0,)), out)
     assert [row.verdict for row in told if row.what != "disk"] == [
         OK if not on_memory(tmp_path) else NOTE,
         OK,
     ]
-    assert f"{out} on {run_folder.kind_of(tmp_path)}" in told[0].value
+    assert f"{out} on {output_folder.kind_of(tmp_path)}" in told[0].value
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
-    run_folder.section(place((0,)), tmp_path / "kept")
+    output_folder.section(place((0,)), tmp_path / "kept")
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
 def on_memory(path):
     """Whether the tests' own folder is on a file system in memory."""
-    return run_folder.kind_of(path) in run_folder.MEMORY
+    return output_folder.kind_of(path) in output_folder.MEMORY
 
 
 def test_a_run_folder_that_cannot_be_is_bad():
-    row = only(run_folder.section(place((0,)), Path("/dev/null/run")))
+    row = only(output_folder.section(place((0,)), Path("/dev/null/run")))
     assert row.verdict == BAD
     assert row.value.startswith("/dev/null/run: a run cannot save there: /dev/null")
     assert "--out DIR" in row.remedy
@@ -510,24 +510,25 @@ def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported", str(self))
 
     monkeypatch.setattr(Path, name, refuse)
-    row = only(run_folder.section(place((0,)), tmp_path))
+    row = only(output_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "Operation not supported" in row.value) == (BAD, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rename_that_is_not_seen_is_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.folders, "replace_folder", lambda new, final: None)
-    row = only(run_folder.section(place((0,)), tmp_path))
+    monkeypatch.setattr(output_folder.folders, "replace_folder", lambda new, final: None)
+    row = only(output_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "a rename is not seen" in row.value) == (BAD, True)
 
 
 def test_slow_full_and_fleeting_file_systems_are_notes(tmp_path):
-    slow = run_folder.pace(run_folder.Found(synced=10.0))
+    slow = output_folder.pace(output_folder.Found(synced=10.0))
     assert (slow.verdict, slow.value) == (NOTE, "16 MiB brought to disk in 10 s, 1.6 MiB/s")
     assert "--async-save" in slow.remedy
-    assert run_folder.place(tmp_path, run_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
-    assert "on a disk" in run_folder.place(tmp_path, run_folder.Found(kind="tmpfs", free=1 << 40)).remedy
-    blind = list(run_folder.rows(tmp_path, run_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
+    assert output_folder.place(tmp_path, output_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
+    fleeting = output_folder.place(tmp_path, output_folder.Found(kind="tmpfs", free=1 << 40))
+    assert "on a disk" in fleeting.remedy
+    blind = list(output_folder.rows(tmp_path, output_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
     assert (blind.verdict, blind.value) == (BAD, f"not on b: what rank 0 writes to {tmp_path}")
 
 
@@ -538,9 +539,9 @@ def test_the_type_of_a_file_system_is_that_of_the_nearest_mount(tmp_path):
         f"2 1 0:5 / {tmp_path.parent} rw shared:1 - nfs4 server:/a rw\n"
         f"3 1 0:6 / {tmp_path.parent}/other rw - lustre x rw\n"
     )
-    assert run_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
-    assert run_folder.kind_of(Path("/"), mounts) == "ext4"
-    assert run_folder.kind_of(Path("/dev/shm")) == "tmpfs"
+    assert output_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
+    assert output_folder.kind_of(Path("/"), mounts) == "ext4"
+    assert output_folder.kind_of(Path("/dev/shm")) == "tmpfs"
 
 
 # -------------------------------------------------------------------------------------------- the command

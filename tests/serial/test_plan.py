@@ -24,7 +24,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import largest, most
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, rehearse
 from zero_mpi.plan.step_time import Player, step_time

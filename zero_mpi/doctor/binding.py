@@ -18,7 +18,7 @@ from zero_mpi import environment
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, span
 from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row
+from zero_mpi.doctor.verdicts import NOTE, Row
 from zero_mpi.launch.consistency import mpi_library
 
 YIELDING = {  # by how the library's name begins

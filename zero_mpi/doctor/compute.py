@@ -13,7 +13,7 @@ import numpy as np
 
 from zero_mpi.cli.text import few
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import Row, assessed
+from zero_mpi.doctor.verdicts import Row, assessed
 
 EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # of the median host's rate

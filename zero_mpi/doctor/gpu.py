@@ -15,7 +15,7 @@ from pathlib import Path
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.doctor.versions import installed
 
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some

@@ -25,7 +25,7 @@ from zero_mpi.cli.text import duration, short_size
 from zero_mpi.comm import Comm, Partition, kinds
 from zero_mpi.doctor.alpha_beta import Measurement, fit, keys
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import Row, assessed
+from zero_mpi.doctor.verdicts import Row, assessed
 from zero_mpi.plan.machine import Link
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from zero_mpi.cli.text import plural
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
 from zero_mpi.launch.consistency import NUMBERS, STARTED
 
 LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there

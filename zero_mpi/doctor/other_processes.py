@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero_mpi.cli.text import few, ranges
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row
+from zero_mpi.doctor.verdicts import NOTE, Row
 
 PROC = Path("/proc")
 LOOKS, PAUSE = 4, 0.02  # a process counts that is seen running in most looks

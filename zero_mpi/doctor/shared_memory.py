@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from zero_mpi.cli.text import few, ranks
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 
 MOST = 1024  # of blocks, of sequences, or times the least width; a plan of more takes minutes
 

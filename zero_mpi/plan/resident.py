@@ -18,7 +18,7 @@ from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import Memory
+from zero_mpi.plan.rank_memory import Memory
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.cost_model import unit_seconds, vector_seconds
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.memory import chunks, updated
+from zero_mpi.plan.rank_memory import chunks, updated
 from zero_mpi.plan.simulate import (
     ALLREDUCE,
     COMPUTE,

@@ -29,7 +29,7 @@ import numpy as np
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import NUMBER, chunks
+from zero_mpi.plan.rank_memory import NUMBER, chunks
 from zero_mpi.plan.routes import Route, routes_of
 from zero_mpi.sharding.actions import Gather
 from zero_mpi.sharding.unit import BYTES

@@ -25,7 +25,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
-from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.resident import private, text_bytes
 
 STATE = 16  # bytes of a parameter with its gradient and two moments

@@ -17,7 +17,7 @@ from zero_mpi.cli.text import gibibytes, size
 from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
-from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.report import MEMORY
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.telemetry import log

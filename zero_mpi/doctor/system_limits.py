@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zero_mpi.cli.text import few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from zero_mpi.cli.text import duration
 from zero_mpi.comm.clock_sync import answer, ask
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import Row, assessed
+from zero_mpi.doctor.verdicts import Row, assessed
 
 FAR = 1.0  # seconds
 Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong

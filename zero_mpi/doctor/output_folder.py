@@ -18,7 +18,7 @@ from pathlib import Path
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
 
 MOUNTS = Path("/proc/self/mountinfo")
 TRIAL = 16 << 20  # bytes that are written and brought to disk
