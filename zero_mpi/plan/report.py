@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.max_size import MOST, Largest, elements
+from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
 from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point

@@ -30,6 +30,7 @@ from zero_mpi.sharding.offload import NONE
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
+KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # by device
 STEPS = 2  # the first finds no buffers, and no transfers of the one before
 
 
@@ -131,7 +132,7 @@ class Rehearser:
     """A module as it is, over a transport and a device without memory, and the steps that it takes."""
 
     def __init__(self, case: Case, kernels: Compiled | None = None) -> None:
-        self.case, self.memory = case, FakeMemory(kernels or kernels_of(case))
+        self.case, self.memory = case, FakeMemory(kernels or KERNELS[case.device]())
         self.script = StepScript(self.memory)
         with without_memory(self.memory):
             self.module = ShardedModule(
@@ -162,11 +163,6 @@ class Rehearser:
             module.broadcast_updated_params()
             module.zero_gradients()
         return script.cut()
-
-
-def kernels_of(case: Case) -> Compiled:
-    """Of the case's device."""
-    return OnGPU() if case.on_gpu else Compiled()
 
 
 def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:

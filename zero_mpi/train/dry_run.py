@@ -26,10 +26,10 @@ from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.machine import assumed
-from zero_mpi.plan.max_size import elements
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import ask_lines, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
