@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 7203, "package": 36929}
+BUDGET = {"engine": 7203, "package": 36713}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -33,9 +33,6 @@ POSITIONAL = {
     "comm/mpi.py:_add": 7,
     "comm/nodes/reduce_scatter.py:start": 7,
     "nn/attention.py:rope_table": 7,
-    "plan/case.py:layout_of": 7,
-    "plan/fake_ops.py:layer_norm_backward": 8,
-    "plan/fake_ops.py:linear_cross_entropy": 8,
     "sharding/optimizer.py:_update": 8,
 }
 ATTRIBUTES = {
@@ -48,25 +45,13 @@ ATTRIBUTES = {
 # and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
 MIRRORS = ("__init__", "__main__", "command", "comm")
 MODULES = (
-    "clock_sync",
     "events",
-    "limits",
     "metrics",
-    "run_folder",
-    "table",
     "text",
 )
 CLASSES = (
-    "Event",
     "Memory",
-    "Node",
-    "Point",
-    "Room",
-    "Script",
     "Start",
-    "Step",
-    "Transfer",
-    "Way",
 )
 # Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
 BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")
@@ -78,13 +63,11 @@ DIALECT = (
     "plan/fake_array.py:Ghost",
     "plan/fake_array.py:_ghost",
     "plan/routes.py:Straight",
-    "plan/routes.py:Ways",
-    "plan/routes.py:ways_of",
     "plan/simulate.py:Rehearsal",
     "plan/simulate.py:RehearsedComm",
 )
 # Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
-MOST_TERSE, TERSE_WORDS = 35, 4
+MOST_TERSE, TERSE_WORDS = 30, 4
 REFERENCE = re.compile(r"(As )?`[^`]+`\.")
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")
@@ -95,10 +78,9 @@ ASKERS = {
     "plan/case.py": 1,
     "plan/flags.py": 8,
     "plan/machine.py": 1,
-    "plan/memory.py": 2,
+    "plan/rank_memory.py": 2,
     "plan/report.py": 1,
     "plan/resident.py": 1,
-    "plan/simulate.py": 1,
     "plan/step_time.py": 1,
     "sharding/parameters.py": 1,
     "train/dry_run.py": 2,

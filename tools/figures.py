@@ -23,7 +23,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.strategy import STRATEGIES
 from zero_mpi.sharding.unit import Unit

@@ -14,6 +14,7 @@ from test_products import KINDS, LOW, ask_the_real, defined, draw, kinds
 from zero_mpi import ops
 from zero_mpi.device.arrays import address, pool_of, side_by_side
 from zero_mpi.errors import UsageError
+from zero_mpi.ops import sizes
 
 #           B  T  S  H  K  D   E
 SHAPES = [(1, 1, 1, 1, 1, 8, 8), (2, 7, 7, 4, 2, 16, 16), (1, 33, 33, 6, 6, 8, 8), (3, 20, 20, 4, 1, 32, 32)]
@@ -169,14 +170,14 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
     take_way("own")
     arrays = case(kind, shape)
     whole = both(gpu, arrays)
-    sizes = attention.sizes_of(*arrays[:3])
-    row = 4 * sizes.groups * sizes.shared * sizes.across
+    of_shapes = attention.sizes_of(*arrays[:3])
+    row = 4 * of_shapes.groups * of_shapes.shared * of_shapes.across
     for rows in (1, 7, 16, 20):
-        monkeypatch.setattr(attention, "SCORES", rows * row)
-        parts = list(attention.blocks(sizes))
-        assert len(parts) == -(-sizes.length // min(rows, 16))
-        assert parts[0][0] + parts[0][1] == sizes.length
-        assert parts[0][2] == sizes.total
+        monkeypatch.setattr(sizes, "SCORES", rows * row)
+        parts = list(attention.blocks(of_shapes))
+        assert len(parts) == -(-of_shapes.length // min(rows, 16))
+        assert parts[0][0] + parts[0][1] == of_shapes.length
+        assert parts[0][2] == of_shapes.total
         found = both(gpu, arrays)
         for mine, want, once in zip(found, wanted(arrays), whole, strict=True):
             near(mine, want, kind)
@@ -188,7 +189,7 @@ def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch)
     from zero_mpi.ops.gpu import attention, launch
 
     take_way("own")
-    monkeypatch.setattr(attention, "SCORES", 1 << 16)
+    monkeypatch.setattr(sizes, "SCORES", 1 << 16)
 
     def held(t):
         pool = Recycler(gpu)
@@ -204,12 +205,10 @@ def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch)
 @kinds
 @ways
 def test_two_runs_have_the_same_bits(gpu, take_way, kind, way, monkeypatch):
-    from zero_mpi.ops.gpu import attention
-
     if way == "auto":
         cudnn_or_skip()
     take_way(way)
-    monkeypatch.setattr(attention, "SCORES", 1 << 15)
+    monkeypatch.setattr(sizes, "SCORES", 1 << 15)
     arrays = case(kind, (2, 65, 65, 4, 2, 16, 16))
     first, second = both(gpu, arrays), both(gpu, arrays)
     assert [x.tobytes() for x in first] == [x.tobytes() for x in second]

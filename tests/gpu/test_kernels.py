@@ -340,10 +340,11 @@ def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
 
 @every_kind
 def test_a_block_takes_many_rows_and_sums_them_in_their_order(gpu, monkeypatch, kind):
-    from zero_mpi.ops.gpu import norm, sums
+    from zero_mpi.ops import sizes
+    from zero_mpi.ops.gpu import norm
 
     monkeypatch.setattr(norm, "NORM_LINES", 2)
-    monkeypatch.setattr(sums, "COLUMN_LINES", 2)
+    monkeypatch.setattr(sizes, "COLUMN_LINES", 2)
     norm.deal.cache_clear()
     for shape in [(61, 264), (2000, 3)]:
         for name, case in norm_cases(shape, kind).items():

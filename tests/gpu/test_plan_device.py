@@ -10,7 +10,7 @@ from zero_mpi.device import arrays
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import rehearse
 from zero_mpi.plan.traffic import plan_traffic
 

@@ -4,7 +4,6 @@ On the pretend device cuBLASLt is pretended too (tests/pretend/nvmath), strictly
 sizes are those of the real bindings is checked where these are installed.
 """
 
-import importlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +16,7 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import pool_of
-from zero_mpi.ops import low_precision, reference
+from zero_mpi.ops import low_precision, reference, sizes
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 LOW = {"bf16": 2.0**-7, "f16": 2.0**-10}  # a unit in the last place, twice what rounding may be off
@@ -238,8 +237,7 @@ def head_case(kind, n, c, v, own=None):
     ("n", "c", "v", "rows"), [(1, 8, 2, 100), (30, 16, 37, 7), (65, 24, 256, 16), (9, 5, 11, 1)]
 )
 def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
-    linear = importlib.import_module("zero_mpi.ops.gpu.linear")  # the package has a function of that name
-    monkeypatch.setattr(linear, "LOGITS_BYTES", rows * -(-v // 8) * 8 * KINDS[kind].itemsize)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", rows * -(-v // 8) * 8 * KINDS[kind].itemsize)
     x, w, b, targets, dw, db = head_case(kind, n, c, v, "f32" if own == "f32" else None)
     wanted = [dw.copy(), db.copy()]
     loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *wanted)
@@ -266,14 +264,12 @@ def test_head_without_gradients_only_tells_the_loss(gpu, kind):
 
 
 def test_chunks_take_no_more_than_they_may(gpu):
-    from zero_mpi.ops.gpu.linear import chunk_rows
-    from zero_mpi.ops.sizes import LOGITS_BYTES
-
-    for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, LOGITS_BYTES // 3)):
-        rows = chunk_rows(n, row)
-        assert rows * row <= LOGITS_BYTES or rows == 1
+    most = sizes.LOGITS_BYTES
+    for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, most // 3)):
+        rows = sizes.logit_rows(n, row)
+        assert rows * row <= most or rows == 1
         assert 1 <= rows <= n
-        assert -(-n // rows) == max(1, -(-n * row // LOGITS_BYTES)) or rows * row * 2 > LOGITS_BYTES
+        assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most
 
 
 # -------------------------------------------------------------------------------------------------- the plans

@@ -7,9 +7,9 @@ import pytest
 
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.doctor import clock_sync, links, run_folder, shared_memory
+from zero_mpi.doctor import clocks, links, output_folder, shared_memory
 from zero_mpi.doctor.ranks import find_ranks
-from zero_mpi.doctor.table import BAD, NOTE, OK
+from zero_mpi.doctor.verdicts import BAD, NOTE, OK
 from zero_mpi.launch.world import find_world
 
 
@@ -84,18 +84,18 @@ def test_a_clock_that_is_off_is_found(monkeypatch, mpi):
     where = found_with(monkeypatch, 1)
     last = mpi.size - 1
     if mpi.rank == last:
-        monkeypatch.setattr(clock_sync, "now", lambda: time.time() - 5)
-    offsets = clock_sync.offsets(where)
+        monkeypatch.setattr(clocks, "now", lambda: time.time() - 5)
+    offsets = clocks.offsets(where)
     assert [round(ahead) for ahead, _ in offsets] == [0] * (last - 1) + [-5]
     assert all(0 <= wrong < 0.5 for _, wrong in offsets)
-    (row,) = clock_sync.section(where)
+    (row,) = clocks.section(where)
     assert (row.verdict, where.names[last] in row.value) == (NOTE, True)
 
 
 @pytest.mark.world(2, 4)
 def test_a_folder_that_other_hosts_do_not_see_is_bad(monkeypatch, mpi, ranks_folder):
     where = found_with(monkeypatch, 1)
-    told = run_folder.section(where, ranks_folder / "run")
+    told = output_folder.section(where, ranks_folder / "run")
     assert told[-1].verdict == OK
     mpi.barrier()
     assert list(ranks_folder.iterdir()) == []
@@ -103,8 +103,8 @@ def test_a_folder_that_other_hosts_do_not_see_is_bad(monkeypatch, mpi, ranks_fol
     mine = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a disk of its own
     mine.mkdir(exist_ok=True)
     monkeypatch.chdir(mine)
-    monkeypatch.setattr(run_folder, "PATIENCE", 0.2)
-    told = run_folder.section(where, Path("run"))
+    monkeypatch.setattr(output_folder, "PATIENCE", 0.2)
+    told = output_folder.section(where, Path("run"))
     assert (told[-1].verdict, told[-1].value) == (
         BAD,
         f"not on {where.names[-1]}: what rank 0 writes to run",

@@ -15,7 +15,7 @@ from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
 

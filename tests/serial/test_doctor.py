@@ -23,31 +23,33 @@ from jobs import launcher, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
+from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.gpu import probe, run_probe
 from zero_mpi.comm.shared.gradient_pool import padded
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.doctor import (
     binding,
-    clock_sync,
+    clocks,
     compute,
     gpu,
-    limits,
     links,
     mpi_library,
     other_processes,
-    run_folder,
+    output_folder,
     shared_memory,
-    table,
+    system_limits,
+    verdicts,
     versions,
 )
 from zero_mpi.doctor import command as doctor
-from zero_mpi.doctor.alpha_beta import Line, Point, fit
+from zero_mpi.doctor.alpha_beta import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
-from zero_mpi.doctor.table import BAD, NOTE, OK, Row
+from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
+from zero_mpi.plan.machine import Link
 from zero_mpi.sharding import FULL_SHARD
 from zero_mpi.sharding.layout import lay_out
 
@@ -73,14 +75,14 @@ def only(found):
     ("numbers", "text"), [([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 4], "4-5"), ([0, 2], "0, 2")]
 )
 def test_ranges(numbers, text):
-    assert table.ranges(numbers) == text
+    assert cli_text.ranges(numbers) == text
 
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
-    told = list(table.lines(Row("disk", long, NOTE, f"do {long}")))
+    told = list(verdicts.lines(Row("disk", long, NOTE, f"do {long}")))
     assert told[0].startswith("note  disk")
-    assert max(map(len, told)) <= table.WIDTH
+    assert max(map(len, told)) <= cli_text.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
     assert sum("-> do" in line for line in told) == 1
 
@@ -94,7 +96,7 @@ def test_a_remedy_goes_with_a_fault(row):
 def points(alpha, beta, noise=0.0):
     draw = np.random.default_rng(0)
     sizes = [(messages, 4.0**k * 1024) for messages in (1, 3) for k in range(8)]
-    return [Point(m, n, (alpha * m + beta * n) * (1 + noise * draw.uniform(-1, 1))) for m, n in sizes]
+    return [Measurement(m, n, (alpha * m + beta * n) * (1 + noise * draw.uniform(-1, 1))) for m, n in sizes]
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2e-6, 1e-10), (3e-3, 8e-9), (0.0, 1e-9)])
@@ -107,11 +109,11 @@ def test_fit_finds_latency_and_bandwidth(alpha, beta):
 
 
 def test_fit_is_never_negative():
-    falling = [Point(1, 1e3, 2e-3), Point(1, 1e6, 1e-3)]
-    steep = [Point(1, 1e3, 1e-6), Point(1, 1e6, 1e-2)]
+    falling = [Measurement(1, 1e3, 2e-3), Measurement(1, 1e6, 1e-3)]
+    steep = [Measurement(1, 1e3, 1e-6), Measurement(1, 1e6, 1e-2)]
     assert fit(falling).beta == 0 < fit(falling).alpha
     assert fit(steep).alpha == 0 < fit(steep).beta
-    assert fit([Point(1, 8, 2e-3), Point(1, 8, 2e-3)]) == Line(pytest.approx(2e-3), 0)
+    assert fit([Measurement(1, 8, 2e-3), Measurement(1, 8, 2e-3)]) == Link(pytest.approx(2e-3), 0)
 
 
 # ---------------------------------------------------------------------------------------- rows of ranks
@@ -176,7 +178,7 @@ def seat(cores=range(8), threads=1, chosen=False, yields=False):
 
 
 def node(*seats, name="a", first=0):
-    return binding.Node(name, tuple(range(first, first + len(seats))), seats)
+    return binding.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
 
 
 def test_more_ranks_than_cores():
@@ -200,7 +202,10 @@ def test_whether_a_rank_yields_is_what_its_library_reads():
 
 
 def test_ranks_that_are_dealt_out_in_turn():
-    dealt = [binding.Node("a", (0, 2), (seat(), seat())), binding.Node("b", (1, 3), (seat(), seat()))]
+    dealt = [
+        binding.NodeSeats("a", (0, 2), (seat(), seat())),
+        binding.NodeSeats("b", (1, 3), (seat(), seat())),
+    ]
     row = binding.order(dealt)
     assert (row.verdict, row.value[:18]) == (NOTE, "a has ranks 0, 2, ")
     assert "ppr:N:node" in row.remedy
@@ -234,7 +239,7 @@ def test_threads_and_cores(monkeypatch):
 def test_many_hosts_are_not_all_listed():
     found = [node(seat(), name=f"h{number}", first=number) for number in range(30)]
     told = list(binding.hosts(found))
-    assert len(told) == table.FEW + 1
+    assert len(told) == cli_text.FEW + 1
     assert told[-1].value == "22 more, 1 ranks on each"
     assert told[0] == Row("host h0", "rank 0 on 8 cores (0-7), 8 for each rank")
 
@@ -253,9 +258,9 @@ def test_a_slow_host_is_named():
 
 
 def test_a_clock_that_is_off_is_named():
-    row = only(clock_sync.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
+    row = only(clocks.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
     assert (row.verdict, row.value) == (NOTE, "at most 7.2 s apart: c (known to 20 us)")
-    assert only(clock_sync.rows([(0.9, 1e-5)], ("b",))).verdict == OK
+    assert only(clocks.rows([(0.9, 1e-5)], ("b",))).verdict == OK
 
 
 @pytest.mark.parametrize(
@@ -321,8 +326,8 @@ def limited(**other):
 )
 def test_limits_that_bite_are_notes(other, value, remedy):
     where = place((0, 1, 2, 3))
-    assert {row.verdict for row in limits.rows([limited()], where)} == {OK}
-    row = only(row for row in limits.rows([limited(**other)], where) if row.verdict != OK)
+    assert {row.verdict for row in system_limits.rows([limited()], where)} == {OK}
+    row = only(row for row in system_limits.rows([limited(**other)], where) if row.verdict != OK)
     assert row.verdict == NOTE
     assert row.value.startswith(value)
     assert remedy in row.remedy
@@ -330,8 +335,8 @@ def test_limits_that_bite_are_notes(other, value, remedy):
 
 def test_memory_for_a_rank_is_that_of_the_tightest_host():
     found = [limited(available=8 << 30), limited(group_memory=4 << 30, group_room=3 << 30)]
-    assert limits.memory_per_rank(found, place((0, 1), (2,))) == 3 << 30
-    assert limits.memory_per_rank(found, place((0, 1), (2, 3))) == 3 << 29
+    assert system_limits.memory_per_rank(found, place((0, 1), (2,))) == 3 << 30
+    assert system_limits.memory_per_rank(found, place((0, 1), (2, 3))) == 3 << 29
 
 
 def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
@@ -475,25 +480,25 @@ def test_a_busy_process_on_our_cores_is_named():
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     out = tmp_path / "new" / "run"
-    told = run_folder.section(place((0,)), out)
+    told = output_folder.section(place((0,)), out)
     assert [row.verdict for row in told if row.what != "disk"] == [
         OK if not on_memory(tmp_path) else NOTE,
         OK,
     ]
-    assert f"{out} on {run_folder.kind_of(tmp_path)}" in told[0].value
+    assert f"{out} on {output_folder.kind_of(tmp_path)}" in told[0].value
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
-    run_folder.section(place((0,)), tmp_path / "kept")
+    output_folder.section(place((0,)), tmp_path / "kept")
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
 def on_memory(path):
     """Whether the tests' own folder is on a file system in memory."""
-    return run_folder.kind_of(path) in run_folder.MEMORY
+    return output_folder.kind_of(path) in output_folder.MEMORY
 
 
 def test_a_run_folder_that_cannot_be_is_bad():
-    row = only(run_folder.section(place((0,)), Path("/dev/null/run")))
+    row = only(output_folder.section(place((0,)), Path("/dev/null/run")))
     assert row.verdict == BAD
     assert row.value.startswith("/dev/null/run: a run cannot save there: /dev/null")
     assert "--out DIR" in row.remedy
@@ -505,24 +510,25 @@ def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported", str(self))
 
     monkeypatch.setattr(Path, name, refuse)
-    row = only(run_folder.section(place((0,)), tmp_path))
+    row = only(output_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "Operation not supported" in row.value) == (BAD, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rename_that_is_not_seen_is_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.folders, "replace_folder", lambda new, final: None)
-    row = only(run_folder.section(place((0,)), tmp_path))
+    monkeypatch.setattr(output_folder.folders, "replace_folder", lambda new, final: None)
+    row = only(output_folder.section(place((0,)), tmp_path))
     assert (row.verdict, "a rename is not seen" in row.value) == (BAD, True)
 
 
 def test_slow_full_and_fleeting_file_systems_are_notes(tmp_path):
-    slow = run_folder.pace(run_folder.Found(synced=10.0))
+    slow = output_folder.pace(output_folder.Found(synced=10.0))
     assert (slow.verdict, slow.value) == (NOTE, "16 MiB brought to disk in 10 s, 1.6 MiB/s")
     assert "--async-save" in slow.remedy
-    assert run_folder.place(tmp_path, run_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
-    assert "on a disk" in run_folder.place(tmp_path, run_folder.Found(kind="tmpfs", free=1 << 40)).remedy
-    blind = list(run_folder.rows(tmp_path, run_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
+    assert output_folder.place(tmp_path, output_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
+    fleeting = output_folder.place(tmp_path, output_folder.Found(kind="tmpfs", free=1 << 40))
+    assert "on a disk" in fleeting.remedy
+    blind = list(output_folder.rows(tmp_path, output_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
     assert (blind.verdict, blind.value) == (BAD, f"not on b: what rank 0 writes to {tmp_path}")
 
 
@@ -533,9 +539,9 @@ def test_the_type_of_a_file_system_is_that_of_the_nearest_mount(tmp_path):
         f"2 1 0:5 / {tmp_path.parent} rw shared:1 - nfs4 server:/a rw\n"
         f"3 1 0:6 / {tmp_path.parent}/other rw - lustre x rw\n"
     )
-    assert run_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
-    assert run_folder.kind_of(Path("/"), mounts) == "ext4"
-    assert run_folder.kind_of(Path("/dev/shm")) == "tmpfs"
+    assert output_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
+    assert output_folder.kind_of(Path("/"), mounts) == "ext4"
+    assert output_folder.kind_of(Path("/dev/shm")) == "tmpfs"
 
 
 # -------------------------------------------------------------------------------------------- the command
@@ -598,9 +604,9 @@ def test_rows_are_true(ranks, tmp_path):
     assert (status, time.monotonic() - begun < 20) == (0, True), said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
     assert told["zero_mpi"]["value"] == zero_mpi.__version__
-    assert told["launcher"]["value"].endswith(table.plural(ranks, "rank"))
+    assert told["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
     host = told[f"host {platform.node()}"]["value"]
-    assert host.startswith(f"{table.ranks(range(ranks))} on {table.plural(CORES, 'core')}")
+    assert host.startswith(f"{cli_text.ranks(range(ranks))} on {cli_text.plural(CORES, 'core')}")
     crowded = ranks > CORES
     assert (told["ranks and cores"]["verdict"], "hands its core over" in said) == (
         NOTE if crowded else OK,

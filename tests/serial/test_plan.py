@@ -25,9 +25,9 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import largest, most
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
-from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, Event, rehearse
+from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, rehearse
 from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
@@ -139,8 +139,9 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     case = Case(MODELS["llama"], ranks=2, nodes=2)
     player = Player(case, SLOW)
     takes = [player.case.partitions[unit].counts[0] * 4 * 1e-8 + 1e-3 for unit in (0, 1)]
-    second = Event(COMPUTE, flop=1e9 * takes[0] / 2)
-    player.play([Event(GATHER, 0), Event(GATHER, 1), second, Event(WAIT, 0, GATHER), Event(WAIT, 1, GATHER)])
+    second = StepEvent(COMPUTE, flop=1e9 * takes[0] / 2)
+    starts = [StepEvent(GATHER, 0), StepEvent(GATHER, 1)]
+    player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
     assert time.exposed == pytest.approx(

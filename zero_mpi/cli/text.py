@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from zero_mpi.files.text import printable
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # how many in a second
+FEW = 8  # hosts, files and ranks that are named; of more there is only the number
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:
@@ -25,7 +27,79 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    power = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
+# --------------------------------------------------------------------------------------------------- numbers
+
+
+def in_unit(count: float) -> tuple[float, str]:
+    """Bytes in the largest unit of which there is one."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return count / 1024**power, UNITS[power]
+
+
+def size(count: float, one: str = "B") -> str:
+    """Bytes with a place after the point, as columns want them: 512 B, 1.0 KiB; `one`: the unit of a byte."""
+    number, unit = in_unit(count)
+    return f"{number:.0f} {one}" if unit == UNITS[0] else f"{number:.1f} {unit}"
+
+
+def short_size(count: float) -> str:
+    """Bytes with as few figures as say enough, for sentences: 512 bytes, 1 KiB, 1.5 KiB."""
+    number, unit = in_unit(count)
+    return f"{short(number)} {unit}"
+
+
+def gibibytes(nbytes: int) -> str:
+    """Bytes as batch systems take them."""
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def short(number: float) -> str:
+    """A number with one place after the point, if it is below 100 and that place is not 0."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
+
+
+def seconds(value: float) -> str:
+    """A time with a place after the point, as columns want it: 3.0 ms, 2.1 h."""
+    if value >= 7200:
+        return f"{value / 3600:.1f} h"
+    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
+    return f"{value * factor:.1f} {unit}"
+
+
+def duration(value: float) -> str:
+    """A time with two figures or so, for sentences: 3 ms, 1.5 s."""
+    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
+    return f"{value * factor:.0f} {unit}" if unit == "us" else f"{short(value * factor)} {unit}"
+
+
+def plural(count: int, name: str) -> str:
+    """1 core, 2 cores."""
+    return f"{count:,} {name}{'s' * (count != 1)}"
+
+
+def few(names: Sequence[str]) -> list[str]:
+    """The first few of many, and how many more there are."""
+    more = len(names) - FEW
+    return [*names] if more <= 0 else [*names[:FEW], f"{more} more"]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0-3, 7 for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]))
+
+
+def span(numbers: Iterable[int]) -> str:
+    """1-3 for what goes from 1 to 3, and 2 where all are 2."""
+    ordered = sorted(numbers)
+    return "-".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Rank 3; ranks 0-3, 7."""
+    return f"rank{'s' * (len(numbers) != 1)} {ranges(numbers)}"

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_mpi.plan.machine import Link
+
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """A time: how many messages in turn, how many bytes in all, seconds."""
 
     messages: float
@@ -20,19 +22,12 @@ class Point:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Line:
-    """alpha: seconds of a message; beta: seconds of a byte. Neither is negative."""
-
-    alpha: float
-    beta: float
-
-    def keys(self) -> dict[str, float]:
-        """As it stands in the JSON file."""
-        return {"alpha_seconds": self.alpha, "beta_seconds_per_byte": self.beta}
+def keys(link: Link) -> dict[str, float]:
+    """A link as it stands in the JSON file."""
+    return {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
 
 
-def fit(points: Sequence[Point]) -> Line:
+def fit(points: Sequence[Measurement]) -> Link:
     """The line with the least squares of relative errors, so that short calls count as much as long ones.
 
     Where the best one would be negative in one of the two, that one is 0 and the other the best without it.
@@ -42,8 +37,8 @@ def fit(points: Sequence[Point]) -> Line:
     m, n = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = mm * nn - mn**2
     if determinant <= 1e-12 * mm * nn:  # all of one size
-        return Line(m / mm, 0.0)
+        return Link(m / mm, 0.0)
     alpha, beta = (m * nn - n * mn) / determinant, (n * mm - m * mn) / determinant
     if alpha < 0:
-        return Line(0.0, n / nn)
-    return Line(alpha, beta) if beta >= 0 else Line(m / mm, 0.0)
+        return Link(0.0, n / nn)
+    return Link(alpha, beta) if beta >= 0 else Link(m / mm, 0.0)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from threadpoolctl import threadpool_info
 
 from zero_mpi import environment
+from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, span
 from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import FEW, NOTE, Row, few, plural, ranges, ranks
+from zero_mpi.doctor.verdicts import NOTE, Row
 from zero_mpi.launch.consistency import mpi_library
 
 YIELDING = {  # by how the library's name begins
@@ -26,6 +27,12 @@ YIELDING = {  # by how the library's name begins
 }
 IN_TURN = (
     "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
+)
+
+
+BIND = (
+    "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
+    "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
 )
 
 
@@ -40,7 +47,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSeats:
     """The ranks of a host, and the cores that any of them may use."""
 
     name: str
@@ -58,104 +65,81 @@ class Node:
         return len(self.ranks) > len(self.cores)
 
 
+def yielding(library: str) -> tuple[str, ...]:
+    """The settings by which a library's ranks hand their core over while they wait."""
+    return next((names for start, names in YIELDING.items() if library.startswith(start)), ())
+
+
 def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
     """This rank's seat."""
     threads = max((pool["num_threads"] for pool in threadpool_info()), default=1)
-    names = next((names for start, names in YIELDING.items() if library.startswith(start)), ())
-    yields = all(set_in(environ, name) for name in names)
+    yields = all(set_in(environ, name) for name in yielding(library))
     return Seat(tuple(sorted(os.sched_getaffinity(0))), threads, environment.threads_were_set, yields)
 
 
-def nodes(where: Ranks, seats: Sequence[Seat]) -> list[Node]:
+def nodes(where: Ranks, seats: Sequence[Seat]) -> list[NodeSeats]:
     """The hosts with their ranks' seats."""
     return [
-        Node(name, ranks, tuple(seats[rank] for rank in ranks))
+        NodeSeats(name, ranks, tuple(seats[rank] for rank in ranks))
         for name, ranks in zip(where.names, where.nodes, strict=True)
     ]
 
 
-def rows(found: list[Node], library: str) -> list[Row]:
+def rows(found: list[NodeSeats], library: str) -> list[Row]:
     """All rows about hosts, cores and threads."""
     return [*hosts(found), order(found), crowding(found, library), binding(found), threads(found)]
 
 
-def hosts(found: list[Node]) -> Iterator[Row]:
+def hosts(found: list[NodeSeats]) -> Iterator[Row]:
     """A row for each host; of many, the first ones."""
     for node in found[:FEW]:
-        sizes = sorted({len(seat.cores) for seat in node.seats})
-        bound = f"{'-'.join(map(str, {sizes[0]: 0, sizes[-1]: 0}))} for each rank"
-        yield Row(
-            f"host {node.name}",
-            f"{ranks(node.ranks)} on {plural(len(node.cores), 'core')} ({ranges(node.cores)}), {bound}",
-        )
-    rest = found[FEW:]
-    if rest:
-        counts = sorted({len(node.ranks) for node in rest})
-        each = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        yield Row("hosts", f"{len(rest):,} more, {each} ranks on each")
+        cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
+        bound = f"{span(len(seat.cores) for seat in node.seats)} for each rank"
+        yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
+    if rest := found[FEW:]:
+        yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
 
 
-def order(found: list[Node]) -> Row:
+def order(found: list[NodeSeats]) -> Row:
     """Whether the ranks of a host follow each other, and are as many on each."""
+    title, counts = "order of ranks", [len(node.ranks) for node in found]
     odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
-    counts = sorted({len(node.ranks) for node in found})
-    if not odd and len(counts) > 1:
-        return Row(
-            "order of ranks",
-            f"{counts[0]} to {counts[-1]} ranks on a host: a transport that knows hosts needs equally many",
-            NOTE,
-            f"start the same number on each host; {IN_TURN}",
-        )
-    if not odd:
-        return Row("order of ranks", "those of a host follow each other")
-    text = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
-    return Row(
-        "order of ranks",
-        f"{text}: neighbours are on different hosts, and more goes over the network than need be",
-        NOTE,
-        IN_TURN,
-    )
+    if odd:
+        text = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
+        more = "neighbours are on different hosts, and more goes over the network than need be"
+        return Row(title, f"{text}: {more}", NOTE, IN_TURN)
+    if min(counts) < max(counts):
+        value = f"{min(counts)} to {max(counts)} ranks on a host"
+        value += ": a transport that knows hosts needs equally many"
+        return Row(title, value, NOTE, f"start the same number on each host; {IN_TURN}")
+    return Row(title, "those of a host follow each other")
 
 
-def crowding(found: list[Node], library: str) -> Row:
+def crowding(found: list[NodeSeats], library: str) -> Row:
     """Whether there are more ranks than cores, and if so, whether they yield."""
-    crowded = [node for node in found if node.is_crowded]
+    title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
-        return Row("ranks and cores", "no host has more ranks than cores")
-    text = ", ".join(
-        few(
-            [f"{plural(len(n.ranks), 'rank')} on {plural(len(n.cores), 'core')} of {n.name}" for n in crowded]
-        )
-    )
+        return Row(title, "no host has more ranks than cores")
+    counts = [(plural(len(n.ranks), "rank"), plural(len(n.cores), "core"), n.name) for n in crowded]
+    text = ", ".join(few([f"{some} on {cores} of {name}" for some, cores, name in counts]))
     if all(seat.yields for node in crowded for seat in node.seats):
         most = min(len(node.cores) for node in crowded)
         remedy = f"fine for a trial; for speed start at most {most} a host"
-        return Row("ranks and cores", f"{text}; a rank that waits hands its core over", NOTE, remedy)
-    names = next((names for start, names in YIELDING.items() if library.startswith(start)), ())
-    settings = " ".join(f"{name}={environment.YIELDING[name]}" for name in names)
-    return Row(
-        "ranks and cores",
-        f"{text}, and a rank that waits keeps its core: 10 to 100 times slower",
-        NOTE,
-        f"export {settings}, or start fewer ranks a host",
-    )
+        return Row(title, f"{text}; a rank that waits hands its core over", NOTE, remedy)
+    value = f"{text}, and a rank that waits keeps its core: 10 to 100 times slower"
+    settings = " ".join(f"{name}={environment.YIELDING[name]}" for name in yielding(library))
+    return Row(title, value, NOTE, f"export {settings}, or start fewer ranks a host")
 
 
-def binding(found: list[Node]) -> Row:
+def binding(found: list[NodeSeats]) -> Row:
     """Whether several ranks are bound to one core while another core has none."""
     shared = [text for node in found if not node.is_crowded for text in heaped(node)]
     if not shared:
         return Row("binding", "no ranks are bound to a core that they must share")
-    return Row(
-        "binding",
-        f"{', '.join(few(shared))} while other cores are free",
-        NOTE,
-        "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
-        "(Open MPI), --cpu-bind=cores (srun); or do not bind at all",
-    )
+    return Row("binding", f"{', '.join(few(shared))} while other cores are free", NOTE, BIND)
 
 
-def heaped(node: Node) -> Iterator[str]:
+def heaped(node: NodeSeats) -> Iterator[str]:
     """Groups of ranks that are bound to the same cores, fewer than they are."""
     for cores, count in Counter(seat.cores for seat in node.seats).items():
         if count > len(cores):
@@ -163,40 +147,31 @@ def heaped(node: Node) -> Iterator[str]:
             yield f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
 
 
-def threads(found: list[Node]) -> Row:
+def threads(found: list[NodeSeats]) -> Row:
     """Whether the BLAS threads of a host's ranks fit its cores."""
-    counts = sorted({seat.threads for node in found for seat in node.seats})
-    value = f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} for each rank"
+    title = "BLAS threads"
+    value = f"{span(seat.threads for node in found for seat in node.seats)} for each rank"
     for node in found:
         room = max(1, len(node.cores) // len(node.ranks))
         room = min([room, *(len(seat.cores) for seat in node.seats)])
         if max(seat.threads for seat in node.seats) > room:
-            return too_many(node, room, value)
-    idle = [node for node in found if sum(seat.threads for seat in node.seats) < len(node.cores)]
-    if not idle:
-        return Row("BLAS threads", value)
-    node = idle[0]
-    free = len(node.cores) - sum(seat.threads for seat in node.seats)
-    return Row(
-        "BLAS threads",
-        f"{value}; {free} of {plural(len(node.cores), 'core')} of {node.name} idle",
-        NOTE,
-        "start more ranks, or train with --threads auto (other last bits than with one thread)",
-    )
+            cores = f"{plural(room, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
+            remedy = f"{fewer_threads(node)}, or train with --threads {room}"
+            return Row(title, f"{value}, but {cores}: up to 10 times slower", NOTE, remedy)
+    for node in found:
+        free = len(node.cores) - sum(seat.threads for seat in node.seats)
+        if free > 0:
+            value += f"; {free} of {plural(len(node.cores), 'core')} of {node.name} idle"
+            more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
+            return Row(title, value, NOTE, more)
+    return Row(title, value)
 
 
-def too_many(node: Node, room: int, value: str) -> Row:
-    """The row of more threads than cores, and how to get rid of them."""
+def fewer_threads(node: NodeSeats) -> str:
+    """How to get rid of threads that somebody has asked for."""
     chosen = any(seat.threads_were_set for seat in node.seats)
     names = [name for name in environment.THREADS if name in os.environ] if chosen else []
-    remedy = f"unset {' '.join(names)}" if names else "do not set the threads"
-    cores = f"{plural(room, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-    return Row(
-        "BLAS threads",
-        f"{value}, but {cores}: up to 10 times slower",
-        NOTE,
-        f"{remedy}, or train with --threads {room}",
-    )
+    return f"unset {' '.join(names)}" if names else "do not set the threads"
 
 
 def section(where: Ranks) -> list[Row]:

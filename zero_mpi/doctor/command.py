@@ -20,23 +20,23 @@ from typing import Any
 
 from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import write
+from zero_mpi.cli.text import plural, write
 from zero_mpi.config.settings import Config
 from zero_mpi.doctor import (
     binding,
-    clock_sync,
+    clocks,
     compute,
     gpu,
-    limits,
     links,
     mpi_library,
     other_processes,
-    run_folder,
+    output_folder,
     shared_memory,
+    system_limits,
 )
 from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
-from zero_mpi.doctor.table import BAD, NOTE, OK, Row, lines, plural
+from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
@@ -128,19 +128,14 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def check_file(path: str | None) -> None:
-    """Raise UsageError if the file of figures cannot be written in the end."""
-    if path is not None:
-        check_target("--json", path)
-
-
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(world, arguments))
     speaks = world.rank == 0 and mpi_library.speaks(world.size)
     if mpi_library.is_split(world.size) and not speaks:
         return FAILED  # each process takes itself for the job: one of them tells it
-    world.on_root(lambda: check_file(options.json))
+    if options.json is not None:
+        world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout)
     watchdog.beat("finding the other ranks")
     try:
@@ -163,11 +158,11 @@ def examine(found: Examination) -> None:
     found.part("MPI library", lambda: mpi_library.section(where))
     found.part("hosts and cores", lambda: binding.section(where))
     found.part("neighbours", lambda: other_processes.section(where))
-    found.part("limits", lambda: limits.section(where, figures))
+    found.part("limits", lambda: system_limits.section(where, figures))
     found.part("shared memory", lambda: shared_memory.section(where))
     found.part("CUDA", lambda: gpu.section(where))
-    found.part("run folder", lambda: run_folder.section(where, Path(options.out)))
-    found.part("clocks", lambda: clock_sync.section(where))
+    found.part("run folder", lambda: output_folder.section(where, Path(options.out)))
+    found.part("clocks", lambda: clocks.section(where))
     found.part("speed of products", lambda: compute.section(where, for_products, figures))
     effort = links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
     found.part("gathers and reductions", lambda: links.section(where, effort, figures))

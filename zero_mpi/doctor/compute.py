@@ -11,8 +11,9 @@ import time
 
 import numpy as np
 
+from zero_mpi.cli.text import few
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, few
+from zero_mpi.doctor.verdicts import Row, assessed
 
 EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # of the median host's rate
@@ -43,12 +44,12 @@ def rows(rates: list[float], where: Ranks) -> list[Row]:
     spread = f"{most}" if least == most else f"{least} to {most}"
     all_ranks = f"{spread} GFLOP/s a rank, {gigaflops(sum(rates))} in all (fp32 products, all at once)"
     found = [Row("speed", all_ranks)]
-    if slow:
-        value = f"{', '.join(few(slow))}: all ranks wait for it"
+    if slow or len(hosts) > 1:
+        value = f"the slowest has {100 * min(hosts) / median:.0f} % of the median"
+        if slow:
+            value = f"{', '.join(few(slow))}: all ranks wait for it"
         remedy = "leave it out of the job; look there for other programs (top), heat and a lower clock"
-        found.append(Row("uneven hosts", value, NOTE, remedy))
-    elif len(hosts) > 1:
-        found.append(Row("uneven hosts", f"the slowest has {100 * min(hosts) / median:.0f} % of the median"))
+        found.append(assessed("uneven hosts", value, not slow, remedy))
     return found
 
 

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_mpi.comm.gpu.run_probe import (
-    PROBE,
-    run_probe,
-)
+from zero_mpi.cli.text import plural
+from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, plural
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.doctor.versions import installed
 
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
@@ -70,9 +68,8 @@ def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
     counts = {len(devices.names) for devices in found}
     told = [row for devices, name in zip(found, names, strict=True) for row in of_host(devices, name)]
     if len(counts) > 1:
-        text = ", ".join(
-            f"{len(devices.names)} on {name}" for devices, name in zip(found, names, strict=True)
-        )
+        pairs = zip(found, names, strict=True)
+        text = ", ".join(f"{len(devices.names)} on {name}" for devices, name in pairs)
         told.append(Row("CUDA", f"hosts differ: {text}", NOTE, "start the job on hosts of one kind"))
     return told
 
@@ -80,24 +77,17 @@ def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
 def of_host(devices: Devices, name: str) -> list[Row]:
     """Rows of one host."""
     if devices.error:
-        return [
-            Row(
-                "CUDA",
-                f"{name}: {devices.error}",
-                NOTE,
-                "nvidia-smi on that host; reload or update its driver",
-            )
-        ]
+        remedy = "nvidia-smi on that host; reload or update its driver"
+        return [Row("CUDA", f"{name}: {devices.error}", NOTE, remedy)]
     kinds = ", ".join(dict.fromkeys(devices.names))
     value = f"{name}: {plural(len(devices.names), 'device')} ({kinds}), driver for CUDA {devices.driver}"
-    told = [Row("CUDA", value)]
-    if devices.cupy == "none":
-        told.append(Row("CuPy", f"{name}: not installed", NOTE, "pip install 'zero-mpi[cuda12]' (or cuda13)"))
-    else:
-        told.append(Row("CuPy", f"{name}: {devices.cupy}"))
-    if devices.takes_memory:
-        return [*told, Row("CUDA-aware MPI", f"{name}: {devices.mpi}")]
-    return [*told, Row("CUDA-aware MPI", f"{name}: no, {devices.mpi}", NOTE, STAGED)]
+    has_cupy, aware = devices.cupy != "none", devices.takes_memory
+    cupy = f"{name}: {devices.cupy if has_cupy else 'not installed'}"
+    return [
+        Row("CUDA", value),
+        assessed("CuPy", cupy, has_cupy, "pip install 'zero-mpi[cuda12]' (or cuda13)"),
+        assessed("CUDA-aware MPI", f"{name}: {'' if aware else 'no, '}{devices.mpi}", aware, STAGED),
+    ]
 
 
 def section(where: Ranks) -> list[Row]:

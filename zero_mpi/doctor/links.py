@@ -16,23 +16,30 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm import Comm, Partition
-from zero_mpi.doctor.alpha_beta import Line, Point, fit
+from zero_mpi.cli.text import duration, short_size
+from zero_mpi.comm import Comm, Partition, kinds
+from zero_mpi.doctor.alpha_beta import Measurement, fit, keys
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, duration, size
+from zero_mpi.doctor.verdicts import Row, assessed
+from zero_mpi.plan.machine import Link
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
-MESSAGES, SHARED = "mpi", "shared"  # the transports, as --transport names them
+MESSAGES, SHARED = kinds.MPI.name, kinds.SHARED.name
 QUANTUM = 256  # elements at whose multiples slices end, so that those of the smallest buffer are not empty
 FEWEST, MOST = 3, 60  # repeats
 LEAST = 1 << 10  # bytes of the smallest buffer
+NAME_IT = (
+    "if the hosts have a faster network, name its interface: MPICH -iface NAME or UCX_NET_DEVICES, "
+    "Open MPI --mca btl_tcp_if_include NAME; else train with large batches"
+)
 SLOW_LINK, LATE = 125e6, 1e-3  # bytes a second (1 Gbit/s) and seconds: worth a look at the network's settings
 Operation = Callable[[], object]
+Times = list[tuple[int, Measurement]]  # bytes of a buffer, and what is given away of it
 
 
 @dataclass(frozen=True)
@@ -50,19 +57,6 @@ class Effort:
             yield nbytes
             nbytes *= self.factor
         yield self.most
-
-
-@dataclass
-class Times:
-    """Seconds of an operation by the bytes that it gives away, and by the buffer's size."""
-
-    points: list[Point] = field(default_factory=list)
-    sizes: list[tuple[int, float]] = field(default_factory=list)
-
-    def add(self, nbytes: int, parts: int, messages: int, seconds: float) -> None:
-        """A buffer of `nbytes`, cut for so many, took `seconds`."""
-        self.points.append(Point(messages, nbytes * (parts - 1) / parts, seconds))
-        self.sizes.append((nbytes, seconds))
 
 
 @dataclass(frozen=True)
@@ -107,14 +101,15 @@ def timed(where: Ranks, operation: Operation | None) -> float:
 
 def measure(where: Ranks, way: Way, effort: Effort) -> dict[str, Times]:
     """Times by operation. Collective."""
-    found = {GATHER: Times(), REDUCE: Times()}
+    found: dict[str, Times] = {GATHER: [], REDUCE: []}
     for nbytes in effort.sizes():
         operations = prepare(way, nbytes // 4 // way.stripes)
         if not all(where.gather(way.comm is None or bool(operations))):
             break  # no room for it on some node
         for name, times in found.items():
             seconds = seconds_of(where, operations.get(name), effort.budget)
-            times.add(nbytes, way.parts, way.in_turn(name), seconds)
+            given = nbytes * (way.parts - 1) / way.parts
+            times.append((nbytes, Measurement(way.in_turn(name), given, seconds)))
     return found
 
 
@@ -203,18 +198,17 @@ def between(where: Ranks) -> Iterator[Way]:
 # -------------------------------------------------------------------------------------------------- rows
 
 
-def line_of(name: str, times: dict[str, Times]) -> Line:
-    """The fit of a way: over all its calls, or over those that move something."""
-    kinds = [REDUCE] if name == SHARED else [GATHER, REDUCE]
-    return fit([point for kind in kinds for point in times[kind].points])
+def link_of(*times: Times) -> Link:
+    """The fit of some operations' times."""
+    return fit([point for found in times for _, point in found])
 
 
-def keys(times: dict[str, Times]) -> dict[str, object]:
+def as_json(times: dict[str, Times]) -> dict[str, object]:
     """All times of a way as they stand in the JSON file."""
     return {
         kind.replace("-", "_"): {
-            **fit(found.points).keys(),
-            "sizes": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in found.sizes],
+            **keys(link_of(found)),
+            "sizes": [{"bytes": nbytes, "seconds": point.seconds} for nbytes, point in found],
         }
         for kind, found in times.items()
     }
@@ -223,31 +217,22 @@ def keys(times: dict[str, Times]) -> dict[str, object]:
 def rows(place: str, way: str, times: dict[str, Times]) -> Iterator[Row]:
     """A row for each operation: times by size, and the fit."""
     for kind, found in times.items():
-        line = fit(found.points)
-        text = ", ".join(f"{size(nbytes)} {duration(seconds)}" for nbytes, seconds in found.sizes)
-        free = kind == GATHER and way == SHARED
-        rate = "nothing is moved" if free else speed(line)
-        yield Row(f"{kind} {place}", f"{way}: {text}; latency {duration(line.alpha)}, {rate}")
+        link = link_of(found)
+        text = ", ".join(f"{short_size(nbytes)} {duration(point.seconds)}" for nbytes, point in found)
+        rate = "nothing is moved" if kind == GATHER and way == SHARED else speed(link)
+        yield Row(f"{kind} {place}", f"{way}: {text}; latency {duration(link.alpha)}, {rate}")
 
 
-def speed(line: Line) -> str:
+def speed(link: Link) -> str:
     """Bytes a second for people."""
-    return f"{size(1 / line.beta)}/s" if line.beta else "too fast to tell"
+    return f"{short_size(1 / link.beta)}/s" if link.beta else "too fast to tell"
 
 
-def judged(link: dict[str, Any]) -> Row:
+def judged(found: dict[str, Any]) -> Row:
     """The row about the network between nodes."""
-    line = Line(link["alpha_seconds"], link["beta_seconds_per_byte"])
-    value = f"latency {duration(line.alpha)}, {speed(line)} for the link of a node"
-    if line.alpha < LATE and line.beta * SLOW_LINK <= 1:
-        return Row("network", value)
-    return Row(
-        "network",
-        value,
-        NOTE,
-        "if the hosts have a faster network, name its interface: MPICH -iface NAME or UCX_NET_DEVICES, "
-        "Open MPI --mca btl_tcp_if_include NAME; else train with large batches",
-    )
+    link = Link(found["alpha_seconds"], found["beta_seconds_per_byte"])
+    value = f"latency {duration(link.alpha)}, {speed(link)} for the link of a node"
+    return assessed("network", value, link.alpha < LATE and link.beta * SLOW_LINK <= 1, NAME_IT)
 
 
 def section(where: Ranks, effort: Effort, figures: dict[str, Any]) -> Iterator[Row]:
@@ -269,9 +254,10 @@ def measured(where: Ranks, place: str, ways: Iterator[Way], effort: Effort) -> A
     told: dict[str, Any] = {}
     for way in ways:
         times = measure(where, way, effort)
-        if not times[REDUCE].points:
+        if not times[REDUCE]:
             continue  # no room for the smallest buffer
         yield from rows(place, way.name, times)
-        told = told or {"transport": way.name, **line_of(way.name, times).keys(), "ways": {}}
-        told["ways"][way.name] = keys(times)
+        moving = [times[REDUCE]] if way.name == SHARED else times.values()
+        told = told or {"transport": way.name, **keys(link_of(*moving)), "ways": {}}
+        told["ways"][way.name] = as_json(times)
     return told

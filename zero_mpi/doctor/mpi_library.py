@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from zero_mpi.cli.text import plural
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row, plural
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
 from zero_mpi.launch.consistency import NUMBERS, STARTED
 
 LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
@@ -23,6 +24,10 @@ LAUNCHERS = {  # the first variable that is set names it; inside an allocation S
     "PMIX_RANK": "a launcher that speaks PMIx",
 }
 ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS")
+SAME_MPI = (
+    "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
+    "--mpi=pmix for Open MPI"
+)
 OFF = ("", "0", "no", "false", "off")
 
 
@@ -49,13 +54,9 @@ def speaks(size: int, environ: Mapping[str, str] = os.environ) -> bool:
 def started(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """The row of the launcher."""
     if is_split(size, environ):
-        return Row(
-            "launcher",
-            f"{launcher(environ)} started {told_size(environ)} processes, and each is a job of one rank",
-            BAD,
-            "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
-            "--mpi=pmix for Open MPI",
-        )
+        count = told_size(environ)
+        value = f"{launcher(environ)} started {count} processes, and each is a job of one rank"
+        return Row("launcher", value, BAD, SAME_MPI)
     return Row("launcher", f"{launcher(environ) or 'none'}, {plural(size, 'rank')}")
 
 
@@ -63,32 +64,21 @@ def threads(where: Ranks) -> Row:
     """The row of what the library allows threads to do."""
     mpi = where.world.mpi
     if mpi is None:
-        return Row(
-            "MPI threads",
-            "no MPI library can be loaded: one process only",
-            NOTE,
-            "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site",
-        )
+        remedy = "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site"
+        return Row("MPI threads", "no MPI library can be loaded: one process only", NOTE, remedy)
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}
-    level = levels.get(mpi.Query_thread(), "MULTIPLE")
-    if level == "MULTIPLE":
-        return Row("MPI threads", "multiple")
-    return Row(
-        "MPI threads",
-        f"{level.lower()}: transfers go on only between layers, and only one thread may call the library",
-        NOTE,
-        "take an MPI that was built with MPI_THREAD_MULTIPLE",
-    )
+    level = levels.get(mpi.Query_thread(), "MULTIPLE").lower()
+    if level == "multiple":
+        return Row("MPI threads", level)
+    less = "transfers go on only between layers, and only one thread may call the library"
+    return Row("MPI threads", f"{level}: {less}", NOTE, "take an MPI that was built with MPI_THREAD_MULTIPLE")
 
 
 def progress(found: list[Mapping[str, str]]) -> Row:
     """The row of a setting that makes blocking calls twenty times slower; environments of all ranks."""
     name = next((name for name in ASYNC_PROGRESS for environ in found if set_in(environ, name)), "")
-    if not name:
-        return Row("progress threads", "none of the library's own")
-    return Row(
-        "progress threads", f"{name} is set: blocking calls take many times longer", NOTE, f"unset {name}"
-    )
+    value = f"{name} is set: blocking calls take many times longer" if name else "none of the library's own"
+    return assessed("progress threads", value, not name, f"unset {name}")
 
 
 def set_in(environ: Mapping[str, str], name: str) -> bool:

@@ -6,51 +6,41 @@ are then bound to the same cores and share them, while others idle.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from zero_mpi.cli.text import few, ranges
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, few, ranges
+from zero_mpi.doctor.verdicts import NOTE, Row
 
 PROC = Path("/proc")
 LOOKS, PAUSE = 4, 0.02  # a process counts that is seen running in most looks
 Neighbour = tuple[int, str, tuple[int, ...]]  # process, name, cores
 
 
-def look(ours: Collection[int], cores: tuple[int, ...], proc: Path = PROC) -> list[Neighbour]:
+def look(ours: Collection[int], cores: tuple[int, ...]) -> list[Neighbour]:
     """Processes beside `ours` that keep running on some of `cores` and may not use others."""
     if len(cores) == (os.cpu_count() or 1):
         return []  # we are not bound, so nobody is in the way for long
-    seen: dict[Neighbour, int] = {}
+    seen: Counter[Neighbour] = Counter()
     for _ in range(LOOKS):
-        for neighbour in running(proc):
-            if neighbour[0] not in ours and set(neighbour[2]) <= set(cores):
-                seen[neighbour] = seen.get(neighbour, 0) + 1
+        seen.update(found for found in running() if found[0] not in ours and set(found[2]) <= set(cores))
         time.sleep(PAUSE)
     return sorted(neighbour for neighbour, times in seen.items() if times > LOOKS // 2)
 
 
-def running(proc: Path) -> Iterator[Neighbour]:
+def running() -> Iterator[Neighbour]:
     """The processes that are on a core or wait for one."""
-    for folder in proc.glob("[0-9]*"):
-        try:
-            text = (folder / "status").read_text()
-        except OSError:
-            continue  # it has ended
-        about = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-        if about.get("State", "").startswith("R"):
-            yield int(folder.name), about.get("Name", ""), numbers(about.get("Cpus_allowed_list", ""))
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """0, 1, 2, 5 of `0-2,5`."""
-    found: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+    for folder in PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = (folder / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            if rest.split()[0] == "R":
+                process = int(folder.name)
+                yield process, name, tuple(sorted(os.sched_getaffinity(process)))
 
 
 def rows(found: list[list[Neighbour]], names: tuple[str, ...]) -> list[Row]:
@@ -62,14 +52,8 @@ def rows(found: list[list[Neighbour]], names: tuple[str, ...]) -> list[Row]:
     ]
     if not busy:
         return []
-    return [
-        Row(
-            "neighbours",
-            f"bound to our cores and busy: {', '.join(few(busy))}",
-            NOTE,
-            "a second job of Open MPI? start both with --bind-to none, or give each its own --cpu-set",
-        )
-    ]
+    remedy = "a second job of Open MPI? start both with --bind-to none, or give each its own --cpu-set"
+    return [Row("neighbours", f"bound to our cores and busy: {', '.join(few(busy))}", NOTE, remedy)]
 
 
 def section(where: Ranks) -> list[Row]:

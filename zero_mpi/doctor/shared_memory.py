@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import filter as filter_names
 from pathlib import Path
 
+from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import FEW, NOTE, Row, few, plural, size
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 
@@ -26,7 +27,7 @@ MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,si
 
 
 @dataclass(frozen=True)
-class Room:
+class SharedMemory:
     """Of a host: free bytes, and what was left behind (paths), with its bytes."""
 
     free: int
@@ -34,15 +35,15 @@ class Room:
     left_bytes: int
 
 
-def look() -> Room:
+def look() -> SharedMemory:
     """What there is in this host's shared memory."""
     try:
         about = os.statvfs(PLACE)
         free = about.f_bavail * about.f_frsize
     except OSError:
-        return Room(0, (), 0)
+        return SharedMemory(0, (), 0)
     left = left_behind(PLACE)
-    return Room(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+    return SharedMemory(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
 
 
 def try_window(where: Ranks) -> str:
@@ -81,55 +82,48 @@ def largest_model(free: int, ranks: int) -> int:
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def rows(found: list[Room], problems: list[str], where: Ranks) -> list[Row]:
+def rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
     """All rows: room, the trial, leftovers; `problems` of the trial, by host."""
     broken = [f"{name}: {text}" for name, text in zip(where.names, problems, strict=True) if text]
-    trial = Row("shared window", "made, written to and read by all ranks of each host")
+    value = "made, written to and read by all ranks of each host"
     if broken:
-        trial = Row(
-            "shared window", f"{'; '.join(few(broken))}: a run would go over messages", NOTE, MORE_ROOM
-        )
+        value = f"{'; '.join(few(broken))}: a run would go over messages"
     elif where.node_comm is None:
-        trial = Row("shared window", "not tried: one process without MPI")
+        value = "not tried: one process without MPI"
+    trial = assessed("shared window", value, not broken, MORE_ROOM)
     return [room(found, where), trial, *leftovers(found, where.names)]
 
 
-def room(found: list[Room], where: Ranks) -> Row:
+def room(found: list[SharedMemory], where: Ranks) -> Row:
     """Free shared memory of the host that has least, and the largest model for it."""
     models = [largest_model(r.free, len(ranks)) for r, ranks in zip(found, where.nodes, strict=True)]
     least = models.index(min(models))
     free, count = found[least].free, len(where.nodes[least])
     value = (
-        f"{size(free)} free in {PLACE} of {where.names[least]}: for {plural(count, 'rank')}, a model of "
-        f"{models[least] / 1e6:,.0f} million parameters in {BLOCKS} blocks"
+        f"{short_size(free)} free in {PLACE} of {where.names[least]}: for {plural(count, 'rank')}, a model "
+        f"of {models[least] / 1e6:,.0f} million parameters in {BLOCKS} blocks"
     )
-    return Row("shared memory", value) if free >= SMALL else Row("shared memory", value, NOTE, MORE_ROOM)
+    return assessed("shared memory", value, free >= SMALL, MORE_ROOM)
 
 
-def leftovers(found: list[Room], names: tuple[str, ...]) -> list[Row]:
+def leftovers(found: list[SharedMemory], names: tuple[str, ...]) -> list[Row]:
     """A row for each host where jobs left something."""
-    return [
-        Row(
-            "left in shared memory",
-            f"{size(host.left_bytes)} on {name}, in {plural(len(host.left), 'file')} that no process uses: "
-            + ", ".join(few([Path(path).name for path in host.left])),
-            NOTE,
-            removal(host.left),
-        )
-        for host, name in zip(found, names, strict=True)
-        if host.left
-    ][:FEW]
+    told = []
+    for host, name in zip(found, names, strict=True):
+        if host.left:
+            files = f"{plural(len(host.left), 'file')} that no process uses"
+            listed = ", ".join(few([Path(path).name for path in host.left]))
+            value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
+            told.append(Row("left in shared memory", value, NOTE, removal(host.left)))
+    return told[:FEW]
 
 
 def removal(paths: tuple[str, ...]) -> str:
     """A command that removes the files; of many, those that no process has mapped."""
     if len(paths) <= FEW:
         return f"rm {' '.join(map(shlex.quote, paths))}"
-    patterns = [
-        f"{PLACE}/{pattern}"
-        for pattern in SEGMENTS
-        if any(fnmatch(Path(path).name, pattern) for path in paths)
-    ]
+    names = [Path(path).name for path in paths]
+    patterns = [f"{PLACE}/{pattern}" for pattern in SEGMENTS if filter_names(names, pattern)]
     loop = 'do grep -qs "$file" /proc/[0-9]*/maps || rm "$file"; done'
     return f"while no job starts: for file in {' '.join(patterns)}; {loop}"
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from zero_mpi.cli.text import few, ranks
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row, few, ranks
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
 
@@ -57,12 +58,8 @@ def row(name: str, values: list[str], verdict: str) -> Row:
             remedy = "choose hosts of one kind, or give all ranks the same OPENBLAS_CORETYPE"
         return Row(name, f"{values[0]}, but {text}", verdict, remedy)
     if name == "operations" and values[0] == SLOW:
-        return Row(
-            name,
-            "plain NumPy, several times slower than compiled ones",
-            NOTE,
-            "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset",
-        )
+        remedy = "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset"
+        return Row(name, "plain NumPy, several times slower than compiled ones", NOTE, remedy)
     return Row(name, " ".join(values[0].split(", package")[0].split()))  # Open MPI tells more of itself
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import MARGIN, WIDTH, size, write
+from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
@@ -124,7 +124,9 @@ def file_line(file: Mapping[str, Any]) -> str:
     """Name, format and size of a file."""
     parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
     counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
-    return f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'])}, {counts}"
+    return (
+        f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'], 'bytes')}, {counts}"
+    )
 
 
 def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
@@ -147,7 +149,7 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
 
 def type_line(kind: Mapping[str, Any]) -> str:
     """How many tensors of a type."""
-    return f"{kind['type']}: {kind['tensors']:,} tensor{'s' * (kind['tensors'] != 1)}, {size(kind['bytes'])}"
+    return f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
 
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:

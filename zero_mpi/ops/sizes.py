@@ -1,8 +1,18 @@
 """Sizes of what operations take beside their results, in a module that everybody can import.
 
 Of the packages of operations one compiles when it is imported and the other needs CuPy; a plan that counts
-bytes wants neither.
+bytes wants neither. So the operations and the plan ask here, numbers and formulas alike.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zero_mpi.device.arrays import side_by_side
+from zero_mpi.device.types import Array
+
+Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
 BLOCK = 64  # rows: smaller ones cost calls, larger ones work above the diagonal
@@ -23,3 +33,73 @@ SLOPES = 1 << 30  # bytes of cuDNN that grow with the square of T
 LOGITS_BYTES = 256 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
 LINE = 8  # elements that a row of logits is a multiple of, so that rows are aligned
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
+
+
+def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
+    """Arrays for dq, dk and dv: columns of one if q, k and v are, so that none has to join them later."""
+    joint = side_by_side((q, k, v))
+    if joint is None:
+        return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
+    room = take((*q.shape[:2], joint.shape[-1]), q.dtype)
+    first = q.shape[2] * q.shape[3]
+    second = first + k.shape[2] * k.shape[3]
+    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def head_weights(length: int, total: int) -> int:
+    """Elements of a head's weights, by blocks that end at the diagonal, for T queries of S positions."""
+    blocks, before = -(-length // BLOCK), total - length
+    whole = BLOCK * ((blocks - 1) * before + BLOCK * ((blocks - 1) * blocks // 2))
+    return whole + (length - (blocks - 1) * BLOCK) * total
+
+
+def column_lines(rows: int) -> int:
+    """Lines of partial sums over so many rows."""
+    return min(COLUMN_LINES, -(-rows // COLUMN_ROWS))
+
+
+def norm_lanes(width: int, pack: int, held: int) -> int:
+    """How many threads work on a row: a pack each, up to `held` in longer rows; a power of two."""
+    packs = -(-width // pack)
+    wanted = packs if packs <= 32 else max(32, -(-packs // held))
+    return min(THREADS, 1 << (wanted - 1).bit_length())
+
+
+def norm_blocks(rows: int, lanes: int) -> int:
+    """Blocks of a norm; in backward each writes a line of partial sums, as far as NORM_LINES go."""
+    return -(-rows // (THREADS // lanes))
+
+
+def embedding_runs(tokens: int) -> int:
+    """Runs of sorted places; each has a partial sum of the row that it begins in and of that it ends in."""
+    return -(-tokens // RUN)
+
+
+def scores_across(total: int) -> int:
+    """Elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
+    return -(-total // 8) * 8
+
+
+def score_rows(heads: int, total: int) -> int:
+    """Queries of a block of attention at most; `heads`: those of all sequences."""
+    most = max(1, SCORES // (4 * heads * scores_across(total)))
+    return most // EVEN * EVEN if most > EVEN else most
+
+
+def cudnn_slopes(shape: tuple[int, ...], total: int) -> int:
+    """Bytes that cuDNN's backward takes: in 16 bits each score of blocks of 64 by 128, or a float32 dq."""
+    batch, length, heads, width = shape
+    slopes = 2 * batch * heads * (-(-length // 64) * 64) * (-(-total // 128) * 128)
+    return slopes if slopes <= SLOPES else 4 * batch * length * heads * width
+
+
+def logit_width(vocabulary: int) -> int:
+    """Elements of a row of logits."""
+    return -(-vocabulary // LINE) * LINE
+
+
+def logit_rows(n: int, row_bytes: int) -> int:
+    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
+    return max(1, -(-n // chunks))

@@ -5,9 +5,9 @@ memory, on which `simulate` runs the real module over a transport that only note
 for. So activations, buffers and the order of transfers are seen and not modelled. What operations take beside
 their results is in `workspaces`.
 
-`memory` reads what was seen. `traffic` works from the layout, with a class in `routes` for each way that
-slices take. `step_time` plays the list of a step, which does not depend on the number of ranks, against a
-clock: computing moves it, transfers queue on one line (`cost_model`), and what a wait moves it by is
+`rank_memory` reads what was seen. `traffic` works from the layout, with a class in `routes` for each way
+that slices take. `step_time` plays the list of a step, which does not depend on the number of ranks, against
+a clock: computing moves it, transfers queue on one line (`cost_model`), and what a wait moves it by is
 communication that is not hidden. `max_size` and `scaling` ask about many cases; `resident` adds what a node
 takes for interpreters and libraries.
 """

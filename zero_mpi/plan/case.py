@@ -15,6 +15,11 @@ from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
 from zero_mpi.sharding.offload import NONE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
 
+OF_LAYOUT = (  # what a layout depends on
+    "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
+    "precision_name", "reduce_dtype",
+)  # fmt: skip
+
 
 class Imagined(SerialComm):
     """As many ranks as wanted, of which this is the first; nothing travels."""
@@ -152,15 +157,7 @@ class Case:
     @cached_property
     def layout(self) -> Layout:
         """Units and schedule, which no number of ranks changes."""
-        return layout_of(
-            self.model,
-            self.recompute,
-            self.strategy_name,
-            self.prefetch,
-            self.bucket_mb,
-            self.frozen,
-            self.precision,
-        )
+        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT}))
 
     @cached_property
     def partitions(self) -> list[Partition]:
@@ -169,23 +166,15 @@ class Case:
 
 
 @lru_cache(maxsize=64)
-def layout_of(
-    model: ModelConfig,
-    recompute: bool,
-    strategy_name: str,
-    prefetch: int,
-    bucket_mb: float,
-    frozen: tuple[str, ...],
-    precision: Precision,
-) -> Layout:
+def layout_of(case: Case) -> Layout:
     """The layout that the runtime would work out; many cases share it."""
     return lay_out(
-        model.stages(recompute),
-        strategy_named(strategy_name),
-        prefetch=prefetch,
-        bucket_mb=bucket_mb,
-        frozen=frozen,
-        precision=precision,
+        case.model.stages(case.recompute),
+        case.strategy,
+        prefetch=case.prefetch,
+        bucket_mb=case.bucket_mb,
+        frozen=case.frozen,
+        precision=case.precision,
     )
 
 

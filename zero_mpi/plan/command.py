@@ -16,8 +16,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.plan.flags import Question, read
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.report import head, introduction, report, sweep_lines
-from zero_mpi.plan.resident import ask_lines, resident
+from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
+from zero_mpi.plan.resident import resident
 from zero_mpi.plan.scaling import limits, sweep
 
 

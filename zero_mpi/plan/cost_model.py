@@ -14,7 +14,7 @@ from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import CHAIN_PIECE, EXACT_PIECE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
-from zero_mpi.plan.memory import NUMBER
+from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 

@@ -28,32 +28,32 @@ LEAST_ARENA = 1 << 30  # bytes
 
 
 class Ghost(np.ndarray[Any, Any]):
-    """An array that must not be read or written; `room` is what its results are counted in."""
+    """An array that must not be read or written; `memory` is what its results are counted in."""
 
-    room: Room | None
+    memory: FakeMemory | None
 
     def __array_finalize__(self, source: Any) -> None:
-        self.room = getattr(source, "room", None)
+        self.memory = getattr(source, "memory", None)
 
     def fill(self, value: Any) -> None:
         """Count one pass over the array."""
-        if self.room is not None:
-            self.room.passes(self)
+        if self.memory is not None:
+            self.memory.passes(self)
 
 
 class _Loan(weakref.ref[Any]):
     """Watches the owner of a fake array's addresses, which lives as long as any view of it."""
 
-    __slots__ = ("room", "size")
-    room: Room
+    __slots__ = ("memory", "size")
+    memory: FakeMemory
     size: int
 
 
 def _came_back(loan: _Loan) -> None:
-    loan.room.give(loan)
+    loan.memory.give(loan)
 
 
-class Room:
+class FakeMemory:
     """Counts what fake arrays would take, and what making them would cost.
 
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
@@ -76,7 +76,7 @@ class Room:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         owner = self._addresses(nbytes)
         loan = _Loan(owner, _came_back)
-        loan.room, loan.size = self, size_class(nbytes) if nbytes >= RECYCLED_FROM else -nbytes
+        loan.memory, loan.size = self, size_class(nbytes) if nbytes >= RECYCLED_FROM else -nbytes
         self._loans[id(loan)] = loan
         if loan.size < 0:
             self._small_now += nbytes
@@ -114,7 +114,7 @@ class Room:
 
     def _ghost(self, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
         ghost = Ghost(shape, dtype, owner)
-        ghost.room = self
+        ghost.memory = self
         return ghost
 
     def product(self, rows: int, columns: int, depth: int) -> None:
@@ -134,21 +134,21 @@ class Room:
 class NoMemory(Host):
     """A device whose arrays are fake and belong to somebody else: what a module keeps is counted apart."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, memory: FakeMemory) -> None:
+        self._memory = memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """A flat fake array."""
-        return self._room.outside((size,), dtype)
+        return self._memory.outside((size,), dtype)
 
     zeros = empty
 
 
 @contextmanager
-def without_memory(room: Room) -> Iterator[None]:
+def without_memory(memory: FakeMemory) -> Iterator[None]:
     """Compute on fake arrays for a while, whatever the device in use is."""
     in_use = device.in_use()
-    device.adopt(NoMemory(room))
+    device.adopt(NoMemory(memory))
     try:
         yield
     finally:

@@ -44,6 +44,9 @@ RATES = {
     "memory_bandwidth": "bytes a second of a rank in everything else",
     "host_bandwidth": "bytes a second between a GPU and its host, each way",
 }
+SAME = (  # called alike in a case and among the flags of a run
+    "batch_size", "context", "prefetch", "bucket_mb", "recompute", "async_save", "reduce_dtype", "offload",
+)  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
 OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
 
@@ -183,18 +186,11 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
         strategy_name=strategy,
         transport_wanted=config.transport,
         exact_wanted=config.reduction == "exact",
-        batch_size=config.batch_size,
         micro_batch=min(config.micro_batch, config.batch_size),
-        context=config.context,
-        prefetch=config.prefetch,
-        bucket_mb=config.bucket_mb,
         frozen=tuple(config.freeze or ()),
-        recompute=config.recompute,
-        async_save=config.async_save,
         precision_name=config.precision,
-        reduce_dtype=config.reduce_dtype,
         device="cuda" if on_gpu else "cpu",
-        offload=config.offload,
+        **{name: getattr(config, name) for name in SAME},
     )
 
 

@@ -9,8 +9,9 @@ from math import gcd
 from typing import Any
 
 from zero_mpi.models import ModelConfig
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 
 MOST = 1024  # of blocks, of sequences, or times the least width; a plan of more takes minutes
 
@@ -41,19 +42,22 @@ def largest(case: Case, limit: int) -> Largest:
     def with_rows(count: int) -> Case:  # as many micro-batches as before
         return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
 
-    def with_model(model: ModelConfig) -> Case:
-        return replace(case, model=model)
+    def deep(count: int) -> ModelConfig:
+        return replace(case.model, block_count=count)
+
+    def wide(count: int) -> ModelConfig:
+        return widened(case.model, count, step)
 
     step = least_step(case.model)
     rows = most(lambda count: total(with_rows(count)), limit)
-    layers = most(lambda count: total(with_model(deepened(case.model, count))), limit)
-    wide = most(lambda count: total(with_model(widened(case.model, count, step))), limit)
+    layers = most(lambda count: total(replace(case, model=deep(count))), limit)
+    steps = most(lambda count: total(replace(case, model=wide(count))), limit)
     return Largest(
         rows,
         layers,
-        elements(deepened(case.model, layers)) if layers else 0,
-        wide * step.width,
-        elements(widened(case.model, wide, step)) if wide else 0,
+        elements(deep(layers)) if layers else 0,
+        steps * step.width,
+        elements(wide(steps)) if steps else 0,
     )
 
 
@@ -83,13 +87,8 @@ def guess(size: Callable[[int], int], limit: int) -> int:
     return min(max(1, 4 + int((limit - second) / slope)), MOST)
 
 
-def deepened(model: ModelConfig, blocks: int) -> ModelConfig:
-    """The model with that many blocks."""
-    return replace(model, block_count=blocks)
-
-
 @dataclass(frozen=True)
-class Step:
+class WidthStep:
     """The least widening that keeps the shape: query heads, key/value heads, columns."""
 
     heads: int
@@ -97,14 +96,14 @@ class Step:
     width: int
 
 
-def least_step(model: ModelConfig) -> Step:
+def least_step(model: ModelConfig) -> WidthStep:
     """Whole heads of the width they have, as many query heads for each key/value head as there are."""
     kv_heads = int(getattr(model, "head_count_kv", model.head_count))
     groups = gcd(model.head_count, kv_heads, model.embedding_length)
-    return Step(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
+    return WidthStep(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
 
 
-def widened(model: ModelConfig, count: int, step: Step) -> ModelConfig:
+def widened(model: ModelConfig, count: int, step: WidthStep) -> ModelConfig:
     """The model `count` steps wide; its feed-forward keeps its ratio to the width."""
     width = count * step.width
     changed: dict[str, Any] = {
@@ -115,8 +114,3 @@ def widened(model: ModelConfig, count: int, step: Step) -> ModelConfig:
     if hasattr(model, "head_count_kv"):
         changed["head_count_kv"] = count * step.kv_heads
     return replace(model, **changed)
-
-
-def elements(model: ModelConfig) -> int:
-    """Of all parameters."""
-    return sum(param.size for param in model.params().values())

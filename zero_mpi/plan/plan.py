@@ -8,7 +8,7 @@ from typing import Any
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import Largest, largest
-from zero_mpi.plan.memory import Memory, plan_memory
+from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.step_time import StepTime, step_time, tokens_per_second
 from zero_mpi.plan.traffic import Traffic, plan_traffic
 

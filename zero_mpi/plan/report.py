@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
+from zero_mpi.cli.text import gibibytes, seconds, size
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.max_size import MOST, elements
+from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
+from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point
 
 TITLE, COLUMN = 34, 16  # widths
+SAMPLE = "sample in the end"
 MEMORY = {
     "parameters": "parameters",
     "masters": "parameters in fp32",
@@ -27,30 +32,52 @@ MEMORY = {
     "snapshot": "copies for --async-save",
     "total": "total",
 }
+ELSEWHERE = {"node_shared": "(a node in /dev/shm)", "host": "(in the host's memory)"}
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+Column = TypeVar("Column")
+Rows = Iterable[tuple[str, Callable[[Column], str]]]  # a title, and what stands in a column
+TRAFFIC: Rows[Plan] = (
+    ("transport", lambda plan: plan.case.transport.name),
+    ("a rank, in its node", lambda plan: size(plan.traffic.inside.max())),
+    ("a rank, to other nodes", lambda plan: size(plan.traffic.between.max())),
+    ("rank 0 (sent_bytes)", lambda plan: f"{plan.traffic.sent[0]:,}"),
+    ("all ranks, in nodes", lambda plan: size(plan.traffic.inside.sum())),
+    ("all ranks, between nodes", lambda plan: size(plan.traffic.between.sum())),
+)
+TIME: Rows[Plan] = (
+    ("computation", lambda plan: seconds(plan.time.computation)),
+    ("communication", lambda plan: seconds(plan.time.communication)),
+    ("of it waited for", lambda plan: seconds(plan.time.exposed)),
+    ("step", lambda plan: seconds(plan.time.seconds)),
+    ("tokens a second, all ranks", lambda plan: f"{plan.tokens_per_second:,.0f}"),
+)
+LARGEST: Rows[Largest] = (
+    ("micro-batch", lambda found: counted(found.micro_batch)),
+    ("layers", lambda found: counted(found.layers)),
+    ("  parameters then", lambda found: f"{found.layers_parameters:,}"),
+    ("width", lambda found: f"{found.width:,}" if found.width else "none"),
+    ("  parameters then", lambda found: f"{found.width_parameters:,}"),
+)
+RESIDENT: Rows[Resident] = (
+    ("programs and libraries", lambda node: size(node.programs)),
+    ("MPI's own segments", lambda node: size(node.mpi)),
+    ("tokens of the text", lambda node: size(node.text)),
+    ("arrays, as planned", lambda node: size(node.arrays)),
+    (SAMPLE, lambda node: size(node.sample)),
+    ("ask for, a node", lambda node: gibibytes(node.ask)),
+)
 
 
-def seconds(value: float) -> str:
-    """A time for people."""
-    if value >= 7200:
-        return f"{value / 3600:.1f} h"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1 or unit == "us":
-            return f"{value * factor:.1f} {unit}"
-    raise AssertionError("microseconds are the last unit")
-
-
-def row(title: str, values: Sequence[str]) -> str:
-    """A line of the table."""
+def row(title: str, values: Iterable[str]) -> str:
+    """A line of a table."""
     return f"  {title:{TITLE}}" + "".join(f"{value:>{COLUMN}}" for value in values)
+
+
+def rows(found: Sequence[Column], titles: Rows[Column]) -> Iterator[str]:
+    """The lines of a table, with a column for each of `found`."""
+    for title, text in titles:
+        yield row(title, map(text, found))
 
 
 def head(title: str, plans: Sequence[Plan]) -> str:
@@ -61,15 +88,12 @@ def head(title: str, plans: Sequence[Plan]) -> str:
 def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Iterator[str]:
     """All of it."""
     yield from introduction(plans[0].case, machine, known)
-    yield ""
-    yield from memory_lines(plans)
-    yield ""
-    yield from traffic_lines(plans)
-    yield ""
-    yield from time_lines(plans)
+    yield from ("", *memory_lines(plans))
+    yield from ("", *traffic_lines(plans))
+    yield from ("", head("time of a step", plans), *rows(plans, TIME))
     if machine.memory is not None:
-        yield ""
-        yield from fit_lines(plans, machine.memory)
+        found = [plan.fits for plan in plans if plan.fits is not None]
+        yield from ("", head(f"largest that fits into {size(machine.memory)}", plans), *rows(found, LARGEST))
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
@@ -119,48 +143,22 @@ def rate(beta: float) -> str:
 def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Bytes of the largest rank."""
     yield head("memory of the largest rank", plans)
-    tables = [plan.as_json()["memory"] for plan in plans]
-    for name, title in MEMORY.items():
-        if any(table[name] for table in tables):
-            yield row(title, [size(table[name]) for table in tables])
-    if any(plan.memory.node_shared for plan in plans):
-        yield row("(a node in /dev/shm)", [size(plan.memory.node_shared) for plan in plans])
-    if any(plan.memory.host for plan in plans):
-        yield row("(in the host's memory)", [size(plan.memory.host) for plan in plans])
+    for name, title in (MEMORY | ELSEWHERE).items():
+        sizes = [getattr(plan.memory, name) for plan in plans]
+        if any(sizes):
+            yield row(title, map(size, sizes))
 
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Bytes of a step."""
     yield head("bytes that ranks give in a step", plans)
-    yield row("transport", [plan.case.transport.name for plan in plans])
-    traffic = [plan.traffic for plan in plans]
-    yield row("a rank, in its node", [size(given.inside.max()) for given in traffic])
-    yield row("a rank, to other nodes", [size(given.between.max()) for given in traffic])
-    yield row("rank 0 (sent_bytes)", [f"{given.sent[0]:,}" for given in traffic])
-    yield row("all ranks, in nodes", [size(given.inside.sum()) for given in traffic])
-    yield row("all ranks, between nodes", [size(given.between.sum()) for given in traffic])
+    yield from rows(plans, TRAFFIC)
 
 
-def time_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Seconds of a step."""
-    yield head("time of a step", plans)
-    times = [plan.time for plan in plans]
-    yield row("computation", [seconds(time.computation) for time in times])
-    yield row("communication", [seconds(time.communication) for time in times])
-    yield row("of it waited for", [seconds(time.exposed) for time in times])
-    yield row("step", [seconds(time.seconds) for time in times])
-    yield row("tokens a second, all ranks", [f"{plan.tokens_per_second:,.0f}" for plan in plans])
-
-
-def fit_lines(plans: Sequence[Plan], limit: int) -> Iterator[str]:
-    """The largest sizes."""
-    yield head(f"largest that fits into {size(limit)}", plans)
-    found = [plan.fits for plan in plans if plan.fits is not None]
-    yield row("micro-batch", [counted(fits.micro_batch) for fits in found])
-    yield row("layers", [counted(fits.layers) for fits in found])
-    yield row("  parameters then", [f"{fits.layers_parameters:,}" for fits in found])
-    yield row("width", [f"{fits.width:,}" if fits.width else "none" for fits in found])
-    yield row("  parameters then", [f"{fits.width_parameters:,}" for fits in found])
+def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
+    """What to ask a batch system for, and why so much."""
+    shows = any(node.sample for node in found)
+    return rows(found, [line for line in RESIDENT if shows or line[0] != SAMPLE])
 
 
 def counted(count: int) -> str:

@@ -8,7 +8,6 @@ test holds runs against the sum. What ranks share is in the plan of a rank by it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from zero_mpi import ops
@@ -19,8 +18,7 @@ from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import Memory
-from zero_mpi.plan.report import row, size
+from zero_mpi.plan.rank_memory import Memory
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.
@@ -105,19 +103,3 @@ def text_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
 def text_of(corpus: Corpus) -> int:
     """The same of a corpus that has been read."""
     return int(corpus.train.nbytes + corpus.val.nbytes)
-
-
-def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
-    """The rows of a table."""
-    yield row("programs and libraries", [size(node.programs) for node in found])
-    yield row("MPI's own segments", [size(node.mpi) for node in found])
-    yield row("tokens of the text", [size(node.text) for node in found])
-    yield row("arrays, as planned", [size(node.arrays) for node in found])
-    if any(node.sample for node in found):
-        yield row("sample in the end", [size(node.sample) for node in found])
-    yield row("ask for, a node", [gibibytes(node.ask) for node in found])
-
-
-def gibibytes(nbytes: int) -> str:
-    """As batch systems take it."""
-    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,6 +1,6 @@
-"""What each rank gives away in a gather and in a reduction of a unit, by the way that they go.
+"""What each rank gives away in a gather and in a reduction of a unit, by the route that they take.
 
-A way has two vectors over ranks: elements that go to ranks of the same node, and to those of other nodes.
+A route has two vectors over ranks: elements that go to ranks of the same node, and to those of other nodes.
 They count as the transports do: what a rank lets others read where memory is shared is given away, too, but
 there a gather is free.
 """
@@ -8,7 +8,6 @@ there a gather is free.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from zero_mpi.plan.case import Case
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
 
-class Way(ABC):
+class Route(ABC):
     """Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
 
     `passes_sums`: what goes between nodes in a reduction are sums, float32 always, and not gradients.
@@ -43,7 +42,7 @@ class Way(ABC):
         """Of one reduction, to which so many ranks give something; `first` of its step."""
 
 
-class Straight(Way):
+class Straight(Route):
     """Each slice straight to every rank, or to its owner; `all_give`: from ranks with only zeros, too."""
 
     def __init__(self, ranks: int, per_node: int, all_give: bool) -> None:
@@ -61,7 +60,7 @@ class Straight(Way):
         return (on_node - own) * gives, (partition.length - on_node) * gives
 
 
-class Lanes(Way):
+class Lanes(Route):
     """Ranks of one position on their nodes carry what goes between nodes, their own slices (comm.nodes)."""
 
     passes_sums = True
@@ -83,7 +82,7 @@ class Lanes(Way):
         return inside, forward + own * ((self.node > 0) & (not first))
 
 
-class Replicated(Way):
+class ByNode(Route):
     """Every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid)."""
 
     passes_sums = True
@@ -105,21 +104,13 @@ class Replicated(Way):
         return inside, own * ((self.node < last) + neighbours - (self.node != last))
 
 
-@dataclass(frozen=True)
-class Ways:
-    """How the units of a case are gathered and reduced."""
-
-    gathers: Way
-    reductions: Way
-
-
-def ways_of(case: Case) -> Ways:
-    """What the transport of a case does; over NODES what is kept whole is gathered straight."""
+def routes_of(case: Case) -> tuple[Route, Route]:
+    """Of gathers and of reductions; over NODES what is kept whole is gathered straight."""
     if case.hybrid:
-        replicated = Replicated(case.ranks, case.per_node, case.shares_wholes)
-        return Ways(replicated, replicated)
+        by_node = ByNode(case.ranks, case.per_node, case.shares_wholes)
+        return by_node, by_node
     straight = Straight(case.ranks, case.per_node, not case.exact)
     if not case.passes_sums:
-        return Ways(straight, straight)
+        return straight, straight
     lanes = Lanes(case.ranks, case.per_node)
-    return Ways(lanes if case.strategy.shards_parameters else straight, lanes)
+    return lanes if case.strategy.shards_parameters else straight, lanes

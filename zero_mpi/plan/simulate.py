@@ -9,7 +9,7 @@ cases share one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,17 +22,19 @@ from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
 from zero_mpi.plan.case import Case, Imagined
-from zero_mpi.plan.fake_array import Room, without_memory
+from zero_mpi.plan.fake_array import FakeMemory, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
+from zero_mpi.sharding.offload import NONE
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
+KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # by device
 STEPS = 2  # the first finds no buffers, and no transfers of the one before
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """What happens next on a rank: the kind, which transfer of which unit, how much computing."""
 
     kind: str
@@ -49,7 +51,7 @@ class Rehearsal:
     recycled: as `arrays.recycled_stats` tells it, logits included; small: arrays outside that pool.
     """
 
-    steps: tuple[tuple[Event, ...], ...]
+    steps: tuple[tuple[StepEvent, ...], ...]
     gathered: int
     gradient_buffers: int
     recycled: int
@@ -62,30 +64,30 @@ class Rehearsal:
         return self.recycled + self.small - self.logits
 
 
-class Script:
+class StepScript:
     """Collects events; what was computed since the last one goes before the next."""
 
-    def __init__(self, room: Room) -> None:
-        self.room = room
-        self.events: list[Event] = []
+    def __init__(self, memory: FakeMemory) -> None:
+        self.memory = memory
+        self.events: list[StepEvent] = []
 
     def note(self, kind: str, unit: int = -1, what: str = "") -> None:
         """Something happens after what was computed."""
-        flop, moved = self.room.spent()
+        flop, moved = self.memory.spent()
         if flop or moved:
-            self.events.append(Event(COMPUTE, flop=flop, moved=moved))
-        self.events.append(Event(kind, unit, what))
+            self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
+        self.events.append(StepEvent(kind, unit, what))
 
-    def cut(self) -> tuple[Event, ...]:
+    def cut(self) -> tuple[StepEvent, ...]:
         """The events since the last cut."""
         events, self.events = tuple(self.events), []
         return events
 
 
-class Transfer(Handle):
+class SimulatedTransfer(Handle):
     """A transfer of a unit; to wait for it is an event."""
 
-    def __init__(self, script: Script, kind: str, unit: int) -> None:
+    def __init__(self, script: StepScript, kind: str, unit: int) -> None:
         self.script, self.kind, self.unit = script, kind, unit
         script.note(kind, unit)
 
@@ -96,7 +98,7 @@ class Transfer(Handle):
 class RehearsedComm(Imagined):
     """The transport of a case: a collective is an event, and what it gives a module has no memory."""
 
-    def __init__(self, case: Case, script: Script, size: int) -> None:
+    def __init__(self, case: Case, script: StepScript, size: int) -> None:
         super().__init__(case)
         self.size, self.case, self.script = size, case, script
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
@@ -114,24 +116,25 @@ class RehearsedComm(Imagined):
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         what, _, name = label.partition(" ")
-        return Transfer(self.script, GATHER_SUMS if what == "gradients" else GATHER, self.numbers[name])
+        kind = GATHER_SUMS if what == "gradients" else GATHER
+        return SimulatedTransfer(self.script, kind, self.numbers[name])
 
     def reduce_scatter(
         self, full: Array, out: Array, partition: Partition, *, label: str = "", **how: Any
     ) -> Handle:
-        return Transfer(self.script, REDUCE, self.numbers[label.partition(" ")[2]])
+        return SimulatedTransfer(self.script, REDUCE, self.numbers[label.partition(" ")[2]])
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
-        return Transfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])
+        return SimulatedTransfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])
 
 
 class Rehearser:
     """A module as it is, over a transport and a device without memory, and the steps that it takes."""
 
     def __init__(self, case: Case, kernels: Compiled | None = None) -> None:
-        self.case, self.room = case, Room(kernels or kernels_of(case))
-        self.script = Script(self.room)
-        with without_memory(self.room):
+        self.case, self.memory = case, FakeMemory(kernels or KERNELS[case.device]())
+        self.script = StepScript(self.memory)
+        with without_memory(self.memory):
             self.module = ShardedModule(
                 case.model.stages(case.recompute),
                 RehearsedComm(case, self.script, case.ranks),
@@ -142,54 +145,39 @@ class Rehearser:
                 precision=case.precision,
             )
 
-    def step(self) -> tuple[Event, ...]:
+    def step(self) -> tuple[StepEvent, ...]:
         """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
-        with without_memory(self.room):
-            return self._step(len(self.case.rounds), (self.case.micro_batch, self.case.context))
-
-    def _step(self, rounds: int, tokens: tuple[int, int]) -> tuple[Event, ...]:
-        module, script = self.module, self.script
-        for number in range(rounds):
-            x, targets = (self.room.outside(tokens, np.int64) for _ in range(2))
-            module.forward_backward(x, targets, 1.0, last=number == rounds - 1)
-            del x, targets
-        script.note(TOTAL)
-        pending = module.overlapped_sync_gradients()
-        script.note(NORM)
-        pending.wait()
-        module.drop_gathered()
-        script.note(UPDATE)
-        module.broadcast_updated_params()
-        module.zero_gradients()
+        module, script, rounds = self.module, self.script, len(self.case.rounds)
+        tokens = self.case.micro_batch, self.case.context
+        with without_memory(self.memory):
+            for number in range(rounds):
+                x, targets = (self.memory.outside(tokens, np.int64) for _ in range(2))
+                module.forward_backward(x, targets, 1.0, last=number == rounds - 1)
+                del x, targets
+            script.note(TOTAL)
+            pending = module.overlapped_sync_gradients()
+            script.note(NORM)
+            pending.wait()
+            module.drop_gathered()
+            script.note(UPDATE)
+            module.broadcast_updated_params()
+            module.zero_gradients()
         return script.cut()
-
-
-def kernels_of(case: Case) -> Compiled:
-    """Of the case's device."""
-    return OnGPU() if case.on_gpu else Compiled()
 
 
 def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
     """The rehearsal of a case; more than `most_rounds` rounds are rehearsed as so many."""
     ranks = min(case.nodes, 2) * min(case.per_node, 2)  # all that makes a difference
     return _rehearse(
-        Case(
-            case.model,
+        replace(
+            case,
             ranks=ranks,
             nodes=min(case.nodes, 2),
-            strategy_name=case.strategy_name,
             transport_wanted=case.transport,
             exact_wanted=case.exact,
             batch_size=min(len(case.rounds), most_rounds) * ranks * case.micro_batch,
-            micro_batch=case.micro_batch,
-            context=case.context,
-            prefetch=case.prefetch,
-            bucket_mb=case.bucket_mb,
-            frozen=case.frozen,
-            recompute=case.recompute,
-            precision_name=case.precision_name,
-            reduce_dtype=case.reduce_dtype,
-            device=case.device,
+            async_save=False,
+            offload=NONE,
         )
     )
 
@@ -198,6 +186,6 @@ def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
 def _rehearse(case: Case) -> Rehearsal:
     rehearser = Rehearser(case)
     steps = tuple(rehearser.step() for _ in range(STEPS))
-    module, room = rehearser.module, rehearser.room
+    module, memory = rehearser.module, rehearser.memory
     gathered, gradients = module.parameter_pool.nbytes, module.gradient_pool.nbytes
-    return Rehearsal(steps, gathered, gradients, room.held, room.small, room.logits)
+    return Rehearsal(steps, gathered, gradients, memory.held, memory.small, memory.logits)

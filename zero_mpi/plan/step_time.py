@@ -9,12 +9,12 @@ hidden, unless GPUs compute. All ranks are taken to be as fast as rank 0.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.cost_model import unit_seconds, vector_seconds
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.memory import chunks, updated
+from zero_mpi.plan.rank_memory import chunks, updated
 from zero_mpi.plan.simulate import (
     ALLREDUCE,
     COMPUTE,
@@ -26,7 +26,7 @@ from zero_mpi.plan.simulate import (
     TOTAL,
     UPDATE,
     WAIT,
-    Event,
+    StepEvent,
     rehearse,
 )
 from zero_mpi.plan.traffic import FLAGS
@@ -50,25 +50,10 @@ class StepTime:
     exposed: float
     flop: float
 
-    @property
-    def hidden(self) -> float:
-        """The share of the smaller of communication and computation that is hidden; 1 if there is nothing."""
-        most = min(self.communication, self.computation)
-        return (self.communication - self.exposed) / most if most > 0 else 1.0
-
-
-NOTHING = StepTime(0.0, 0.0, 0.0, 0.0, 0.0)
-
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
     """a + times b."""
-    sums = (x + times * y for x, y in zip(values(a), values(b), strict=True))
-    return StepTime(*sums)
-
-
-def values(time: StepTime) -> tuple[float, ...]:
-    """The fields in their order."""
-    return time.seconds, time.computation, time.communication, time.exposed, time.flop
+    return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
 class Player:
@@ -87,7 +72,7 @@ class Player:
         """So far."""
         return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
 
-    def play(self, events: Iterable[Event]) -> None:
+    def play(self, events: Iterable[StepEvent]) -> None:
         """One event after the other."""
         for event in events:
             if event.kind == COMPUTE:

@@ -29,8 +29,8 @@ import numpy as np
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.memory import NUMBER, chunks
-from zero_mpi.plan.routes import Way, ways_of
+from zero_mpi.plan.rank_memory import NUMBER, chunks
+from zero_mpi.plan.routes import Route, routes_of
 from zero_mpi.sharding.actions import Gather
 from zero_mpi.sharding.unit import BYTES
 
@@ -65,21 +65,21 @@ class Traffic:
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """The traffic of a step; `flags` numbers travel with the losses."""
-    ways = ways_of(case)
-    between = BYTES if ways.reductions.passes_sums else case.reduce_bytes
+    gathering, reducing = routes_of(case)
+    between = BYTES if reducing.passes_sums else case.reduce_bytes
     reduced = np.array([[case.reduce_bytes], [between]])
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     for number, partition in enumerate(case.partitions):
         if gathers := gathers_of(case, number):
-            parameters += case.compute_bytes * gathers * np.stack(ways.gathers.gathered(partition))
+            parameters += case.compute_bytes * gathers * np.stack(gathering.gathered(partition))
         if not case.layout.units[number].trainable:
             continue
         if case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
             continue
         if gathers_gradient(case):
-            gradients += BYTES * np.stack(ways.gathers.gathered(partition))  # sums, float32 always
-        gradients += reduced * reductions(case, ways.reductions, partition)
+            gradients += BYTES * np.stack(gathering.gathered(partition))  # sums, float32 always
+        gradients += reduced * reductions(case, reducing, partition)
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors(case, flags), np.int64))
 
@@ -90,11 +90,11 @@ def vectors(case: Case, flags: int) -> int:
     return NUMBER * (losses + chunks(case) * (case.owners > 1))
 
 
-def reductions(case: Case, way: Way, partition: Partition) -> Array:
+def reductions(case: Case, route: Route, partition: Partition) -> Array:
     """Elements (inside, between) of all reductions of a unit in a step: (2, ranks)."""
     rounds = case.rounds
     kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
-    return sum(count * np.stack(way.reduced(partition, *kind)) for kind, count in kinds.items())
+    return sum(count * np.stack(route.reduced(partition, *kind)) for kind, count in kinds.items())
 
 
 def gathers_of(case: Case, unit: int) -> int:

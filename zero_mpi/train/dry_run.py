@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
-from zero_mpi.cli.text import write
+from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
 from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import passed_over
@@ -26,13 +26,13 @@ from zero_mpi.files.open import exists, is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.machine import assumed
-from zero_mpi.plan.max_size import elements
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.report import introduction, memory_lines, size, traffic_lines
-from zero_mpi.plan.resident import ask_lines, resident, text_of
+from zero_mpi.plan.report import ask_lines, introduction, memory_lines, traffic_lines
+from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.train import memory_check
 from zero_mpi.train.description import describe
 from zero_mpi.train.resume import Start, check_resume, find_start

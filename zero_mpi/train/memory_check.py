@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_mpi import device
+from zero_mpi.cli.text import size
 from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -24,8 +25,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
-from zero_mpi.plan.memory import Memory, plan_memory
-from zero_mpi.plan.report import size
+from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.resident import private, text_bytes
 
 STATE = 16  # bytes of a parameter with its gradient and two moments

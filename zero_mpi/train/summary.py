@@ -13,12 +13,13 @@ from itertools import groupby
 from typing import Any
 
 from zero_mpi import __version__, device, environment
+from zero_mpi.cli.text import gibibytes, size
 from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
-from zero_mpi.plan.memory import Memory, plan_memory
-from zero_mpi.plan.report import MEMORY, size
-from zero_mpi.plan.resident import gibibytes, resident, text_of
+from zero_mpi.plan.rank_memory import Memory, plan_memory
+from zero_mpi.plan.report import MEMORY
+from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.telemetry import log
 from zero_mpi.train.mfu import step_flop
 from zero_mpi.train.setup import Session

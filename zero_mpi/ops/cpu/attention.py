@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.device.arrays import recycled, side_by_side
+from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
@@ -31,7 +31,7 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
-from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS
+from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
 
 UNSEEN = f4(-3e38)  # a score that no exponential is left of; loops over whole blocks have no odd ends
 
@@ -169,30 +169,10 @@ def backward(
                 gemm(TN, (m, width, n), scale, slope, at(q, b, r, h), beta, at(dk, b, 0, g))
 
 
-def plan(length: int, total: int) -> tuple[int, bool]:
-    """(elements of a head's weights, whether to keep them) for T queries of S positions."""
-    blocks, before = -(-length // BLOCK), total - length
-    size = BLOCK * ((blocks - 1) * before + BLOCK * ((blocks - 1) * blocks // 2))
-    size += (length - (blocks - 1) * BLOCK) * total
-    return size, size <= KEPT_WEIGHTS
-
-
 def rowwise(x: Array) -> Array:
     """x (B, T, heads, width), or a copy, whose heads' rows are contiguous and do not overlap."""
     down, right = x.strides[1], x.strides[3]
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
-
-
-def gradients_like(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Room for dq, dk and dv: columns of one array if q, k and v are, so that none has to join them later."""
-    joint = side_by_side((q, k, v))
-    if joint is None:
-        return recycled(q.shape), recycled(k.shape), recycled(v.shape)
-    room = recycled((*q.shape[:2], joint.shape[-1]))
-    first = q.shape[2] * q.shape[3]
-    second = first + k.shape[2] * k.shape[3]
-    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
@@ -200,7 +180,8 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
     if not single(q, k, v) or not q.size or not v.size:
         return reference.causal_attention(q, k, v, scale)
     batch, length, heads, _ = q.shape
-    size, keep = plan(length, k.shape[1])
+    size = head_weights(length, k.shape[1])
+    keep = size <= KEPT_WEIGHTS
     y = recycled((batch, length, heads, v.shape[3]))
     p = recycled((batch * heads * size if keep else BLOCK * k.shape[1],))
     sums = recycled((batch * heads * length,))
@@ -215,10 +196,10 @@ def causal_attention_backward(
     if not isinstance(kept, tuple):
         return reference.causal_attention_backward(dy, q, k, v, kept, scale)
     weights, sums = kept
-    _, keep = plan(q.shape[1], k.shape[1])
+    keep = head_weights(q.shape[1], k.shape[1]) <= KEPT_WEIGHTS
     d = recycled((BLOCK * k.shape[1],))
     p = recycled((BLOCK * k.shape[1],)) if weights is None else weights
-    dq, dk, dv = gradients_like(q, k, v)
+    dq, dk, dv = gradients_like(q, k, v, recycled)
     q, k, v = rowwise(q), rowwise(k), rowwise(v)
     backward(rowwise(dy), q, k, v, f4(scale), BLOCK, keep, p, sums, d, dq, dk, dv)
     return dq, dk, dv

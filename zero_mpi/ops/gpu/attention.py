@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zero_mpi.device.arrays import side_by_side
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
@@ -34,7 +33,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
 )
 from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
-from zero_mpi.ops.sizes import EVEN, SCORES
+from zero_mpi.ops.sizes import gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPLLLLLLL")
 MOVE = {
@@ -65,7 +64,7 @@ class Sizes(NamedTuple):
     @property
     def across(self) -> int:
         """Elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
-        return -(-self.total // 8) * 8
+        return scores_across(self.total)
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
@@ -139,7 +138,7 @@ def causal_attention_backward(
 ) -> tuple[Array, Array, Array]:
     """`reference.causal_attention_backward`."""
     y, sums = kept
-    gradients = gradients_like(q, k, v)
+    gradients = gradients_like(q, k, v, take)
     if not dy.size:
         for x in gradients:
             x.fill(0)
@@ -151,18 +150,6 @@ def causal_attention_backward(
         refused("gradient of attention")
     backward(sizes_of(q, k, v), dy, q, k, v, sums, scale, gradients)
     return gradients
-
-
-def gradients_like(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Room for dq, dk and dv: columns of one array if q, k and v are, so that none has to join them later."""
-    joint = side_by_side((q, k, v))
-    if joint is None:
-        return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
-    room = take((*q.shape[:2], joint.shape[-1]), q.dtype)
-    first = q.shape[2] * q.shape[3]
-    second = first + k.shape[2] * k.shape[3]
-    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 # --------------------------------------------------------------------------------------------------- own way
@@ -209,8 +196,7 @@ def unpack(copy: Array, x: Array, kv: int) -> None:
 
 def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """(first, n, m) of each block of n queries, which see m keys together, from the last one down."""
-    most = max(1, SCORES // (4 * sizes.groups * sizes.shared * sizes.across))
-    most = most // EVEN * EVEN if most > EVEN else most
+    most = score_rows(sizes.groups * sizes.shared, sizes.total)
     for first in reversed(range(0, sizes.length, most)):
         n = min(most, sizes.length - first)
         yield first, n, sizes.total - sizes.length + first + n

@@ -27,7 +27,7 @@ from zero_mpi.ops.gpu.launch import (
 )
 from zero_mpi.ops.gpu.sort import sort_by_bits
 from zero_mpi.ops.gpu.sums import add_columns
-from zero_mpi.ops.sizes import RUN
+from zero_mpi.ops.sizes import embedding_runs
 
 EMBEDDING = each_type("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = kernel("embedding.cu", "token_keys", "PLPLL")
@@ -72,7 +72,7 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
         raise ValueError(f"embedding_backward: {dy.shape} does not fit {tokens.shape} and {dw.shape}")
     if not size:
         return
-    keys, runs = sorted_places(tokens, vocabulary), -(-size // RUN)
+    keys, runs = sorted_places(tokens, vocabulary), embedding_runs(size)
     partial = take((2 * runs, width), F32)
     EMBEDDING_SUMS[dy.dtype, dw.dtype](
         *tiled(runs, width, PACK // dy.itemsize),

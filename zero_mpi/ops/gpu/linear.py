@@ -19,7 +19,7 @@ from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
 from zero_mpi.ops.gpu.launch import take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
-from zero_mpi.ops.sizes import LINE, LOGITS_BYTES
+from zero_mpi.ops.sizes import logit_rows, logit_width
 
 
 def lying(x: Array) -> Array:
@@ -113,8 +113,8 @@ def linear_cross_entropy(
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None
-    width = -(-len(w) // LINE) * LINE
-    step = chunk_rows(len(flat), width * x.itemsize)
+    width = logit_width(len(w))
+    step = logit_rows(len(flat), width * x.itemsize)
     room = take((min(step, len(flat)), width), x.dtype)
     bias = None if b is None else fitting(b)
     for start in range(0, len(flat), step):
@@ -130,9 +130,3 @@ def linear_cross_entropy(
         if dx is not None:
             multiply(matrix(z), matrix(w), matrix(dx[part]))
     return total.reshape(()), None if dx is None else dx.reshape(x.shape)
-
-
-def chunk_rows(n: int, row_bytes: int) -> int:
-    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
-    chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
-    return max(1, -(-n // chunks))

@@ -13,7 +13,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.elementwise import alike
 from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, chosen, each_type, f4, packed, take, writable
 from zero_mpi.ops.gpu.sums import add_partials
-from zero_mpi.ops.sizes import HELD, NORM_LINES
+from zero_mpi.ops.sizes import HELD, NORM_LINES, norm_blocks, norm_lanes
 
 RMS_NORM = each_type("norm.cu", "rms_norm", "PPPPLLLF")
 RMS_NORM_BACKWARD = each_type("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
@@ -23,18 +23,10 @@ HELD_TWICE = 3  # packs of sums that a thread holds of both dw and db, as in nor
 
 
 @lru_cache
-def lanes_of(width: int, pack: int, held: int) -> int:
-    """How many threads work on a row: a pack each, up to `held` in longer rows; a power of two."""
-    packs = -(-width // pack)
-    wanted = packs if packs <= 32 else max(32, -(-packs // held))
-    return min(THREADS, 1 << (wanted - 1).bit_length())
-
-
-@lru_cache
 def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, int]:
     """(lanes, blocks forward, lines of partial sums, blocks backward)."""
-    lanes = lanes_of(width, pack, held)
-    blocks = -(-rows // (THREADS // lanes))
+    lanes = norm_lanes(width, pack, held)
+    blocks = norm_blocks(rows, lanes)
     lines = min(NORM_LINES, blocks)
     return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, by_rows, chosen, each_type, take, writable
-from zero_mpi.ops.sizes import COLUMN_LINES, COLUMN_ROWS
+from zero_mpi.ops.sizes import column_lines
 
 COLUMN_SUMS = each_type("sums.cu", "column_sums", "PPLLLL")
 ADD_PARTIALS = each_type("sums.cu", "add_partials", "PPLL")
@@ -21,7 +21,7 @@ def add_columns(x: Array, sums: Array) -> None:
     kernel, (x, rows, width, step) = chosen(COLUMN_SUMS, "add_columns", x), by_rows(x)
     if not rows:
         return
-    parts = min(COLUMN_LINES, -(-rows // COLUMN_ROWS))
+    parts = column_lines(rows)
     partial = take((parts, width), F32)
     tiles = -(-width // (COLUMNS * (PACK // x.itemsize)))
     kernel(tiles * parts, THREADS, (at(x), at(partial), rows, width, step, parts))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zero_mpi.cli.text import few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, few, plural, size
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs
@@ -30,15 +31,12 @@ def memory(found: list[Limits], where: Ranks) -> Row:
     """What there is for a rank."""
     each = memory_per_rank(found, where)
     tight = next((limits for limits in found if limits.memory != limits.available), None)
-    limit = f"; a control group allows a host {size(tight.group_memory or 0)}" if tight else ""
+    limit = f"; a control group allows a host {short_size(tight.group_memory or 0)}" if tight else ""
     most = max(map(len, where.nodes))
-    own = size(programs(most) + most * WITH_UCX)
-    value = f"{size(each)} for each rank{limit}; of a host, interpreters, libraries and MPI take {own}"
-    if each >= LEAST_MEMORY:
-        return Row("memory", value)
-    return Row(
-        "memory", value, NOTE, "ask the batch system for more (Slurm: --mem), or start fewer ranks a host"
-    )
+    own = short_size(programs(most) + most * WITH_UCX)
+    value = f"{short_size(each)} for each rank{limit}; of a host, interpreters, libraries and MPI take {own}"
+    remedy = "ask the batch system for more (Slurm: --mem), or start fewer ranks a host"
+    return assessed("memory", value, each >= LEAST_MEMORY, remedy)
 
 
 def processors(found: list[Limits], where: Ranks) -> Iterator[Row]:
@@ -49,25 +47,21 @@ def processors(found: list[Limits], where: Ranks) -> Iterator[Row]:
         if limits.group_cores is not None and limits.group_cores < limits.cores
     ]
     if short:
-        yield Row(
-            "processor time",
-            f"a control group allows {', '.join(few(short))}",
-            NOTE,
-            "start no more ranks times threads than that, or raise it (containers: --cpus)",
-        )
+        remedy = "start no more ranks times threads than that, or raise it (containers: --cpus)"
+        yield Row("processor time", f"a control group allows {', '.join(few(short))}", NOTE, remedy)
 
 
 def processes(found: list[Limits], where: Ranks) -> Iterator[Row]:
     """Limits of a process that would bite."""
     for limits, name in zip(found, where.names, strict=True):
         if limits.address_space is not None:
-            value = f"address space of {size(limits.address_space)} on {name}: shared memory needs much"
+            value = f"address space of {short_size(limits.address_space)} on {name}: shared memory needs much"
             yield Row("limits", value, NOTE, "ulimit -v unlimited, in the job script")
         if limits.data is not None:
-            value = f"private memory of {size(limits.data)} for a rank on {name}"
+            value = f"private memory of {short_size(limits.data)} for a rank on {name}"
             yield Row("limits", value, NOTE, "ulimit -d unlimited, in the job script")
         if limits.locked is not None and limits.locked < LEAST_LOCKED:
-            value = f"locked memory of {size(limits.locked)} on {name}: too little for its fast network"
+            value = f"locked memory of {short_size(limits.locked)} on {name}: too little for its fast network"
             yield Row("limits", value, NOTE, "ulimit -l unlimited; under Slurm, PropagateResourceLimits=NONE")
         if limits.files is not None and limits.files < where.size + SPARE_FILES:
             value = f"{plural(limits.files, 'open file')} on {name}, for {plural(where.size, 'rank')}"

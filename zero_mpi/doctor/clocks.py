@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from zero_mpi.cli.text import duration
 from zero_mpi.comm.clock_sync import answer, ask
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import NOTE, Row, duration
+from zero_mpi.doctor.verdicts import Row, assessed
 
 FAR = 1.0  # seconds
 Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong
@@ -42,12 +43,8 @@ def rows(found: list[Known], names: tuple[str, ...]) -> Iterator[Row]:
         return
     (ahead, wrong), name = max(zip(found, names, strict=True), key=lambda entry: abs(entry[0][0]))
     value = f"at most {duration(abs(ahead))} apart: {name} (known to {duration(wrong)})"
-    if abs(ahead) <= FAR:
-        yield Row("clocks", value)
-    else:
-        yield Row(
-            "clocks", value, NOTE, "let all hosts follow one clock: chronyd, or timedatectl set-ntp true"
-        )
+    remedy = "let all hosts follow one clock: chronyd, or timedatectl set-ntp true"
+    yield assessed("clocks", value, abs(ahead) <= FAR, remedy)
 
 
 def section(where: Ranks) -> list[Row]:

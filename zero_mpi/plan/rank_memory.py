@@ -14,7 +14,7 @@ from zero_mpi.comm.scratch import Reductions
 from zero_mpi.comm.shared.gradient_pool import padded
 from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.simulate import kernels_of, rehearse
+from zero_mpi.plan.simulate import KERNELS, rehearse
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
@@ -94,7 +94,7 @@ def plan_memory(case: Case) -> Memory:
         logits=seen.logits,
         transport=case.transport.scratch(reductions(case)),
         tables=tables(case, units),
-        workspace=kernels_of(case).workspace,
+        workspace=KERNELS[case.device].workspace,
         snapshot=0 if case.on_gpu else snapshot,
         node_shared=node_shared(case, gathers, buffers),
         host=on_host,

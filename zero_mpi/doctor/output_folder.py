@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi.checkpoint import folders
+from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.table import BAD, NOTE, Row, duration, few, size
+from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
 
 MOUNTS = Path("/proc/self/mountinfo")
 TRIAL = 16 << 20  # bytes that are written and brought to disk
@@ -125,42 +126,35 @@ def sees(trial: Path | None) -> bool:
 def rows(out: Path, found: Found, blind: list[str]) -> Iterator[Row]:
     """All rows; `blind`: hosts that do not see the folder."""
     if found.problem:
-        remedy = "make it writable, or give another folder: --out DIR"
-        if found.free == 0 and found.trial is not None:
-            remedy = "make room, or give another folder: --out DIR"
+        full = found.free == 0 and found.trial is not None
+        remedy = f"make {'room' if full else 'it writable'}, or give another folder: --out DIR"
         yield Row("run folder", f"{out}: a run cannot save there: {found.problem}", BAD, remedy)
         return
     yield place(out, found)
     yield pace(found)
+    value = f"a small checkpoint that rank 0 published, twice in {duration(found.published)}"
     if blind:
         value = f"not on {', '.join(few(blind))}: what rank 0 writes to {out}"
-        yield Row("seen by all hosts", value, BAD, COMMON)
-    else:
-        value = f"a small checkpoint that rank 0 published, twice in {duration(found.published)}"
-        yield Row("seen by all hosts", value)
+    yield assessed("seen by all hosts", value, not blind, COMMON, BAD)
 
 
 def place(out: Path, found: Found) -> Row:
     """Type and free space."""
-    models = found.free / BYTES_A_PARAMETER / 1e6
-    value = f"{out} on {found.kind}, {size(found.free)} free: checkpoints of {models:,.0f} million parameters"
+    models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
+    value = f"{out} on {found.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
     if found.kind in MEMORY:
         remedy = "this is the host's memory, and gone with it: give a folder on a disk, --out DIR"
         return Row("run folder", value, NOTE, remedy)
-    if found.free < LITTLE:
-        return Row(
-            "run folder", value, NOTE, "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
-        )
-    return Row("run folder", value)
+    remedy = "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
+    return assessed("run folder", value, found.free >= LITTLE, remedy)
 
 
 def pace(found: Found) -> Row:
     """How fast data gets to disk."""
     rate = TRIAL / max(found.synced, 1e-9)
-    value = f"{size(TRIAL)} brought to disk in {duration(found.synced)}, {size(rate)}/s"
-    if rate >= SLOW:
-        return Row("disk", value)
-    return Row("disk", value, NOTE, "train with --async-save, save less often, or take a faster file system")
+    value = f"{short_size(TRIAL)} brought to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    remedy = "train with --async-save, save less often, or take a faster file system"
+    return assessed("disk", value, rate >= SLOW, remedy)
 
 
 def section(where: Ranks, out: Path) -> list[Row]:
