@@ -93,7 +93,7 @@ def leave_the_others(problem: str, environ: Mapping[str, str]) -> None:
     """
     atexit.register(abort_job, environ)
     if environment.launch_rank(environ) != 0:
-        time.sleep(STAGGER if environment.local_rank(environ) == 0 else 2 * STAGGER)
+        time.sleep(2 * STAGGER if environment.local_rank(environ) else STAGGER)
         os.write(2, f"zero_mpi: error: {problem}\n".encode())
 
 

@@ -102,7 +102,7 @@ def wanted_device(arguments: Sequence[str]) -> str:
 def main() -> None:
     """Entry point of the command."""
     signals.listen()
-    if environment.local_rank() == 0:
+    if not environment.local_rank():
         leftovers.sweep()
     device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
     run("train", command, sys.argv[1:])
