@@ -29,7 +29,8 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import PRECISIONS
-from zero_mpi.train.setup import choose_device, make_module, make_optimizer, set_threads
+from zero_mpi.train.resolve import set_threads
+from zero_mpi.train.setup import make_module, make_optimizer
 from zero_mpi.train.transport import choose_transport
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
@@ -129,7 +130,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """All runs."""
     options = world.together(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
-    choose_device(world, options.device)
+    number = world.node.rank
+    world.together(lambda: device.use(options.device, number))
     world.node_by_node(ops.prepare)
     runs = Runs(world, options)
     for name in options.run:

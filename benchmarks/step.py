@@ -31,7 +31,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
-from zero_mpi.train.setup import set_threads
+from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.transport import choose_transport
 
 GEMM = 1024

@@ -24,7 +24,7 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import spans
-from zero_mpi.train.setup import set_threads
+from zero_mpi.train.resolve import set_threads
 
 LOOPS = 20_000
 

@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 7203, "package": 36713}
+BUDGET = {"engine": 7191, "package": 36795}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -49,15 +49,11 @@ MODULES = (
     "metrics",
     "text",
 )
-CLASSES = (
-    "Memory",
-    "Start",
-)
+CLASSES = ()
 # Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
 BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")
 BANNED += ("rehearsal", "rehearsed", "relay", "rollcall", "sieve", "straight", "uniform", "ways", "wire")
 DIALECT = (
-    "launch/hang_report.py:RollCall",
     "plan/case.py:Imagined",
     "plan/cost_model.py:relay_seconds",
     "plan/fake_array.py:Ghost",

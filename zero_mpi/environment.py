@@ -20,7 +20,14 @@ LOCAL_RANKS = (  # ranks on this node, as launchers tell it
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "SLURM_NTASKS_PER_NODE",
 )
-LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+LOCAL_RANK = (  # what launchers call a rank's number on its node
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
 LAUNCHER = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
@@ -79,9 +86,9 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
-def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's number among the ranks of its node as the launcher says, or 0."""
-    return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), 0)
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's number among the ranks of its node as the launcher says it; None: it does not."""
+    return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), None)
 
 
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -18,7 +18,8 @@ from zero_mpi.cli.text import write
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.open import read_file as read_whole
 from zero_mpi.files.text import show, shown
-from zero_mpi.launch.world import World, run, say
+from zero_mpi.launch.ending import say
+from zero_mpi.launch.world import World, run
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
 NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")

@@ -10,7 +10,7 @@ from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 from thinned import thinned
 
-from zero_mpi.device.current import LOCAL_RANK
+from zero_mpi.environment import LOCAL_RANK
 
 PRETEND = Path(__file__).resolve().parents[1] / "pretend"
 LISTENING = """
@@ -35,7 +35,7 @@ WHOLE = (
     LISTENING
     + """
 import os, pathlib
-from zero_mpi.device.current import LOCAL_RANK
+from zero_mpi.environment import LOCAL_RANK
 from zero_mpi.train import command as train_command
 from zero_mpi.launch import world as launch
 finish = launch.finish
@@ -83,7 +83,7 @@ def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
 def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     code = WHOLE
     if launcher == "does not tell":
-        code = f"from zero_mpi.device import current\ncurrent.LOCAL_RANK = ()\n{code}"
+        code = f"from zero_mpi import environment\nenvironment.LOCAL_RANK = ()\n{code}"
     sizes = {"layers": 1, "dim": 16, "heads": 2, "ffn": 16, "context": 8, "batch-size": 4, "micro-batch": 1}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     flags += ["--device", "cuda", "--steps", "1", "--out", str(tmp_path / "run")]

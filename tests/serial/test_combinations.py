@@ -6,7 +6,7 @@ import pytest
 
 from zero_mpi import environment
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, Setting, without_effect
+from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, FlagContext, without_effect
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
@@ -42,7 +42,7 @@ IDLE_WITH_TOKENS = {
 
 def said(*flags, is_text=True):
     """The lines on flags without effect."""
-    return list(without_effect(Setting(parse(" ".join(flags).split()), is_text)))
+    return list(without_effect(FlagContext(parse(" ".join(flags).split()), is_text)))
 
 
 @pytest.mark.parametrize("name", REFUSED)

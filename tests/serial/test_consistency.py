@@ -15,6 +15,7 @@ from jobs import launcher, run_command
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 import zero_mpi
+from zero_mpi.comm import SerialComm
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
@@ -33,15 +34,15 @@ def copy_of_package(folder):
 
 
 class Ranks:
-    """A world in which the other ranks say what they are given."""
+    """A transport by which the other ranks say what they are given."""
 
     def __init__(self, *values):
         self.values = values
 
-    def everyone(self, value):
-        """Digests first, then hosts and facts."""
-        if isinstance(value, str):
-            return [str(number) for number, _ in enumerate(self.values)]
+    def allgather_object(self, value):
+        """Problems and digests first, then hosts and facts."""
+        if len(value) == 3:
+            return [("", "", repr(facts)) for facts in self.values]
         return [(f"node{number}", facts) for number, facts in enumerate(self.values)]
 
 
@@ -81,7 +82,7 @@ def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
 
 
 def test_all_alike_is_no_fault():
-    consistency.check(World(0, 1), {"Python": "3.11"}, "")
+    consistency.check(SerialComm(), {"Python": "3.11"}, "")
     consistency.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
 
 
@@ -174,7 +175,7 @@ def test_another_model_file_on_one_rank_is_refused(flags, tmp_path):
     # Opened while another file stands in its place: rank 1 sees the second model under the first one's name.
     script = tmp_path / "other.py"
     script.write_text(
-        "from zero_mpi.train import setup as session, command as train_command\n"
+        "from zero_mpi.train import resolve as session, command as train_command\n"
         "open_init = session.open_init\n"
         "from dataclasses import replace\n"
         f"session.open_init = lambda config: open_init(replace(config, init={str(models[1])!r}))\n"

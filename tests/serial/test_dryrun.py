@@ -52,7 +52,7 @@ def test_memory_and_traffic_are_the_plans_and_the_runs(folder):
     assert (status, errors) == (0, "")
     assert tree(folder) == before
     config = parse([*SMALL.split(), "--strategy", "shard-grad-op"])
-    case = flags.make_case(config, flags.find_model(config), config.strategy, 3, 1)
+    case = flags.make_case(config, flags.find_model(config), 3, 1)
     plan = make_plan(case, ASSUMED)
     for line in (*memory_lines([plan]), *traffic_lines([plan])):
         assert printed.count(f"{line}\n") == 1, line

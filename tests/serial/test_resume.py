@@ -232,14 +232,14 @@ EARLY = """
 import os, signal
 from zero_mpi.train import command as train_command, trainer as train
 
-prepare = train_command.prepare
+resolve = train_command.resolve
 
-def signalled_prepare(world, config):
+def signalled_resolve(world, config):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-    return prepare(world, config)
+    return resolve(world, config)
 
-train_command.prepare = signalled_prepare
+train_command.resolve = signalled_resolve
 train_command.main()
 """
 

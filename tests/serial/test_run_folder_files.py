@@ -10,7 +10,7 @@ from report_runs import record, status, write_run
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import printable
-from zero_mpi.launch.hang_report import RollCall, Standing
+from zero_mpi.launch.hang_report import RankReports, RankState
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
 from zero_mpi.report.figures import figures
@@ -216,8 +216,8 @@ def test_a_flag_is_shown_on_one_short_line(flag):
 
 
 def test_a_roll_call_takes_only_what_a_rank_signs(tmp_path):
-    roll = RollCall(tmp_path, 0, "job")
-    roll.sign(Standing("step 3", "", "", 1.0, "stack"))
+    roll = RankReports(tmp_path, 0, "job")
+    roll.sign(RankState("step 3", "", "", 1.0, "stack"))
     own = next((tmp_path / ".ranks").iterdir())
     for number, said in enumerate(['{"doing": 1}', "[" * 100_000, '{"seconds": 1e999}', own.read_text()], 1):
         own.with_name(f"{own.name[:-1]}{number}").write_text(said)

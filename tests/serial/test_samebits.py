@@ -20,7 +20,6 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.world import World
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 from zero_mpi.train import same_bits
@@ -41,15 +40,9 @@ several_cores = pytest.mark.skipif(
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of kernels are of x86-64")
 
 
-class Ranks:
-    """A world of several hosts, each with its machine."""
-
-    def __init__(self, *machines):
-        self.machines = machines
-
-    def everyone(self, _):
-        """Hosts and machines."""
-        return [(f"node{number}", found) for number, found in enumerate(self.machines)]
+def hosts(*machines):
+    """Several hosts, each with its machine."""
+    return [(f"node{number}", machine) for number, machine in enumerate(machines)]
 
 
 # the trial
@@ -129,8 +122,8 @@ def test_another_number_of_threads_shows_in_the_trial():
 
 def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
     other = MACHINE | {"processor": "B", "code for": "b", "BLAS": "K 2"}
-    same_bits.check_bits(Ranks(MACHINE, other, MACHINE), MACHINE, True, [])
-    same_bits.check_bits(World(0, 1), MACHINE, True, [])
+    same_bits.check_bits(hosts(MACHINE, other, MACHINE), True, [])
+    same_bits.check_bits(hosts(MACHINE), True, [])
 
 
 @pytest.mark.parametrize(
@@ -147,14 +140,14 @@ def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
 def test_a_rank_of_other_bits_is_refused_by_what_is_known(change, here, there):
     odd = MACHINE | change
     with pytest.raises(UsageError) as refusal:
-        same_bits.check_bits(Ranks(MACHINE, MACHINE, odd), MACHINE, True, [])
+        same_bits.check_bits(hosts(MACHINE, MACHINE, odd), True, [])
     assert f"rank 2 on node2 has {here}, ranks 0-1 (on node0) {there}; give all ranks" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 def test_fast_reductions_go_on_with_a_warning():
     notes = []
-    same_bits.check_bits(Ranks(MACHINE, MACHINE | {"threads": 2}), MACHINE, False, notes)
+    same_bits.check_bits(hosts(MACHINE, MACHINE | {"threads": 2}), False, notes)
     (note,) = notes
     assert isinstance(note, log.Caution)
     assert "rank 1 on node1 has threads 2, rank 0 (on node0) threads 1" in note
@@ -162,7 +155,7 @@ def test_fast_reductions_go_on_with_a_warning():
 
 def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
     there = MACHINE | {"device": "a GPU"}
-    same_bits.check_bits(Ranks(there, there | {"threads": 2}), there, True, [])
+    same_bits.check_bits(hosts(there, there | {"threads": 2}), True, [])
 
 
 # at a resume

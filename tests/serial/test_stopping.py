@@ -410,15 +410,16 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
 @pytest.mark.parametrize(
     ("name", "who"),
     [
-        ("read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
-        ("open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
+        ("resolve.read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
+        ("resolve.open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
          + MYSELF.format(name="SIGUSR1")),
-        ("make_module", MYSELF.format(name="SIGINT")),  # where ranks may meet, so nothing is cut short
+        ("setup.make_module", MYSELF.format(name="SIGINT")),  # where ranks may meet, so nothing is cut short
     ],
 )  # fmt: skip
 def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "busy.py"
-    script.write_text(BUSY.format(module="setup", name=name, told=who))
+    module, _, name = name.partition(".")
+    script.write_text(BUSY.format(module=module, name=name, told=who))
     status, printed, errors = run_job(2, [str(script), "--out", str(out), *flags, *ENDLESS], timeout=40)
     assert status == REQUEUE, errors
     assert printed.count("before the first step: nothing to save") <= 1

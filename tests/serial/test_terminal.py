@@ -8,7 +8,7 @@ import pytest
 
 from zero_mpi.cli import main
 from zero_mpi.files.text import printable
-from zero_mpi.launch import watchdog
+from zero_mpi.launch import ending
 from zero_mpi.telemetry import log
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
@@ -71,7 +71,7 @@ def test_a_log_line_is_one_line_and_a_text_keeps_its_lines(capsys):
 
 
 def test_the_watchdogs_words_and_a_traceback_control_nothing(capfd):
-    watchdog.say("zero_mpi: a\x1b[2J\nb\n")
+    ending.say("zero_mpi: a\x1b[2J\nb")
     assert capfd.readouterr().err == "zero_mpi: a\\x1b[2J\nb\n"
     code = (
         "from zero_mpi.launch.world import run\n"

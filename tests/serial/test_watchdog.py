@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zero_mpi.comm.meter import Meter, collective, meters
-from zero_mpi.launch.hang_report import FOLDER, RollCall, Standing, named, report, shown_stacks, verdict
+from zero_mpi.launch.hang_report import FOLDER, RankReports, RankState, named, report, shown_stacks, verdict
 from zero_mpi.launch.watchdog import Watchdog
 
 PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
@@ -19,12 +19,12 @@ PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
 
 def waiting(what, seconds=2.0, doing="step 3"):
     """A rank in a collective."""
-    return Standing(doing, what, "barrier", seconds, f"stacks in {what}")
+    return RankState(doing, what, "barrier", seconds, f"stacks in {what}")
 
 
 def elsewhere(seconds=2.0):
     """A rank in none."""
-    return Standing("step 3", "", "allgather of parameters blk.0", seconds, "stacks of the loader")
+    return RankState("step 3", "", "allgather of parameters blk.0", seconds, "stacks of the loader")
 
 
 # what a meter leaves behind
@@ -79,7 +79,7 @@ def test_a_watchdog_sees_every_wait_of_the_process():
 
 
 def test_ranks_find_each_other_and_leave_nothing_behind(tmp_path):
-    calls = [RollCall(tmp_path, rank, "a job") for rank in range(3)]
+    calls = [RankReports(tmp_path, rank, "a job") for rank in range(3)]
     assert not any(call.is_on() for call in calls)
     calls[0].sign(waiting("barrier"))
     assert all(call.is_on() for call in calls)
@@ -93,7 +93,7 @@ def test_ranks_find_each_other_and_leave_nothing_behind(tmp_path):
 
 
 def test_one_rank_speaks(tmp_path):
-    calls = [RollCall(tmp_path, rank, "a job") for rank in range(3)]
+    calls = [RankReports(tmp_path, rank, "a job") for rank in range(3)]
     calls[1].sign(elsewhere())
     assert [call.claim() for call in calls] == [True, False, False]
     calls[0].clear()
@@ -104,9 +104,9 @@ def test_one_rank_speaks(tmp_path):
 def test_what_another_job_left_misleads_nobody(tmp_path):
     """It was killed while it stood still: its ranks have signed and one of them was to speak."""
     for rank in range(2):
-        RollCall(tmp_path, rank, "the job before").sign(waiting("barrier"))
-    assert RollCall(tmp_path, 0, "the job before").claim()
-    now = RollCall(tmp_path, 1, "this job")
+        RankReports(tmp_path, rank, "the job before").sign(waiting("barrier"))
+    assert RankReports(tmp_path, 0, "the job before").claim()
+    now = RankReports(tmp_path, 1, "this job")
     now.sign(elsewhere())
     assert now.read().keys() == {1}
     assert now.claim()
@@ -116,7 +116,7 @@ def test_what_another_job_left_misleads_nobody(tmp_path):
 
 
 def test_ages_are_corrected_by_the_clock_of_the_file_system(tmp_path):
-    early, late = (RollCall(tmp_path, rank, "a job") for rank in range(2))
+    early, late = (RankReports(tmp_path, rank, "a job") for rank in range(2))
     early.sign(waiting("barrier", seconds=1.0))
     late.sign(waiting("barrier", seconds=1.5))
     stamp = (tmp_path / FOLDER / late._file.name).stat().st_mtime
@@ -127,7 +127,7 @@ def test_ages_are_corrected_by_the_clock_of_the_file_system(tmp_path):
 
 
 def test_a_file_that_is_half_written_is_no_sign(tmp_path):
-    call = RollCall(tmp_path, 0, "a job")
+    call = RankReports(tmp_path, 0, "a job")
     call.sign(waiting("barrier"))
     other = tmp_path / FOLDER / call._file.name.replace("00000", "00001")
     other.write_text('{"doing": "st')

@@ -1,9 +1,9 @@
-"""How ranks agree on what they are about to make, before one of them waits for another in vain.
+"""How ranks agree: on what they are about to make, on what went wrong, on what rank 0 has found.
 
-Each rank looks at what it was given, which may fail, and says in a few facts what it is going to make. The
-problems and a digest of the facts are brought together: one short message where all is well. A problem of one
-rank is raised on all of them; where the digests differ, the facts themselves are exchanged, and all ranks
-raise the same error that names the first difference.
+Each rank looks at what it was given, which may fail, and says in a few facts what it has. The problems and a
+digest of the facts are brought together: one short message where all is well. A problem of one rank is raised
+on all of them; where the digests differ, the facts themselves are exchanged, and all ranks raise the same
+error that names the first difference. A group of one rank agrees with itself in the same way.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from zero_mpi.comm.base import Comm
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.text import shown
 
 T = TypeVar("T")
 Facts = Mapping[str, object]
+Spelled = Mapping[str, str]
 NOTHING = "nothing"
+REFUSALS = (UsageError, JobError)  # what a command says in one line; all else is an error of the program
+KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
@@ -28,45 +32,89 @@ def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
     `what` is about to be made, for people. Raises on all ranks the ValueError that `look` raises on any of
     them, and UsageError where the facts differ. `look` must not communicate.
     """
-    problem: ValueError | None = None
+    return alike(comm, look, (ValueError,), partial(first_difference, what))
+
+
+def together(comm: Comm, action: Callable[[], T]) -> T:
+    """action() on every rank; if it raises UsageError or JobError on any, all raise the first. Collective.
+
+    It must not communicate.
+    """
+    return exchange(comm, action, REFUSALS, lambda result: None)[0]
+
+
+def results(comm: Comm, action: Callable[[], T]) -> list[T]:
+    """action() of every rank, in order of ranks; raises as `together`. Collective."""
+    return exchange(comm, action, REFUSALS, lambda result: result)[1]
+
+
+def alike(
+    comm: Comm,
+    look: Callable[[], tuple[T, Facts]],
+    caught: tuple[type[Exception], ...],
+    difference: Callable[[Comm, Spelled], str],
+) -> T:
+    """The first of look(), once no rank has a problem of the `caught` kinds and all have the same facts.
+
+    `difference` is asked on all ranks for the text of the UsageError where facts differ. Collective.
+    """
+    looked, digests = exchange(
+        comm, look, caught, lambda looked: hashlib.sha256(repr(spelled(looked)).encode()).hexdigest()
+    )
+    if len(set(digests)) > 1:
+        raise UsageError(difference(comm, spelled(looked)))
+    return looked[0]
+
+
+def spelled(looked: tuple[T, Facts] | None) -> Spelled:
+    """The facts of a look as texts; of one that failed there are none."""
+    return {name: str(value) for name, value in looked[1].items()} if looked else {}
+
+
+def exchange(
+    comm: Comm,
+    action: Callable[[], T],
+    caught: tuple[type[Exception], ...],
+    word: Callable[[T], Any],
+) -> tuple[T, list[Any]]:
+    """The result of action(), and word(result) of all ranks; raises the first problem that is `caught`.
+
+    A rank whose own problem is the same raises its own, the others say whose it is. Collective.
+    """
+    result: Any = None
+    problem: Exception | None = None
     try:
-        result, facts = look()
-    except ValueError as error:
-        if comm.size == 1:
-            raise
-        problem, facts = error, {}
-    if comm.size == 1:
-        return result
-    spelled = {name: str(value) for name, value in facts.items()}
-    mine = None if problem is None else (type(problem) is not ValueError, str(problem))
-    told = comm.allgather_object((mine, hashlib.sha256(repr(spelled).encode()).hexdigest()))
-    if problem is not None:
-        raise problem
-    raise_first([found for found, _ in told])
-    if len({digest for _, digest in told}) > 1:
-        raise UsageError(f"the ranks differ in {what}: {difference(comm.allgather_object(spelled))}")
-    return result
+        result = action()
+    except caught as error:
+        problem = error
+    kind = next((name for name, kind in KINDS.items() if isinstance(problem, kind)), "")
+    told = comm.allgather_object((kind, str(problem), word(result)))
+    for rank, (kind, text, _) in enumerate(told):
+        if kind and str(problem) == text and problem is not None:
+            raise problem
+        if kind:
+            raise KINDS[kind](f"rank {rank}: {text}")
+    return result, [theirs for _, _, theirs in told]
 
 
-def raise_first(problems: Sequence[tuple[bool, str] | None]) -> None:
-    """Raise the problem of the first rank that has one: (whether it is the user's by its class, text)."""
-    for rank, found in enumerate(problems):
-        if found is not None:
-            is_usage, text = found
-            raise (UsageError if is_usage else ValueError)(f"rank {rank}: {text}")
+def first_difference(what: str, comm: Comm, facts: Spelled) -> str:
+    """The ranks differ in `what`: the first fact that is not the same on all, and who is alone with it."""
+    told = comm.allgather_object(facts)
+    name, values, rank, usual = odd_fact(told)
+    others = "rank 0 has" if len(values) == 2 else f"{values.count(usual)} of {len(values)} ranks have"
+    return (
+        f"the ranks differ in {what}: {name} is {shown(values[rank], 80)} on rank {rank}, where {others} "
+        f"{shown(usual, 80)}"
+    )
 
 
-def difference(found: Sequence[Mapping[str, str]]) -> str:
-    """The first fact that is not the same on all ranks, and the rank that is alone with it."""
-    for name in dict.fromkeys(name for facts in found for name in facts):
-        values = [facts.get(name, NOTHING) for facts in found]
+def odd_fact(told: Sequence[Spelled]) -> tuple[str, list[str], int, str]:
+    """The first fact that differs: its name, the values of all ranks, the odd rank, the value of most."""
+    for name in dict.fromkeys(name for facts in told for name in facts):
+        values = [facts.get(name, NOTHING) for facts in told]
         odd = odd_one(values)
         if odd is not None:
-            rank, usual = odd
-            others = (
-                "rank 0 has" if len(values) == 2 else f"{values.count(usual)} of {len(values)} ranks have"
-            )
-            return f"{name} is {shown(values[rank], 80)} on rank {rank}, where {others} {shown(usual, 80)}"
+            return name, values, *odd
     raise AssertionError("digests differ and facts do not")
 
 

@@ -77,9 +77,9 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str]) -> Config:
     """The configuration of a command line; raises UsageError for what cannot be meant."""
-    given = vars(make_parser().parse_args(arguments))
-    path = given.pop("config", None)
+    flags = vars(make_parser().parse_args(arguments))
+    path = flags.pop("config", None)
     settings = read_toml(Path(path)) if path else {}
-    config = Config(**{**settings, **given})
+    config = Config(**{**settings, **flags})
     check(config)
     return config

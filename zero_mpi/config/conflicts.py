@@ -37,7 +37,7 @@ CONTRADICTIONS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class FlagContext:
     """A configuration and what else decides what its flags do. is_text: the data are, and no token files."""
 
     config: Config
@@ -53,7 +53,7 @@ class Idle(NamedTuple):
     """`name` does nothing where `when`. `why` and what to do, with settings in braces."""
 
     name: str
-    when: Callable[[Setting], bool]
+    when: Callable[[FlagContext], bool]
     why: str
 
 
@@ -88,7 +88,7 @@ def refuse(config: Config) -> None:
             raise UsageError(f"{written(config, name)}: {filled(why, config)}")
 
 
-def without_effect(setting: Setting) -> Iterator[str]:
+def without_effect(setting: FlagContext) -> Iterator[str]:
     """A line for each flag that does nothing here, or not what it says."""
     config = setting.config
     for name, when, why in IDLE:

@@ -55,10 +55,10 @@ def settled(config: Config, model: ModelConfig) -> Config:
         return config
     sizes = sizes_of(model)
     for name, size in sizes.items():
-        given = getattr(config, name)
-        if given is not None and given != size:
+        flag = getattr(config, name)
+        if flag is not None and flag != size:
             raise UsageError(
-                f"{as_flag(name, given)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
+                f"{as_flag(name, flag)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
                 "it out, or leave out --init for a model from nothing"
             )
     return dataclasses.replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})

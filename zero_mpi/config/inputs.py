@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -116,11 +114,6 @@ def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, objec
         problem = str(error)
     log.warning("%s: checkpoints will have no tokenizer, so no text can be made with them", problem)
     return {TOKENIZER: "none"}
-
-
-def carrying(init: HuggingFaceFolder, keys: Mapping[str, object]) -> HuggingFaceFolder:
-    """A folder whose keys are said to be in it."""
-    return dataclasses.replace(init, metadata={**init.metadata, **keys})
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:

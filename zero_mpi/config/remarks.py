@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_mpi import environment
-from zero_mpi.config.conflicts import Setting, without_effect
+from zero_mpi.config.conflicts import FlagContext, without_effect
 from zero_mpi.config.defaults import FURTHER
 from zero_mpi.config.settings import Config
 from zero_mpi.data import named
@@ -21,7 +21,7 @@ def remarks(config: Config, is_text: bool) -> Iterator[str]:
         yield Caution(
             f"--init without --data: trains the model on {named(config.data)}; --data names other text"
         )
-    yield from map(Caution, without_effect(Setting(config, is_text)))
+    yield from map(Caution, without_effect(FlagContext(config, is_text)))
     for variable in environment.crowded():
         yield Caution(f"{variable}: this rank may run on {cores()}, more threads only take turns on them")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.open import exists, is_file, is_folder
 from zero_mpi.files.text import shown
 
@@ -47,7 +47,11 @@ def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
     """
     found: dict[str, tuple[str, Path]] = {}
     for given in map(Path, paths):
-        for name, path in _files_of(given):
+        try:
+            files = _files_of(given)
+        except FileError as error:
+            raise FileError(f"--data {error}") from None
+        for name, path in files:
             found.setdefault(os.path.realpath(path), (name, path))
     return list(found.values())
 

@@ -13,7 +13,7 @@ the host runs ahead and launches work while the GPU computes.
 """
 
 from zero_mpi.device.cuda import Cuda, CudaMark, CudaStopwatch, gpus, import_cupy, why_no_gpu
-from zero_mpi.device.current import Device, adopt, claim, home_of, in_use, is_cupy, local_rank, namespace, use
+from zero_mpi.device.current import Device, adopt, claim, home_of, in_use, is_cupy, namespace, use
 from zero_mpi.device.host import HOST, Done, Host, HostStopwatch
 from zero_mpi.device.types import ALIGNMENT, Array
 
@@ -35,7 +35,6 @@ __all__ = [
     "import_cupy",
     "in_use",
     "is_cupy",
-    "local_rank",
     "namespace",
     "use",
     "why_no_gpu",

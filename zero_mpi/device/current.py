@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import Any
 
 import numpy as np
 
+from zero_mpi import environment
 from zero_mpi.device.cuda import Cuda, gpus, import_cupy, why_no_gpu
 from zero_mpi.device.host import HOST, Host
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-
-LOCAL_RANK = (  # what launchers call a rank's number on its node
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
-
 
 Device = Host | Cuda
 _in_use: Device = HOST
@@ -43,7 +33,7 @@ def use(name: str, on_node: int = 0) -> Device:
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
         raise UsageError(f"--device cuda: {why_no_gpu()}")
-    told = local_rank()
+    told = environment.local_rank()
     return adopt(Cuda((on_node if told is None else told) % count) if count else HOST)
 
 
@@ -53,7 +43,7 @@ def claim(name: str) -> None:
     MPI libraries look for the GPU of the thread that starts them. What goes wrong is not said here: `use`
     meets it again, when all ranks can agree on it.
     """
-    number, count = local_rank(), 0 if name == "cpu" else gpus()
+    number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:
         cuda = import_cupy().cuda
         with contextlib.suppress(cuda.runtime.CUDARuntimeError):
@@ -66,14 +56,6 @@ def adopt(chosen: Device) -> Device:
     global _in_use
     _in_use = chosen
     return chosen
-
-
-def local_rank() -> int | None:
-    """This rank's number on its node as the launcher tells it, before MPI is started; None: it does not."""
-    for name in LOCAL_RANK:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
 
 
 def is_cupy(x: Array) -> bool:

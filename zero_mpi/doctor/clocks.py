@@ -32,7 +32,7 @@ def offsets(where: Ranks) -> list[Known]:
             found.append((offset.ahead, offset.wrong))
         elif where.rank == ranks[0]:
             answer(where.world.mpi.COMM_WORLD, now)
-    shared: list[Known] = where.world.share(found)
+    shared: list[Known] = where.world.comm.broadcast_object(found)
     return shared
 
 

@@ -40,8 +40,9 @@ from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
+from zero_mpi.launch.ending import FAILED
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import FAILED, World, run
+from zero_mpi.launch.world import World, run
 
 MOST_MB, QUICK_MB = 16.0, 1.0
 BUFFERS = 4  # of the largest size that a rank may need at once

@@ -160,7 +160,7 @@ def pace(found: Found) -> Row:
 def section(where: Ranks, out: Path) -> list[Row]:
     """Try the run folder. Collective."""
     made: list[Path] = []
-    found: Found = where.world.share(begin(out, made) if where.rank == 0 else None)
+    found: Found = where.world.comm.broadcast_object(begin(out, made) if where.rank == 0 else None)
     seen = where.of_nodes(lambda: sees(None if found.problem else found.trial))
     if where.rank == 0:
         end(found, made)

@@ -4,9 +4,9 @@
 are heard from the first line on (`interrupts`, `stopping`), and ranks that differ are named (`consistency`).
 
 Errors. What only one rank can see, such as files, rank 0 looks at, and all ranks learn of it
-(`World.on_root`, `World.together`). Bad input is one line from rank 0 and status 2 on all ranks. Any other
-error is printed with its rank and aborts the job. If all ranks fail at once, later ranks wait a moment and
-are ended before they repeat the same message.
+(`World.on_root`, `World.together`; `comm.agree` works over any transport). Bad input is one line from rank 0
+and status 2 on all ranks. Any other error is printed with its rank and aborts the job (`ending`). If all
+ranks fail at once, later ranks wait a moment and are ended before they repeat the same message.
 
 Hangs. Every wait leaves its name and time in a `Meter`, and a thread watches them (`watchdog`). From half of
 `--timeout` on, ranks that stand still write where they are into files under `OUT/.ranks` (`hang_report`). At

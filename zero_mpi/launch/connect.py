@@ -30,10 +30,11 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm
 from zero_mpi.comm.serial import SerialComm
-from zero_mpi.launch.hang_report import RollCall
+from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
+from zero_mpi.launch.hang_report import RankReports
 from zero_mpi.launch.lookout import Lookout, Notes
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import DRAIN, FAILED, STAGGER, World, find_world, say
+from zero_mpi.launch.world import World, find_world
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
 TIMEOUT = 600.0  # as `--timeout` of the command
@@ -60,13 +61,13 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     """
     if not environment.threads_were_set:
         threadpool_limits(1)
-    world = find_world() if Script.running is None else Script.running.world
+    world = find_world() if WatchedScript.running is None else WatchedScript.running.world
     if world.size == 1:
         settings(timeout, check)
         return SerialComm()
     from zero_mpi.comm.mpi import MPIComm
 
-    script = Script.running = Script.running or Script(world)
+    script = WatchedScript.running = WatchedScript.running or WatchedScript(world)
     comm: Comm = MPIComm()
     script.limit(agreed(comm, "connect", lambda: settings(timeout, check)))
     if check:
@@ -87,24 +88,24 @@ def time_limit(timeout: Any) -> float:
     """What is given, or what the environment says, in seconds; raises ValueError."""
     if timeout is not None:
         return number("connect: timeout", timeout, least=0)
-    told = os.environ.get(VARIABLE, "")
+    text = os.environ.get(VARIABLE, "")
     try:
-        return number(VARIABLE, float(told or TIMEOUT), least=0)
+        return number(VARIABLE, float(text or TIMEOUT), least=0)
     except ValueError:
-        raise ValueError(f"{VARIABLE}={told}: expected seconds, or 0 for never") from None
+        raise ValueError(f"{VARIABLE}={text}: expected seconds, or 0 for never") from None
 
 
-class Script:
+class WatchedScript:
     """What watches over a rank of a script, from the first `connect` to its end. Collective."""
 
-    running: Script | None = None  # a process has one
+    running: WatchedScript | None = None  # a process has one
 
     def __init__(self, world: World) -> None:
         self.world, self.records = world, CollectiveRecords()
         self._process, self._status = os.getpid(), 0
-        self._job = world.share(f"zero_mpi-{secrets.token_hex(6)}")
+        self._job = world.comm.broadcast_object(f"zero_mpi-{secrets.token_hex(6)}")
         self._place = meeting_place(world, self._job)
-        self._places = world.everyone(f"process {os.getpid()} on {platform.node()}")
+        self._places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         self._notes = Notes((self._place or Path(os.devnull)) / f".{self._job}-notes", world.rank)
         self._lookout = Lookout(self._notes, self.records, self._kill)
         self._watchdog = Watchdog(world.rank, 0)
@@ -120,8 +121,8 @@ class Script:
         self._watchdog = Watchdog(self.world.rank, seconds, only_waits=True)
         self._watchdog.beat("the script")
         if self._place is not None:
-            roll = RollCall(self._place, self.world.rank, self._job, f".{self._job}")
-            self._watchdog.gather(roll, self._places, lambda reason: None, self._kill)
+            reports = RankReports(self._place, self.world.rank, self._job, f".{self._job}")
+            self._watchdog.gather(reports, self._places, lambda reason: None, self._kill)
 
     # --------------------------------------------------------------------------------- ways to an end
 
@@ -142,7 +143,7 @@ class Script:
 
     def _stagger(self) -> None:
         """What all ranks have to say the first of them says, and ends the job before the others speak."""
-        time.sleep(STAGGER * min(self.world.rank, 20))
+        await_turn(self.world.rank)
 
     def _abort(self, why: str) -> NoReturn:
         sys.stdout.flush()
@@ -190,8 +191,8 @@ def meeting_place(world: World, job: str) -> Path | None:
     for probe in probes:
         with suppress(OSError):
             probe.mkdir(mode=0o700)
-    probes = world.share(probes)  # when they are there: the others look at once
-    seen = world.everyone([probe.is_dir() for probe in probes])
+    probes = world.comm.broadcast_object(probes)  # when they are there: the others look at once
+    seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:
             shutil.rmtree(probe, ignore_errors=True)

@@ -8,48 +8,52 @@ agree, which costs one short message, nothing else is exchanged.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
 from zero_mpi import __version__, environment, ops
-from zero_mpi.comm.agree import odd_one
+from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
+from zero_mpi.comm.base import Comm
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
+from zero_mpi.launch.ending import BAD_USAGE
 from zero_mpi.launch.hang_report import named
-from zero_mpi.launch.world import BAD_USAGE, World, first_line
+from zero_mpi.launch.world import World, first_line
 
-Facts = Mapping[str, str]
-NOTHING = "nothing"
+T = TypeVar("T")
+SAME_FILES = "give all hosts the same files, or a file system that they share"
 LONGEST = 80  # characters of a value that are shown
 # How many ranks a launcher has started, and the number that it gave to one of them.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
 
 
-def check(world: World, facts: Facts, remedy: str) -> None:
+def check(comm: Comm, facts: Facts, remedy: str) -> None:
     """Raise UsageError on all ranks if a rank has another fact, naming the first such rank. Collective."""
-    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
-    if len(set(world.everyone(digest))) == 1:
-        return
-    found: list[tuple[str, Facts]] = world.everyone((platform.node(), dict(facts)))
-    names = dict.fromkeys(name for _, of_rank in found for name in of_rank)
-    for name in names:
-        values = [of_rank.get(name, NOTHING) for _, of_rank in found]
-        odd = odd_one(values)
-        if odd is not None:
-            rank, usual = odd
-            alike = [number for number, value in enumerate(values) if value == usual]
-            raise UsageError(
-                f"the ranks differ: rank {rank} on {found[rank][0]} has {name} {short(values[rank])}, "
-                f"{named(alike)} (on {found[alike[0]][0]}) {short(usual)}; {remedy}"
-            )
+    same(comm, lambda: (None, facts), remedy)
+
+
+def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
+    """The first of look(), if no rank is refused and all have the facts that it says. Collective."""
+    return alike(comm, look, REFUSALS, partial(odd_host, remedy))
+
+
+def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
+    """The ranks differ: the first rank whose fact is not that of most ranks, with its host. Collective."""
+    hosts, told = zip(*comm.allgather_object((platform.node(), facts)), strict=True)
+    name, values, rank, usual = odd_fact(told)
+    others = [number for number, value in enumerate(values) if value == usual]
+    return (
+        f"the ranks differ: rank {rank} on {hosts[rank]} has {name} {short(values[rank])}, "
+        f"{named(others)} (on {hosts[others[0]]}) {short(usual)}; {remedy}"
+    )
 
 
 def short(value: str) -> str:
@@ -59,7 +63,7 @@ def short(value: str) -> str:
 
 def check_installation(world: World) -> None:
     """The programs that all ranks run. Collective; raises UsageError."""
-    check(world, installation(world), "use the same environment on all hosts")
+    check(world.comm, installation(world), "use the same environment on all hosts")
 
 
 def installation(world: World) -> dict[str, str]:
@@ -94,12 +98,6 @@ def source_digest(folder: Path) -> str:
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
-
-
-def check_inputs(world: World, inputs: Mapping[str, Any]) -> None:
-    """What ranks have read from files, each by its own file system. Collective; raises UsageError."""
-    facts = {name: short_digest(value) for name, value in inputs.items()}
-    check(world, facts, "give all hosts the same files, or a file system that they share")
 
 
 def short_digest(value: Any) -> str:

@@ -50,9 +50,9 @@ class RunLock:
         locked = self._mutex.acquire(timeout=SLOW)  # the disk may hang
         with contextlib.suppress(OSError, UsageError):
             handle = find(self._path)
-            found = unpacked(read(handle))
+            record = unpacked(read(handle))
             os.close(handle)
-            if found is not None and found.token == self._mine.token:
+            if record is not None and record.token == self._mine.token:
                 os.unlink(self._path)
         self._forget()
         if locked:
@@ -82,11 +82,11 @@ class RunLock:
             self._miss()
             return
         try:
-            found = unpacked(read(handle))
-            if found is not None and found.token != self._mine.token:
-                self.lost = f"the run folder {self._path.parent} was taken over by {found}"
-            elif found is not None:
-                self._mine = replace(self._mine, beat=found.beat + 1)
+            record = unpacked(read(handle))
+            if record is not None and record.token != self._mine.token:
+                self.lost = f"the run folder {self._path.parent} was taken over by {record}"
+            elif record is not None:
+                self._mine = replace(self._mine, beat=record.beat + 1)
                 write(handle, self._mine)
             self._absent = False
         finally:
@@ -123,7 +123,7 @@ class Hold:
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
-        said = self._world.share(self.lost or problem)
+        said = self._world.comm.broadcast_object(self.lost or problem)
         if said:
             raise JobError(said)
 

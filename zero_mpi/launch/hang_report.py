@@ -28,7 +28,7 @@ STACKS = 4  # ranks at most whose stacks are shown
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """Where a rank stands.
 
     doing     what its main thread is at, such as "step 3"
@@ -52,7 +52,7 @@ class Standing:
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
 
 
-class RollCall:
+class RankReports:
     """The folder of a job, as one rank uses it. `job` is a text that no other job has. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
@@ -64,7 +64,7 @@ class RollCall:
         """Whether some rank has signed."""
         return self._folder.exists()
 
-    def sign(self, standing: Standing) -> None:
+    def sign(self, standing: RankState) -> None:
         """Say where this rank stands now."""
         self._folder.mkdir(exist_ok=True)
         partial = self._folder / f".{self._file.name}"
@@ -85,7 +85,7 @@ class RollCall:
             return False
         return True
 
-    def read(self) -> dict[int, Standing]:
+    def read(self) -> dict[int, RankState]:
         """rank -> where it stands, of those that have signed. This rank has just done so."""
         found, now = {}, self._file.stat().st_mtime
         for path in self._folder.glob(f"{self._job}-*[0-9]"):
@@ -106,17 +106,17 @@ class RollCall:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def standing_of(said: object) -> Standing:
+def standing_of(said: object) -> RankState:
     """What a rank has signed; ValueError for what none would sign."""
     if isinstance(said, dict):
         texts = {name: said.get(name) for name in ("doing", "waits", "last", "stacks")}
         seconds = said.get("seconds")
         if all(isinstance(text, str) for text in texts.values()) and isinstance(seconds, int | float):
-            return Standing(**texts, seconds=min(max(float(seconds), 0.0), 1e9))  # type: ignore[arg-type]
+            return RankState(**texts, seconds=min(max(float(seconds), 0.0), 1e9))  # type: ignore[arg-type]
     raise ValueError("nothing that a rank signs")
 
 
-def verdict(found: Mapping[int, Standing], ranks: int) -> str:
+def verdict(found: Mapping[int, RankState], ranks: int) -> str:
     """Whom the others wait for, as far as it can be told, in a few words."""
     missing = [rank for rank in range(ranks) if rank not in found]
     if missing:
@@ -132,7 +132,7 @@ def verdict(found: Mapping[int, Standing], ranks: int) -> str:
     return f"all ranks wait in the same collective ({found[min(found)].place})"
 
 
-def report(found: Mapping[int, Standing], places: Sequence[str]) -> list[str]:
+def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     """Lines that say where each rank stands. `places`: process and host of all ranks, for people."""
     lines = [
         f"{placed([rank], places)}: no sign of life: stopped, ended, or cut off with its host"
@@ -146,13 +146,13 @@ def report(found: Mapping[int, Standing], places: Sequence[str]) -> list[str]:
     return lines
 
 
-def shown_stacks(found: Mapping[int, Standing]) -> str:
+def shown_stacks(found: Mapping[int, RankState]) -> str:
     """The stacks of one rank of each place, but not of more than a few."""
     ranks = [group[0] for group in grouped(found)[:STACKS]]
     return "".join(f"stacks of {named([rank])}:\n{found[rank].stacks.rstrip()}\n" for rank in ranks)
 
 
-def grouped(found: Mapping[int, Standing]) -> list[list[int]]:
+def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
     """The ranks that stand at the same place together; first those in no collective, then small groups."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):

@@ -23,12 +23,11 @@ from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.guarded import CollectiveRecords, Started
 from zero_mpi.comm.meter import meters
 from zero_mpi.files.text import shown
+from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 from zero_mpi.launch.hang_report import named
-from zero_mpi.launch.watchdog import leave, say
 
 LOOK = 0.25  # seconds between looks
 LOOKS, NOTES = 0.5, 2.0  # seconds of one wait after which a rank looks for notes, and leaves its own
-FAILED = 1
 ENDED = "-ended"  # how the name of a note ends whose rank will start nothing more
 
 
@@ -70,14 +69,14 @@ def different(notes: Mapping[int, Note]) -> Verdict | None:
         having = [note for note in notes.values() if comm < len(note.started)]
         first = min(note.number(comm) - len(note.started[comm]) for note in having)
         for number in range(first, max(note.number(comm) for note in having)):
-            found = {rank: start.text for rank, note in notes.items() if (start := note.at(comm, number))}
-            odd = odd_one(list(found.values())) if found else None
+            texts = {rank: start.text for rank, note in notes.items() if (start := note.at(comm, number))}
+            odd = odd_one(list(texts.values())) if texts else None
             if odd is not None:
-                rank, usual = list(found)[odd[0]], odd[1]
-                alike = named(other for other in found if found[other] == usual)
+                rank, usual = list(texts)[odd[0]], odd[1]
+                alike = named(other for other in texts if texts[other] == usual)
                 return Verdict(
                     f"the ranks start different collectives: number {number} (from 0) is "
-                    f"{shown(found[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
+                    f"{shown(texts[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
                     "start the same in the same order"
                 )
     return None
@@ -134,11 +133,11 @@ class Notes:
             return {}
         waiting = [name for name in names if name.isdigit()]
         chosen = [name for name in names if name.endswith(ENDED)] + (waiting if all_ranks else waiting[:1])
-        found: dict[int, Note] = {}
+        notes: dict[int, Note] = {}
         for name in chosen:
             with contextlib.suppress(OSError, ValueError):  # one that was taken back just now
-                found[int(name.removesuffix(ENDED))] = parsed((self.folder / name).read_text())
-        return dict(sorted(found.items()))
+                notes[int(name.removesuffix(ENDED))] = parsed((self.folder / name).read_text())
+        return dict(sorted(notes.items()))
 
     def claim(self) -> bool:
         """Whether this rank is the one to speak: the first that asks."""
@@ -191,16 +190,17 @@ class Lookout:
         if self._left_at is None and (has_ended or time.perf_counter() - since > NOTES):
             self._notes.leave(mine)
             self._left_at = since
-        found = verdict({self._notes.rank: mine, **others})
-        if found is not None:
-            self._speak(found, mine)
+        outcome = verdict({self._notes.rank: mine, **others})
+        if outcome is not None:
+            self._speak(outcome, mine)
 
-    def _speak(self, found: Verdict, mine: Note) -> None:
+    def _speak(self, outcome: Verdict, mine: Note) -> None:
         """One line, and the end of the job, unless another rank is at it."""
         if not self._notes.claim():
             self._over.set()
             return
         time.sleep(LOOK)  # so that who has come to the same point may be named too
-        found = verdict({**self._notes.read(all_ranks=True), self._notes.rank: mine}) or found
-        say(f"zero_mpi: {found.reason}; ending the job\n")
-        leave(self._kill, found.status)
+        outcome = verdict({**self._notes.read(all_ranks=True), self._notes.rank: mine}) or outcome
+        say(f"zero_mpi: {outcome.reason}; ending the job")
+        time.sleep(DRAIN)
+        end_surely(self._kill, outcome.status)

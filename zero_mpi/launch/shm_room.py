@@ -64,10 +64,10 @@ def free_bytes(place: Path = leftovers.PLACE) -> int | None:
     try:
         about = os.statvfs(place)
         begun = launched()
-        found = [path.stat() for path in place.iterdir()]
+        files = [path.stat() for path in place.iterdir()]
     except OSError:  # no such folder; a segment that has just lost its name
         return None
-    ours = [each for each in found if each.st_uid == os.getuid() and each.st_mtime >= begun]
+    ours = [each for each in files if each.st_uid == os.getuid() and each.st_mtime >= begun]
     return about.f_bavail * about.f_frsize + sum(512 * each.st_blocks for each in ours)
 
 
@@ -93,7 +93,7 @@ def leave_the_others(problem: str, environ: Mapping[str, str]) -> None:
     """
     atexit.register(abort_job, environ)
     if environment.launch_rank(environ) != 0:
-        time.sleep(STAGGER if environment.local_rank(environ) == 0 else 2 * STAGGER)
+        time.sleep(2 * STAGGER if environment.local_rank(environ) else STAGGER)
         os.write(2, f"zero_mpi: error: {problem}\n".encode())
 
 

@@ -2,7 +2,7 @@
 
 A batch system, a person at a terminal and a terminal that is closed say the same: save and leave. A handler
 only notes it, since a rank that left alone would leave the others waiting. Before the first step the ranks
-agree on it wherever they agree on anything (`launch.World.everyone`), later after each step. What takes long
+agree on it wherever they agree on anything (`launch.world.Hearing`), later after each step. What takes long
 by itself and moves nothing between ranks is left at once (`cut_short`). A thread hears signals too: the main
 one may be inside the MPI library, where no handler of Python's runs. It answers a second Ctrl-C, and ends a
 run that does not come to an agreement while it is prepared.
@@ -20,17 +20,16 @@ from typing import Any, NoReturn
 
 from zero_mpi import environment
 from zero_mpi.launch import interrupts, open_mpi_reprieve
+from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is requeued for them
-FAILED, REQUEUE = 1, 75
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
 TWICE = 0.4  # seconds within which two are one: a launcher may hand on what the terminal has sent as well
 GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
 STAGGER = 0.5  # seconds a rank: if all have to end the job, the first says so
-PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 Word = tuple[str, bool]
 
@@ -116,7 +115,8 @@ class StopSignals:
 
     def _give_up(self) -> None:
         """End the job if the ranks do not come to an agreement; nothing has been done that could be lost."""
-        time.sleep(GRACE + STAGGER * min(environment.launch_rank(), 20))
+        time.sleep(GRACE)
+        await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
             stopped = Stopped(self.caught, again=self.again)
             interrupts.report(stopped_early(stopped), is_error=stopped.status == FAILED)
@@ -163,10 +163,7 @@ class StopSignals:
 
     def _leave(self, status: int, reason: str) -> NoReturn:
         """End all ranks, or this one where the MPI library is in the way."""
-        open_mpi_reprieve.release()
-        threading.Thread(target=self.ending, args=(status, reason), daemon=True).start()
-        time.sleep(PATIENCE)
-        os._exit(status)
+        end_surely(lambda status: self.ending(status, reason), status)
 
 
 def stopped_early(stopped: Stopped) -> str:

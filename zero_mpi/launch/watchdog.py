@@ -8,7 +8,6 @@ the job some seconds later, whatever the first one does.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import tempfile
@@ -18,17 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from zero_mpi.comm.meter import collective, meters
-from zero_mpi.files.text import printable
-from zero_mpi.launch.hang_report import RollCall, Standing, report, shown_stacks, verdict
+from zero_mpi.launch.ending import DRAIN, end_surely, say
+from zero_mpi.launch.hang_report import RankReports, RankState, report, shown_stacks, verdict
 
 STATUS = 86  # of a job that was ended for standing still
 LOOK = 0.5  # seconds between looks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a word about the others
 SIGNS, JOINS = 1 / 2, 1 / 8  # parts of the limit: when a rank calls the roll, and when it joins one
 SUSPENDED = 2.0  # seconds (at most half the limit) that a look is late by if the process was stopped
-DRAIN = 0.2  # seconds for the launcher to pass on what was said
 WATCHERS = (__file__, " in _renew", "/lookout.py")  # the second is that of status.json
-PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
 
 
 class Watchdog:
@@ -41,7 +38,7 @@ class Watchdog:
     def __init__(self, rank: int, limit: float, *, only_waits: bool = False) -> None:
         self.rank, self.limit, self.only_waits = rank, limit, only_waits
         self._doing, self._since = "start", time.perf_counter()
-        self._roll: RollCall | None = None
+        self._reports: RankReports | None = None
         self._places: Sequence[str] = []
         self._tell: Callable[[str], None] = lambda reason: None
         self._kill: Callable[[int], object] = os._exit
@@ -58,7 +55,7 @@ class Watchdog:
 
     def gather(
         self,
-        roll: RollCall,
+        reports: RankReports,
         places: Sequence[str],
         tell: Callable[[str], None],
         kill: Callable[[int], object],
@@ -68,7 +65,7 @@ class Watchdog:
         `places`: process and host of each rank. When this one ends the job `tell` is given the reason, and
         `kill` the status with which all ranks are to end.
         """
-        self._places, self._tell, self._kill, self._roll = places, tell, kill, roll
+        self._places, self._tell, self._kill, self._reports = places, tell, kill, reports
 
     def beat(self, what: str) -> None:
         """The main thread begins `what`."""
@@ -84,13 +81,13 @@ class Watchdog:
         """Whether time that passes now counts."""
         return not self.only_waits or any(meter.waits for meter in meters())
 
-    def standing(self, with_stacks: bool = True) -> Standing:
+    def standing(self, with_stacks: bool = True) -> RankState:
         """Where this process stands."""
-        known = sorted(meters(), key=lambda meter: meter.changed)
-        waits = " and ".join(collective(meter.what) for meter in known if meter.waits)
-        left = [collective(meter.what) for meter in known if not meter.waits and any(meter.what)]
+        by_age = sorted(meters(), key=lambda meter: meter.changed)
+        waits = " and ".join(collective(meter.what) for meter in by_age if meter.waits)
+        left = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]
         age = time.perf_counter() - self._changed
-        return Standing(self._doing, waits, left[-1] if left else "", age, stacks() if with_stacks else "")
+        return RankState(self._doing, waits, left[-1] if left else "", age, stacks() if with_stacks else "")
 
     # --------------------------------------------------------------------------- with the other ranks
 
@@ -113,40 +110,42 @@ class Watchdog:
 
     def _answer(self, changed: float, age: float, look: float) -> None:
         """Sign or leave the roll call."""
-        if self._roll is None:
+        if self._reports is None:
             return
         if self._signed is not None and self._signed != changed:
             self._signed, self._joins_at_once = None, True
-            self._roll.leave()
+            self._reports.leave()
         elif self._signed is None and self._counts and age > self.limit * SIGNS:
             self._sign(changed)
         elif self._signed is None and age > (2 * look if self._joins_at_once else self.limit * JOINS):
-            if self._roll.is_on():
+            if self._reports.is_on():
                 self._sign(changed)
             self._joins_at_once = False
 
     def _sign(self, changed: float) -> None:
-        assert self._roll is not None
-        self._roll.sign(self.standing())
+        assert self._reports is not None
+        self._reports.sign(self.standing())
         self._signed = changed
 
     def _speak(self, changed: float, age: float) -> None:
         """Tell where all ranks stand and end the job, unless another rank does."""
-        if self._roll is None:
+        if self._reports is None:
             self._end(age)
         if self._signed != changed:
             self._sign(changed)
-        if not self._roll.claim():
+        if not self._reports.claim():
             time.sleep(GRACE)  # the one that speaks is about to end the job
             self._end(age)
         self._sign(changed)
-        found = self._roll.read()
-        reason = f"no progress for {age:.1f} s: {verdict(found, len(self._places))}"
-        lines = [f"{reason}; ending the job", *report(found, self._places)]
-        say("".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(found))
+        states = self._reports.read()
+        reason = f"no progress for {age:.1f} s: {verdict(states, len(self._places))}"
+        lines = [f"{reason}; ending the job", *report(states, self._places)]
+        said = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
+        say(said.removesuffix("\n"))
         self._tell(reason)
-        self._roll.clear()
-        leave(self._kill, STATUS)
+        self._reports.clear()
+        time.sleep(DRAIN)
+        end_surely(self._kill, STATUS)
 
     # ----------------------------------------------------------------------------------------- alone
 
@@ -163,27 +162,10 @@ class Watchdog:
     def _end(self, age: float) -> NoReturn:
         """End this process, without files."""
         place = self.standing(with_stacks=False).place
-        say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job\n")
+        say(f"zero_mpi: rank {self.rank}: no progress for {age:.1f} s: {place}; ending the job")
         faulthandler.dump_traceback(file=2, all_threads=True)
-        leave(self._kill, STATUS)
-
-
-def leave(kill: Callable[[int], object], status: int) -> NoReturn:
-    """End the job by `kill`, or this process alone where a lock or a lost host is in the way.
-
-    An exit alone would not do: srun lets the other ranks be, and MPICH's mpiexec may return the signal by
-    which it ended one of them.
-    """
-    time.sleep(DRAIN)
-    threading.Thread(target=kill, args=(status,), daemon=True).start()
-    time.sleep(PATIENCE)
-    os._exit(status)
-
-
-def say(text: str) -> None:
-    """Print to stderr, in one write so that lines of several ranks do not mix."""
-    with contextlib.suppress(OSError):
-        os.write(2, printable(text, keep="\n").encode(errors="backslashreplace"))
+        time.sleep(DRAIN)
+        end_surely(self._kill, STATUS)
 
 
 def stacks() -> str:

@@ -7,45 +7,76 @@ rank is printed with its number and aborts the job.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 from zero_mpi import environment
+from zero_mpi.comm import agree
+from zero_mpi.comm.base import Comm
 from zero_mpi.comm.meter import Meter
+from zero_mpi.comm.serial import SerialComm
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.text import one_line
 from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
+from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
-BAD_USAGE, FAILED, REQUEUE = 2, 1, 75
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
-DRAIN = 0.1  # seconds for the launcher to pass on what was said: at an abort it drops what it has not read
-STAGGER = (
-    0.3  # seconds a rank: if all fail at once, the first prints and ends the job before the others speak
-)
+
+
+class Hearing(CommWrapper):
+    """What ranks agree by. Raises Stopped on all of them if one was told to stop before the first step."""
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        with self.meter.waiting("the agreement of all ranks"):
+            told = self._inner.allgather_object((signals.word(), value))
+        signals.agreed([word for word, _ in told])
+        return [theirs for _, theirs in told]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        with self.meter.waiting("the word of rank 0"):
+            return self._inner.broadcast_object(value, root)
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a command runs on. `mpi` is mpi4py's MPI module, or None for a single process.
+    """The ranks that a command runs on.
 
-    at_end: called with the exit status and the reason when this rank ends the command, or rank 0 for all of
-    them: with 0 or 75 once all ranks have come to the end, with another status before they are ended.
+    mpi       mpi4py's MPI module, or None for a single process
+    farewell  a communicator for the end alone
+    comm      what the ranks agree by (`comm.agree`)
+    at_end    called with the exit status and the reason when this rank ends the command, or rank 0 for all:
+              with 0 or 75 once all ranks have come to the end, with another status before they are ended
     """
 
     rank: int
     size: int
     mpi: Any = None
-    farewell: Any = None  # a communicator for the end alone
-    meter: Meter = field(default_factory=Meter, compare=False)
+    farewell: Any = None
+    comm: Comm = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
+
+    @property
+    def meter(self) -> Meter:
+        """What tells where this rank waits for the others."""
+        return self.comm.meter
+
+    @cached_property
+    def node(self) -> Comm:
+        """The ranks of this one's node. Collective where it is asked for first."""
+        if self.size == 1:
+            return SerialComm()
+        from zero_mpi.comm.mpi import MPIComm
+        from zero_mpi.comm.topology import node_communicator
+
+        return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
 
     def tell(self, status: int, reason: str = "") -> None:
         """Tell those who want to know the end: who came last first, for it may lean on those before."""
@@ -59,72 +90,41 @@ class World:
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)
 
-    def everyone(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks. Collective.
-
-        Raises Stopped on all ranks if a signal has told one of them to stop before the first step.
-        """
-        found = [(signals.word(), value)]
-        if self.mpi is not None:
-            with self.meter.waiting("the agreement of all ranks"):
-                found = self.mpi.COMM_WORLD.allgather(found[0])
-        signals.agreed([word for word, _ in found])
-        return [theirs for _, theirs in found]
-
-    def agree(self, problem: UsageError | JobError | None) -> None:
-        """Raise the first rank's problem on all ranks, if any has one. Collective."""
-        for rank, found in enumerate(self.everyone(problem)):
-            if found is not None:
-                where = f"rank {rank}: " if rank else ""
-                kind = JobError if isinstance(found, JobError) else UsageError
-                raise kind(f"{where}{found}")
+    def end(self, status: int, reason: str, text: str = "") -> NoReturn:
+        """End all ranks without asking them, from any thread; `text` is said before."""
+        if text:
+            say(text)
+        self.tell(status, reason)
+        if text and self.mpi is not None:
+            time.sleep(DRAIN)
+        self.kill(status)
 
     def together(self, action: Callable[[], Any]) -> Any:
         """action() on every rank; if it raises UsageError or JobError on any, all raise the first.
 
-        It must not communicate.
+        It must not communicate. Collective, as are the next ones. A signal before the first step ends it.
         """
-        result: Any = None
-        problem: UsageError | JobError | None = None
-        try:
-            result = signals.cut_short(action)
-        except (UsageError, JobError) as error:
-            problem = error
-        self.agree(problem)
-        return result
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's value on all ranks. Collective."""
-        if self.mpi is None:
-            return value
-        with self.meter.waiting("the word of rank 0"):
-            return self.mpi.COMM_WORLD.bcast(value)
-
-    def rank_on_node(self) -> int:
-        """This rank's number among those of its node. Collective."""
-        if self.mpi is None:
-            return 0
-        node = self.mpi.COMM_WORLD.Split_type(self.mpi.COMM_TYPE_SHARED)
-        number = int(node.Get_rank())
-        node.Free()
-        return number
-
-    def node_by_node(self, action: Callable[[], Any]) -> None:
-        """action() on one rank of each node first and then on its others, which find what it prepared."""
-        if self.mpi is None:
-            signals.cut_short(action)
-            return
-        node = self.mpi.COMM_WORLD.Split_type(self.mpi.COMM_TYPE_SHARED)
-        for turn in (True, False):
-            if (node.Get_rank() == 0) == turn:
-                signals.cut_short(action)
-            with self.meter.waiting("the turns of the ranks of a node"):
-                node.Barrier()
-        node.Free()
+        return agree.together(self.comm, lambda: signals.cut_short(action))
 
     def on_root(self, action: Callable[[], Any]) -> Any:
         """action() on rank 0 only, its result there and None elsewhere; raises as `together`."""
         return self.together(lambda: action() if self.rank == 0 else None)
+
+    def from_root(self, action: Callable[[], Any]) -> Any:
+        """action() on rank 0 only, and its result on all ranks; raises as `together`."""
+        return self.results(lambda: action() if self.rank == 0 else None)[0]
+
+    def results(self, action: Callable[[], Any]) -> list[Any]:
+        """action() of every rank, in order of ranks; raises as `together`."""
+        return agree.results(self.comm, lambda: signals.cut_short(action))
+
+    def node_by_node(self, action: Callable[[], Any]) -> None:
+        """action() on one rank of each node first and then on its others, which find what it prepared."""
+        for turn in (True, False):
+            if (self.node.rank == 0) == turn:
+                signals.cut_short(action)
+            with self.meter.waiting("the turns of the ranks of a node"):
+                self.node.barrier()
 
 
 def find_world() -> World:
@@ -142,10 +142,13 @@ def find_world() -> World:
                 "install one: pip install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
-    world = MPI.COMM_WORLD
-    found = World(world.Get_rank(), world.Get_size(), MPI, world.Dup())
+    from zero_mpi.comm.mpi import MPIComm
+
+    ranks = MPI.COMM_WORLD
+    farewell = ranks.Dup()
     leftovers.unname()  # all ranks have come to Dup, hence hold the library's segments
-    return found
+    comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
+    return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
 
 
 def first_line(error: BaseException) -> str:
@@ -169,7 +172,7 @@ def run(
         if not alone or environment.under_launcher():
             world = find_world()
             interrupts.handle_again()
-        signals.ending = partial(end_now, world)
+        signals.ending = world.end
         with interrupts.at_work():
             status = command(world, arguments)
     except Stopped as stopped:
@@ -193,36 +196,19 @@ def run(
     finish(world, status, problem)
 
 
-def say(text: str) -> None:
-    """One line on stderr, in one write so that lines of several ranks do not mix."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
-
-
-def end_now(world: World, status: int, reason: str) -> NoReturn:
-    """End all ranks without asking them, from any thread."""
-    world.tell(status, reason)
-    world.kill(status)
-
-
 def end_interrupted(world: World) -> NoReturn:
     """End all ranks after a Ctrl-C: rank 0 has said so, another one only if it alone was interrupted."""
-    if world.rank:
-        time.sleep(STAGGER * min(world.rank, 20))
-        say(f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job")
-        time.sleep(DRAIN)
-    end_now(world, interrupts.INTERRUPTED, "interrupted")
+    text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
+    await_turn(world.rank)
+    world.end(interrupts.INTERRUPTED, "interrupted", text if world.rank else "")
 
 
 def abort(world: World, error: BaseException) -> NoReturn:
     """Print an exception with this rank's number and end the whole job."""
-    time.sleep(STAGGER * min(world.rank, 20))
+    await_turn(world.rank)
     text = "\n".join(map(one_line, "".join(traceback.format_exception(error)).rstrip().split("\n")))
-    say(f"{text}\nzero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job")
-    world.tell(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}")
-    if world.mpi is not None:
-        time.sleep(DRAIN)
-    world.kill(FAILED)
+    why = f"zero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job"
+    world.end(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}", f"{text}\n{why}")
 
 
 def leave_together(world: World, status: int, problem: str) -> None:
@@ -236,10 +222,8 @@ def leave_together(world: World, status: int, problem: str) -> None:
         while not request.Test():
             if status != 0 and time.monotonic() > until:
                 why = f" ({problem})" if problem else ""
-                say(f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job")
-                world.tell(FAILED, f"rank {world.rank} left alone{why}")
-                time.sleep(DRAIN)
-                world.kill(FAILED)
+                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
+                world.end(FAILED, f"rank {world.rank} left alone{why}", text)
             time.sleep(0.01)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def read(arguments: Sequence[str]) -> Question:
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
     if "strategy" not in settings and config.device == "cuda" and nodes > 1:
         names.remove("hybrid-shard")
-    cases = tuple(make_case(config, model, name, ranks, nodes) for name in names)
+    cases = tuple(make_case(replace(config, strategy=name), model, ranks, nodes) for name in names)
     for case in cases:
         check_layout(case)
     machine, known = find_machine(own, cases[0])
@@ -162,8 +162,8 @@ def find_model(config: Config) -> ModelConfig:
     return model
 
 
-def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nodes: int) -> Case:
-    """The case of a configuration under a strategy."""
+def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
+    """The case of a configuration on so many ranks and nodes."""
     wanted = config.transport
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
         raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
@@ -171,7 +171,7 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
     fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
     if not fitting and on_gpu:
         raise UsageError(f"--transport {wanted}: expected --device cpu; GPUs send messages: use auto or mpi")
-    if strategy == "hybrid-shard" and on_gpu and nodes > 1:
+    if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
     if not fitting:
         raise UsageError(f"--transport {wanted}: it carries arrays of a GPU; use --device cuda")
@@ -183,7 +183,7 @@ def make_case(config: Config, model: ModelConfig, strategy: str, ranks: int, nod
         model,
         ranks=ranks,
         nodes=nodes,
-        strategy_name=strategy,
+        strategy_name=config.strategy,
         transport_wanted=config.transport,
         exact_wanted=config.reduction == "exact",
         micro_batch=min(config.micro_batch, config.batch_size),

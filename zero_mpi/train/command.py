@@ -20,17 +20,17 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch import leftovers
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import RollCall
+from zero_mpi.launch.hang_report import RankReports
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
-from zero_mpi.telemetry import log, tensorboard
+from zero_mpi.telemetry import log
 from zero_mpi.train import dry_run
 from zero_mpi.train.outcome import Outcome
-from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.resolve import resolve
 from zero_mpi.train.sample import is_over, say_over
-from zero_mpi.train.setup import choose_device, prepare
+from zero_mpi.train.setup import build
 from zero_mpi.train.trainer import Trainer
 
 
@@ -52,10 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size, config.log_level)
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
-    check_settings(world, config)
-    choose_device(world, config.device)
-    world.on_root(lambda: tensorboard.library() if config.tensorboard else None)
-    session = prepare(world, config)
+    session = build(world, resolve(world, config))
     phase("the run is prepared")
     outcome.at(session.progress.step)
     if is_over(session):
@@ -71,12 +68,12 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     out = Path(config.out)
     folder = take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout)
-    places = world.everyone(f"process {os.getpid()} on {platform.node()}")
-    roll = RollCall(out, world.rank, job=world.share(f"{places[0]}, {time.time_ns()}"))
+    places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
+    reports = RankReports(out, world.rank, job=world.comm.broadcast_object(f"{places[0]}, {time.time_ns()}"))
     if world.rank == 0:
-        roll.clear()  # what a job left that was killed while it stood still
+        reports.clear()  # what a job left that was killed while it stood still
     outcome = Outcome(out, world, config.steps, folder)
-    watchdog.gather(roll, places, partial(outcome.end, STANDING_STILL), world.kill)
+    watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL), world.kill)
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
@@ -85,7 +82,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 def removed_at_start(world: World) -> list[str]:
     """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
-    removed = sum(world.everyone(leftovers.removed), leftovers.Left())
+    removed = sum(world.comm.allgather_object(leftovers.removed), leftovers.Left())
     return [f"removed {removed.text}"] if removed.files else []
 
 
@@ -102,7 +99,7 @@ def wanted_device(arguments: Sequence[str]) -> str:
 def main() -> None:
     """Entry point of the command."""
     signals.listen()
-    if environment.local_rank() == 0:
+    if not environment.local_rank():
         leftovers.sweep()
     device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
     run("train", command, sys.argv[1:])

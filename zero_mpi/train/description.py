@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero_mpi.checkpoint.state import ID, Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, Tokenizer
+from zero_mpi.data import Tokenizer
 from zero_mpi.models import ModelConfig
-from zero_mpi.train.resume import Start
+from zero_mpi.train.resume import ResumePoint
 
 
 def describe(
-    config: Config,
-    model: ModelConfig,
-    corpus: Corpus,
-    tokenizer: Tokenizer | None,
-    init: WeightSource | None,
-    machine: dict[str, Any],
+    config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
 ) -> Description:
-    """What the checkpoints of this run say beside their tensors; `machine`: of `try_operations`."""
+    """What the checkpoints of this run say beside their tensors, but for `of_text` and the machine."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
@@ -33,17 +30,26 @@ def describe(
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
     sizes = {f"model.{key}": as_json(value) for key, value in dataclasses.asdict(model).items()}
-    settings = {"model.arch": model.arch, **sizes, "corpus": corpus.sha256}
+    settings = {"model.arch": model.arch, **sizes, "corpus": ""}
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
-    if config.precision != "fp32":
-        machine["precision"] = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
+    precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
+    machine = {} if config.precision == "fp32" else {"precision": precision}
     return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
+
+
+def of_text(description: Description, text: str, keys: Mapping[str, object]) -> Description:
+    """A description that names the text by its sha256; `keys` are further ones of the model file."""
+    return replace(
+        description,
+        model={**description.model, **keys},
+        settings={**description.settings, "corpus": text},
+    )
 
 
 def what_was_read(
     config: Config,
-    start: Start | None,
+    start: ResumePoint | None,
     init: WeightSource | None,
     model: ModelConfig,
     tokenizer: Tokenizer | None,

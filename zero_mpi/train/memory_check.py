@@ -18,7 +18,6 @@ from zero_mpi import device
 from zero_mpi.cli.text import size
 from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
@@ -34,7 +33,7 @@ ASK = "ask for more (Slurm: --mem, containers: --memory)"
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRoom:
     """A host: its name, its ranks, what they can have together and each, what each has now."""
 
     name: str
@@ -44,41 +43,21 @@ class Node:
     written: int
 
 
-def nodes_of(world: World) -> list[Node]:
+def nodes_of(world: World) -> list[NodeRoom]:
     """All nodes, on all ranks. Collective."""
-    first, ranks = True, 1
-    if world.mpi is not None:
-        from zero_mpi.comm.topology import node_communicator
-
-        node = node_communicator(world.mpi.COMM_WORLD)
-        first, ranks = node.Get_rank() == 0, node.Get_size()
-        node.Free()
-    mine = None
-    if first:
-        mine = Node(platform.node(), ranks, look(), status("VmSize"), status("VmData"))
-    return [found for found in world.everyone(mine) if found is not None]
+    room = None
+    if world.node.rank == 0:
+        room = NodeRoom(platform.node(), world.node.size, look(), status("VmSize"), status("VmData"))
+    return [node for node in world.comm.allgather_object(room) if node is not None]
 
 
 def status(name: str) -> int:
     """Bytes that the system notes of this process."""
-    found = re.search(rf"^{name}:\s+([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    line = re.search(rf"^{name}:\s+([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(line[1]) << 10 if line else 0
 
 
-def check(world: World, config: Config, model: ModelConfig) -> None:
-    """Raise UsageError on all ranks if the plan passes what some node can have. Collective."""
-    nodes = nodes_of(world)
-    world.on_root(lambda: refuse(nodes, config, model, world.size))
-
-
-def refuse(nodes: list[Node], config: Config, model: ModelConfig, ranks: int) -> None:
-    """Raise UsageError for the first node on which the run has no room."""
-    problem = find_problem(nodes, config, model, ranks)
-    if problem:
-        raise UsageError(problem)
-
-
-def find_problem(nodes: list[Node], config: Config, model: ModelConfig, ranks: int) -> str:
+def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, ranks: int) -> str:
     """Why some node has no room for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # what the plan counts lies on the GPU, which says itself when it is full
@@ -99,11 +78,11 @@ def find_problem(nodes: list[Node], config: Config, model: ModelConfig, ranks: i
 def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     """The plan's question, on as many ranks of each node as of the fullest."""
     whole = nodes if ranks % nodes == 0 else 1
-    case = make_case(replace(config, device="cpu"), model, config.strategy, ranks, whole)
+    case = make_case(replace(config, device="cpu"), model, ranks, whole)
     return replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
 
 
-def node_problem(node: Node, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:
+def node_problem(node: NodeRoom, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:
     """Why this node has no room, or an empty text."""
     text = text_bytes(config, model, case.ranks)
     shared = memory.node_shared
@@ -125,7 +104,7 @@ def node_problem(node: Node, config: Config, model: ModelConfig, case: Case, mem
     return ""
 
 
-def refusal(node: Node, model: ModelConfig, what: str, needed: int) -> str:
+def refusal(node: NodeRoom, model: ModelConfig, what: str, needed: int) -> str:
     """One line: what is planned, what is allowed, the remedy."""
     limits = node.limits
     by_group = limits.group_room is not None and limits.group_room <= limits.available

@@ -34,8 +34,8 @@ def measure(world: World, dtype: Any) -> float:
     On the host products are float32 always: those of lower types are computed in it.
     """
     kind = np.dtype(np.float32) if device.in_use() is device.HOST else dtype
-    world.everyone(None)  # all begin together: ranks share cores, caches and power
-    return math.fsum(world.everyone(rate(kind)))
+    world.comm.barrier()  # all begin together: ranks share cores, caches and power
+    return math.fsum(world.comm.allgather_object(rate(kind)))
 
 
 def rate(dtype: Any) -> float:

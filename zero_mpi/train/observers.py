@@ -24,7 +24,7 @@ from zero_mpi.train.outcome import Outcome
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMade:
     """An optimizer step that was made, the same on all ranks but for what observers put into `record`.
 
     number    steps of the run so far, this one included
@@ -45,7 +45,7 @@ class Observer:
     def begins(self, number: int) -> None:
         """Step `number` (from 1) is about to begin. Collective if the observer says so."""
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         """A step was made. Collective if the observer says so."""
 
 
@@ -58,7 +58,7 @@ class SignsOfLife(Observer):
     def begins(self, number: int) -> None:
         self._watchdog.beat(f"step {number}")
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         self._outcome.at(step.number)
 
 
@@ -73,7 +73,7 @@ class Costs(Observer):
     def begins(self, number: int) -> None:
         self._waited, self._sent = self._meter.wait_seconds, self._meter.sent_bytes
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         self.longest = max(self.longest, step.seconds)
         step.record["tokens_per_second"] = self._tokens / step.seconds
         step.record["step_seconds"] = step.seconds
@@ -87,7 +87,7 @@ class SkippedSteps(Observer):
     def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
         self._scale, self._count, self._before = scale, count, count()
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         now, before = self._count(), self._before
         self._before = step.record["skipped"] = now
         if before == 0 < now and not self._scale.dynamic:
@@ -109,7 +109,7 @@ class Evaluation(Observer):
         self.longest = 0.0  # seconds
         self._every, self._last, self._evaluate = every, last, evaluate
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
         begun = time.perf_counter()
@@ -125,30 +125,31 @@ class Utilization(Observer):
     def __init__(self, share: Callable[[float], float | None]) -> None:
         self._share = share
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         share = self._share(step.seconds)
         if share is not None:
             step.record["mfu"] = round(share, 4)
 
 
-class Memory(Observer):
+class MemoryUse(Observer):
     """Records the memory of each rank at steps that are logged or evaluated. Collective."""
 
     def __init__(self, world: World, logs: Callable[[int], bool]) -> None:
         self._world, self._logs = world, logs
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         if self._logs(step.number) or "val_loss" in step.record:
-            step.record["memory_bytes"] = self._world.everyone(device.in_use().memory_in_use())
+            memory = device.in_use().memory_in_use()
+            step.record["memory_bytes"] = self._world.comm.allgather_object(memory)
 
 
-class Recorder(Observer):
+class RecordWriter(Observer):
     """Writes the record: metrics.jsonl, the progress bar, TensorBoard."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         self._records.step(step.record)
 
 
@@ -158,6 +159,6 @@ class EndOfDivergence(Observer):
     def __init__(self, divergence: Divergence, scale: LossScale) -> None:
         self._divergence, self._scale = divergence, scale
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         searching = self._scale.dynamic and self._scale.exponent > 0
         self._divergence.saw(step.number, step.loss, step.result.skipped, searching)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
 from zero_mpi.launch.folder_hold import Hold
 from zero_mpi.launch.stopping import was_stopped_early
-from zero_mpi.launch.world import BAD_USAGE, REQUEUE, World
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, MOST_STEPS, last_step
@@ -32,9 +33,9 @@ class Outcome:
         """Say that the job runs; what the job before it has left is read before that."""
         self.status.begin()
         self._before = self.status.before()
-        told = self._before.get("step")  # it is renewed now and then; a record is made at every step
-        known = told if type(told) is int and told <= MOST_STEPS else 0
-        self._before["step"] = max(known, last_step(self._out / METRICS))
+        reported = self._before.get("step")  # it is renewed now and then; a record is made at every step
+        step = reported if type(reported) is int and reported <= MOST_STEPS else 0
+        self._before["step"] = max(step, last_step(self._out / METRICS))
 
     @property
     def follows_a_stop(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from zero_mpi.train.same_bits import changes
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """A checkpoint to go on from, its indices read."""
 
     folder: Path
@@ -35,32 +36,30 @@ class Start:
     state: GGUFFile
 
 
-def find_start(
-    world: World, config: Config, out: Path, notes: list[str], *, tidy: bool = True
-) -> Start | None:
+def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
     """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
 
-    `notes` is told what was passed over. `tidy`: remove what interrupted saves have left.
+    `notes` is told what was passed over. Rank 0 looks at the folders. The bytes of one are shared out among
+    the ranks, so each that is tried needs an agreement of its own.
     """
-    found: list[Path] = world.share(world.on_root(lambda: look(config, out, tidy)))
     faults: list[str] = []
-    for folder in found:
+    for folder in world.from_root(lambda: look(config, out)):
         try:
-            start = open_start(world, folder)
+            point: ResumePoint = world.together(partial(open_checked, folder, world.rank, world.size))
         except UsageError as error:
             faults.append(str(error))
             continue
         notes += [Caution(f"passed over a checkpoint that cannot be used: {text}") for text in faults]
-        return start
+        return point
     if faults:
         more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
         raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
     return None
 
 
-def look(config: Config, out: Path, tidy: bool) -> list[Path]:
-    """The folders that may be gone on from, the best first; leftovers are removed before, to tidy up."""
-    if tidy:
+def look(config: Config, out: Path) -> list[Path]:
+    """The folders that may be gone on from, the best first; a run removes what interrupted saves left."""
+    if not config.dry_run:
         folders.clean(out)
     if config.resume == "never":
         return []
@@ -79,47 +78,44 @@ def real(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
 
-def open_start(world: World, folder: Path) -> Start:
-    """A checkpoint whose files are sound; raises UsageError on all ranks. Collective.
-
-    Rank 0 reads the indices first, so that a broken file meets one reader; all ranks share out the tensors.
-    """
-    first: Start | None = world.on_root(lambda: read_indices(folder))
-    start: Start = world.together(lambda: first or read_indices(folder))
-    world.together(lambda: check_digests(start.model, start.state, world.rank, world.size))
-    return start
+def open_checked(folder: Path, rank: int, ranks: int) -> ResumePoint:
+    """A checkpoint whose indices are sound, and this rank's share of its tensors; raises UsageError."""
+    point = read_indices(folder)
+    check_digests(point.model, point.state, rank, ranks)
+    return point
 
 
-def read_indices(folder: Path) -> Start:
+def read_indices(folder: Path) -> ResumePoint:
     """The checkpoint in a folder; raises UsageError unless there is a pair of sound files in it."""
     if not folder.is_dir():
         raise UsageError(f"{folder.parent / folders.LATEST} names {folder.name}, which is not there")
-    return Start(folder, *open_checkpoint(folder))
+    return ResumePoint(folder, *open_checkpoint(folder))
 
 
-def check_resume(start: Start, description: Description, notes: list[str]) -> None:
-    """Raise UsageError if the checkpoint is of another run, naming the first difference.
-
-    What may differ but moves bits or changes the rest of the run goes into `notes`.
-    """
-    state = start.state
-    difference = next(differences(read_json(state, "training.settings"), description.settings), None)
+def check_resume(point: ResumePoint, description: Description) -> None:
+    """Raise UsageError if the checkpoint is of another run, naming the first difference."""
+    before = read_json(point.state, "training.settings")
+    difference = next(differences(before, description.settings), None)
     if difference:
         key, was, now = difference
         label = {"corpus": "the text of --data (its sha256)"}.get(key) or shown(
             key if "." in key else spelled(key)
         )
         raise UsageError(
-            f"{shown(start.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
+            f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
             f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
         )
-    notes += map(Caution, changes(read_json(state, "training.machine"), description.machine))
+
+
+def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
+    """Notes on what may differ from the checkpoint, but moves bits or changes the rest of the run."""
+    yield from map(Caution, changes(read_json(point.state, "training.machine"), description.machine))
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(read_json(state, "training.plan"), description.plan)
+        for key, was, now in differences(read_json(point.state, "training.plan"), description.plan)
     ]
     if changed:
-        notes.append(f"changed since the checkpoint: {'; '.join(changed)}")
+        yield f"changed since the checkpoint: {'; '.join(changed)}"
 
 
 def flag_of(key: str) -> str:

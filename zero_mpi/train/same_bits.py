@@ -8,7 +8,7 @@ number of threads counts by itself where the host computes, for a trial cannot h
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.hang_report import named
-from zero_mpi.launch.world import World
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
@@ -32,7 +31,7 @@ REMEDY = "give all ranks the same threads (--threads N) and kind of processor, o
 
 def machine(threads: int) -> dict[str, Any]:
     """What this rank computes with: names, and the digest of a trial with the threads that are set."""
-    found = {
+    facts = {
         THREADS: threads,
         "operations": ops.backend(),
         "numpy": np.__version__,
@@ -43,8 +42,8 @@ def machine(threads: int) -> dict[str, Any]:
         "processor": processor(),
     }
     if device.in_use().name != "cpu":
-        found["device"] = device.in_use().about
-    return found | {TRIAL: trial.digest()}
+        facts["device"] = device.in_use().about
+    return facts | {TRIAL: trial.digest()}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -60,12 +59,11 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 # ------------------------------------------------------------------------------------------- between ranks
 
 
-def check_bits(world: World, mine: Machine, exact: bool, notes: list[str]) -> None:
-    """Raise UsageError on all ranks where one computes other bits, saying what it has that most have not.
+def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
+    """Raise UsageError where a rank computes other bits, saying what it has that most have not.
 
-    Unless `exact`: then a note says it. Collective.
+    Unless `exact`: then a note says it. `found`: host and machine of each rank.
     """
-    found: list[tuple[str, Machine]] = world.everyone((platform.node(), dict(mine)))
     values = [judged(of_rank) for _, of_rank in found]
     odd = odd_one(values)
     if odd is None:

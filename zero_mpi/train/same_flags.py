@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from zero_mpi.comm.agree import NOTHING
 from zero_mpi.config.settings import FIELDS, Config, spelled
-from zero_mpi.launch.consistency import NOTHING, check
+from zero_mpi.launch.consistency import check
 from zero_mpi.launch.world import World
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
@@ -13,7 +14,7 @@ VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what t
 
 def check_settings(world: World, config: Config) -> None:
     """The flags, and the variables that stand for flags. Collective; raises UsageError."""
-    check(world, settings(config), "start all ranks with the same flags and variables")
+    check(world.comm, settings(config), "start all ranks with the same flags and variables")
 
 
 def settings(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
-from zero_mpi.train.observers import Observer, Step
+from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
 SAVE_SECONDS = 600.0  # between saves, where no number of steps is given
@@ -41,7 +41,7 @@ class Saving(Observer):
         self.saved_step = session.progress.step or -1
         self._saved_at, self.time_has_come = time.monotonic(), False
 
-    def ends(self, step: Step) -> None:
+    def ends(self, step: StepMade) -> None:
         self.announce()
 
     def is_due(self, step: int) -> bool:

@@ -61,8 +61,8 @@ class Start:
 
     def share(self, seconds: float) -> float | None:
         """The share of the peak that a step of so many seconds makes use of; None: not known."""
-        known = self.peak > 0 and self.flop > 0 and seconds > 0
-        return self.flop / (seconds * self.peak) if known else None
+        is_known = self.peak > 0 and self.flop > 0 and seconds > 0
+        return self.flop / (seconds * self.peak) if is_known else None
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `started`."""
@@ -102,7 +102,7 @@ def case_of(start: Start) -> Case:
     if session.module.owners.size < ranks:
         nodes = ranks // session.module.owners.size
     config = replace(session.config, device=device.in_use().name)
-    case = make_case(config, session.model, config.strategy, ranks, nodes)
+    case = make_case(config, session.model, ranks, nodes)
     return replace(case, transport_wanted=kind)
 
 
@@ -165,9 +165,9 @@ def computing(start: Start) -> str:
 
 def kinds(memory: Memory) -> str:
     """The largest kinds of memory, and what is left."""
-    found = sorted(((count, name) for name, count in asdict(memory).items() if name in MEMORY), reverse=True)
-    shown = [f"{size(count)} {MEMORY[name]}" for count, name in found[:SHOWN] if count]
-    rest = sum(count for count, _ in found[SHOWN:])
+    sizes = sorted(((count, name) for name, count in asdict(memory).items() if name in MEMORY), reverse=True)
+    shown = [f"{size(count)} {MEMORY[name]}" for count, name in sizes[:SHOWN] if count]
+    rest = sum(count for count, _ in sizes[SHOWN:])
     return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
 
 

@@ -16,10 +16,11 @@ from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
+from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.stopping import OVER, STEPS, signals
 from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import REQUEUE, World
+from zero_mpi.launch.world import World
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.grad_accum import Criterion, GradAccum, evaluate
 from zero_mpi.telemetry import log, spans
@@ -28,7 +29,7 @@ from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import mfu, observers
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.lr_schedule import make_schedule
-from zero_mpi.train.observers import Observer, Step
+from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
@@ -73,8 +74,8 @@ class Trainer:
             observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
             self.evaluation,
             observers.Utilization(start.share),
-            observers.Memory(self.world, self.records.logs),
-            observers.Recorder(self.records),
+            observers.MemoryUse(self.world, self.records.logs),
+            observers.RecordWriter(self.records),
             self.saving,
             observers.EndOfDivergence(self.divergence, scale),
         ]
@@ -122,7 +123,7 @@ class Trainer:
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
         record["tokens"] = self.progress.tokens
-        made = Step(number + 1, loss, result, time.perf_counter() - begun, record)
+        made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
         for observer in self.observers:
             observer.ends(made)
         return stop
@@ -196,7 +197,7 @@ class Trainer:
     def begin(self) -> Start:
         """Say what is about to happen, to the person who started it and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
-        hosts = hosts_of(self.world.everyone(platform.node()))
+        hosts = hosts_of(self.world.comm.allgather_object(platform.node()))
         reached = mfu.measure(self.world, session.module.precision.compute)
         phase("matrix products")
         start = Start(session, hosts, reached)

@@ -15,7 +15,6 @@ from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.layout import lay_out
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
-from zero_mpi.train import memory_check
 
 NOT_SHARED = (
     "without shared memory the ranks of a node send each other messages, which is slower; give "
@@ -41,20 +40,22 @@ class Chosen:
         return self.comm.about + exact + (f", because {self.why}" if self.why else "")
 
 
-def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
-    """The transport between the ranks, before which nothing large is made; `notes` may get a caution.
+def check_wish(config: Config) -> None:
+    """Raise UsageError for a transport of GPUs where none is used."""
+    if config.transport == kinds.AUTO or device.in_use().name == "cuda":
+        return
+    if not kinds.asked_for(config.transport, on_gpu=False):
+        raise UsageError(
+            f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
+        )
 
-    Collective; raises UsageError on all ranks alike, also where there is no memory for the run.
-    """
+
+def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
+    """The transport between the ranks; `notes` may get a caution. Collective; raises UsageError on all."""
     exact = config.reduction == "exact"
     if device.in_use().name == "cuda":
         comm, why = select.choose(config.transport, world.size, exact)
         return Chosen(comm, why, not exact)
-    if config.transport != kinds.AUTO and not kinds.asked_for(config.transport, on_gpu=False):
-        raise UsageError(
-            f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
-        )
-    memory_check.check(world, config, model)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
         return Chosen(SerialComm())
     from zero_mpi.comm.mpi import MPIComm

@@ -1,0 +1,209 @@
+"""What a run is to be: its flags, the files that they name and the machine are looked at, once.
+
+Nothing large is made here but the text, and nothing is written: a run is made of the answer by `setup.build`,
+and `--dry-run` says what it would be. What only one rank need look at (folders, text) rank 0 looks at; a
+fault is raised on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from zero_mpi import device, environment, ops
+from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
+from zero_mpi.checkpoint.state import Description
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.comm.agree import Facts
+from zero_mpi.config.bounds import thread_count
+from zero_mpi.config.defaults import settled
+from zero_mpi.config.inputs import (
+    BYTE,
+    carried_keys,
+    choose_tokenizer,
+    model_from_flags,
+    open_init,
+    passed_over,
+    read_model,
+)
+from zero_mpi.config.remarks import remarks, threads_within
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
+from zero_mpi.launch.stopping import signals
+from zero_mpi.launch.world import World
+from zero_mpi.models import ModelConfig
+from zero_mpi.telemetry import log, tensorboard
+from zero_mpi.train import memory_check, same_bits
+from zero_mpi.train.description import describe, of_text, what_was_read
+from zero_mpi.train.resume import ResumePoint, changes_since, check_resume, find_checkpoint
+from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.transport import check_wish
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run is to be, the same on all ranks but for the text, which rank 0 has.
+
+    config       the flags, with the sizes of the model of `--init`
+    threads      of BLAS, on this rank
+    init         where the first weights come from, if not from random numbers
+    tokenizer    of the text; None: the data are ids
+    checkpoint   to go on from
+    description  what the run's checkpoints say beside their tensors
+    notes        what rank 0 says at the start
+    no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
+    """
+
+    config: Config
+    threads: int
+    init: WeightSource | None
+    tokenizer: Tokenizer | None
+    model: ModelConfig
+    checkpoint: ResumePoint | None
+    description: Description
+    corpus: Corpus | None = None
+    notes: tuple[str, ...] = ()
+    no_room: str = ""
+
+    @property
+    def out(self) -> Path:
+        """The directory of this run."""
+        return Path(self.config.out)
+
+
+def resolve(world: World, config: Config) -> RunSpec:
+    """What the run of a configuration is to be. Collective; raises UsageError on all ranks alike.
+
+    There is one agreement on all that each rank reads for itself. The others are there because what follows
+    needs their answers: flags that differ lead ranks apart, a checkpoint is read by all ranks together, text
+    is too large for a second reader, and the operations are compiled by one rank of a node for the others.
+    """
+    phase, notes = log.Phases(), list[str]()
+    check_settings(world, config)
+    checkpoint = find_checkpoint(world, config, Path(config.out), notes)
+    phase("checkpoints looked at")
+    number = world.node.rank
+    read = partial(look, config, checkpoint, number)
+    spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
+    spec = replace(spec, config=settled(config, spec.model))  # all have read the same model
+    notes += spec.notes
+    phase("model and tokenizer")
+    spec = read_text(world, spec)
+    notes += map(log.Caution, [*(spec.corpus.notes if spec.corpus else ()), *passed_over(spec.init)])
+    phase("data")
+    if checkpoint is not None or not config.dry_run:  # bits matter to no plan
+        machine = try_operations(world, spec.config, spec.threads, notes)
+        description = replace(spec.description, machine={**machine, **spec.description.machine})
+        spec = replace(spec, description=description)
+    phase("operations")
+    if checkpoint is not None:
+        notes += changes_since(checkpoint, spec.description)
+    return replace(spec, notes=tuple(notes))
+
+
+def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[RunSpec, Facts]:
+    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+
+    `number`: of the rank on its node, where the launcher does not tell it.
+    """
+    device.use(config.device, number)
+    check_wish(config)
+    threads = set_threads(config)
+    init = open_init(config)
+    named = None if init is None else read_model(init)
+    tokenizer = choose_tokenizer(config, init, named)
+    model = named or model_from_flags(config, tokenizer)
+    if config.context > model.context_length:
+        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    facts = what_was_read(config, checkpoint, init, model, tokenizer)
+    description = describe(config, model, tokenizer, init)
+    notes = tuple(remarks(config, is_text=tokenizer is not None))
+    spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, notes=notes)
+    return spec, {name: short_digest(value) for name, value in facts.items()}
+
+
+def read_text(world: World, spec: RunSpec) -> RunSpec:
+    """The run with its text on rank 0, and on all ranks with what identifies it. Collective.
+
+    Before the text is read it is asked whether there is room for the run.
+    """
+    nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
+
+    def read() -> tuple[str, dict[str, object]]:
+        if spec.config.tensorboard:
+            tensorboard.library()  # whether there is one
+        no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
+        if no_room and not spec.config.dry_run:
+            raise UsageError(no_room)
+        corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
+        make_loaders(spec.config, corpus)  # whether there is enough of it
+        keys = {}
+        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
+            keys = carried_keys(spec.init, spec.model)
+        if spec.checkpoint is not None:
+            check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, keys))
+        on_root.append(replace(spec, corpus=corpus, no_room=no_room))
+        return corpus.sha256, keys
+
+    identity: tuple[str, dict[str, object]] = world.from_root(read)
+    return replace(on_root[0] if on_root else spec, description=of_text(spec.description, *identity))
+
+
+def set_threads(config: Config) -> int:
+    """Set the BLAS threads of this rank and return their number; exact mode has one unless told otherwise."""
+    wanted = threads_within(thread_count(config.threads))
+    if wanted is None and environment.threads_were_set:
+        return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    if wanted == 0:
+        wanted = environment.cores_per_rank()
+    threadpool_limits(wanted or 1)
+    return wanted or 1
+
+
+def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
+    """The data of the flags."""
+    return load_corpus(
+        config.data,
+        val_fraction=config.val_fraction,
+        context=config.context,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        any_bytes=config.tokenizer == BYTE,
+    )
+
+
+def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, EvalLoader]:
+    """What reads the micro-batches of steps, and those of evaluations; raises UsageError for too few."""
+    steps = StepLoader(
+        Windows(corpus.train, config.context),
+        batch_size=config.batch_size,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+    )
+    return steps, EvalLoader(Windows(corpus.val, config.context), config.micro_batch, config.eval_windows)
+
+
+def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
+    """Compile or load the operations and see that they have the same bits on all ranks. Collective.
+
+    Returns what rank 0 computes with, for one description of all: where bits agree, names may differ. Raises
+    UsageError on all ranks where bits differ in exact mode.
+    """
+    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
+    machines = world.results(lambda: (platform.node(), same_bits.machine(threads)))
+    same_bits.check_bits(machines, config.reduction == "exact", notes)
+    machine: dict[str, Any] = machines[0][1]
+    return machine
+
+
+def announce(text: str) -> None:
+    """Say at once what takes a while."""
+    log.info("%s", text)
