@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.cli.text import count, duration, percent, plain, size
 from zero_mpi.files.text import shown
-from zero_mpi.report.format import count, duration, percent, plain, size
-from zero_mpi.report.metrics import RECENT, is_number
-from zero_mpi.report.run_folder import LOST, Run, integer, text
+from zero_mpi.report.columns import RECENT, is_number
+from zero_mpi.report.runs import LOST, Run, integer, text
 from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED
 
 MOST_WORD = 60  # letters of what is said beside a figure
@@ -94,7 +94,7 @@ def place(run: Run) -> Iterator[Figure]:
     memory = run.memory
     if memory:
         plan = f"buffers planned: {size(planned)}" if planned else "the largest"
-        yield Figure("Memory of a rank", size(max(memory)), plan)
+        yield Figure("Memory of a rank", size(int(max(memory))), plan)
     elif planned:
         yield Figure("Memory of a rank", size(planned), "planned for buffers")
 

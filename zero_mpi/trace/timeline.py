@@ -32,7 +32,7 @@ from zero_mpi.files.open import check_target, is_file, refusing
 from zero_mpi.files.text import shown
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
-from zero_mpi.trace.events import as_json, events_of
+from zero_mpi.trace.trace_events import as_json, events_of
 
 PIECE = 4 << 20  # bytes of text that travel at once
 AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.cli.text import count, power_of_1024
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST_LINE, cut, printable, shown
-from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points
+from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points, written
+from zero_mpi.report.columns import Floats
 from zero_mpi.report.figures import figures, state_line
-from zero_mpi.report.format import count, ticks
-from zero_mpi.report.format import shown as shown_number
-from zero_mpi.report.metrics import Floats
-from zero_mpi.report.run_folder import Run
-from zero_mpi.report.svg import span
+from zero_mpi.report.runs import Run
 
 COLOURS = (33, 208, 36, 170, 178, 137, 245, 99)  # of 256, like those of the page
 SIGNS = "*+x#%&@="  # of dotted curves, and of all where there are no colours
@@ -32,6 +30,7 @@ LEAST, MOST = 40, 160  # columns of the whole
 TALL, FLAT = 16, 10  # lines of a curve at most: of the loss, of others
 LABEL, MARGINS = 12, 24  # columns that plotille takes for labels, and for all beside the curves
 LAST_MARKS = 8
+STEPS = ((7.0, 10.0), (3.2, 5.0), (1.4, 2.0), (0.0, 1.0))  # from so many on, ticks are so far apart
 
 
 def terminal(runs: Sequence[Run]) -> Iterator[str]:
@@ -117,7 +116,7 @@ def blank(library: ModuleType, chart: Chart, width: int) -> Any:
     figure.width = width - MARGINS
     figure.x_label, figure.y_label = "step", ""
     figure.x_ticks_fkt = lambda low, high: count(round(low))
-    figure.y_ticks_fkt = lambda low, high: f"{shown_number(low, chart.form):>{LABEL - 2}}"
+    figure.y_ticks_fkt = lambda low, high: f"{written(low, chart.form):>{LABEL - 2}}"
     return figure
 
 
@@ -133,6 +132,27 @@ def lines_of(low: float, high: float, most: int, form: str) -> tuple[float, floa
         if lines <= most:
             return start, start + lines * step, lines
     return low, high, most
+
+
+def span(values: Floats, *, from_zero: bool) -> tuple[float, float]:
+    """The range of an axis, a little wider than its values and never empty."""
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    low = min(low, 0.0) if from_zero else low
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return (low if from_zero and low == 0 else low - room), high + room
+
+
+def ticks(low: float, high: float, most: int, form: str = "plain") -> list[float]:
+    """Round numbers from `low` to `high`, about `most` of them."""
+    unit = 1024.0 ** power_of_1024(max(abs(low), abs(high))) if form == "bytes" else 1.0
+    low, high = low / unit, high / unit
+    rough = (high - low) / max(most, 1)
+    if not rough > 0 or not math.isfinite(rough):
+        return [low * unit]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(times for least, times in STEPS if rough / power >= least)
+    first = math.ceil(low / step - 1e-9)
+    return [place * step * unit for place in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def wide(low: float, high: float) -> tuple[float, float]:
