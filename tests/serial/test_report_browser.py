@@ -33,6 +33,7 @@ def why_not():
 
 
 if not why_not():
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver import ActionChains, Keys
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -129,6 +130,11 @@ def settle(browser):
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
 
+def soon(browser, what):
+    """Wait for what Plotly does a moment later."""
+    WebDriverWait(browser, 20, ignored_exceptions=(StaleElementReferenceException,)).until(lambda _: what())
+
+
 def find(browser, selector):
     """The first element."""
     return browser.find_element("css selector", selector)
@@ -215,7 +221,7 @@ def hover(browser, axis, share, down=0.5):
 def said(browser):
     """The lines of the box at the pointer, once it is there."""
     box = "#curves-plot .hoverlayer .legend text"
-    WebDriverWait(browser, 20).until(lambda browser: count(browser, box))
+    soon(browser, lambda: count(browser, box))
     script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
     return browser.execute_script(script, box)
 
@@ -302,9 +308,8 @@ def test_printed_page_has_its_curves_and_fits_the_paper(show):
     assert browser.execute_script(ink) == "#000"
     assert find(browser, "#curves-plot .main-svg").size["width"] == 690
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
-    settle(browser)
+    soon(browser, lambda: find(browser, "#curves-plot .main-svg").size["width"] > 1000)
     assert browser.execute_script(ink) == before
-    assert find(browser, "#curves-plot .main-svg").size["width"] > 1000
     pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
     assert pdf.startswith(b"%PDF")
 
@@ -375,7 +380,7 @@ def test_legend_switches_a_run_off_and_on(show):
         click_text = "return [...document.querySelectorAll('#curves-plot .legend .traces')].find("
         click_text += "(one) => one.textContent.trim() === arguments[0]).querySelector('.legendtoggle')"
         ActionChains(browser).click(browser.execute_script(click_text, name)).perform()
-        time.sleep(0.5)  # Plotly waits whether it becomes a double click
+        time.sleep(0.7)  # Plotly waits whether it becomes a double click
         settle(browser)
 
     browser = show("two")
@@ -486,8 +491,7 @@ def test_keys_move_and_zoom(show):
     plot.send_keys(Keys.ARROW_RIGHT)
     first = said(browser)[0]
     plot.send_keys(Keys.ARROW_RIGHT * 5)
-    settle(browser)
-    assert int(said(browser)[0].removeprefix("step ")) > int(first.removeprefix("step "))
+    soon(browser, lambda: int(said(browser)[0].removeprefix("step ")) > int(first.removeprefix("step ")))
     plot.send_keys("++")
     settle(browser)
     low, high = range_of(browser)

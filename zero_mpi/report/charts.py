@@ -18,7 +18,10 @@ from zero_mpi.report.runs import LOST, Event, Run, integer, text
 
 MOST_MARKS = 300  # of a run, saves apart; more would be a grey wall
 FAULT, RESUMED, STOPPED, WARNING, SAVED = "fault", "resumed", "stopped", "warning", "saved"
-ORDER = (SAVED, WARNING, STOPPED, RESUMED, FAULT)  # what is drawn over what
+KINDS = {
+    "resumed": RESUMED, "lost": FAULT, "failed": FAULT,
+    "stopped": STOPPED, "warning": WARNING, "saved": SAVED,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,22 +157,12 @@ class RunMark:
 
 
 def marks(run: Run) -> list[RunMark]:
-    """The moments that curves should show, the most important last; of very many the last and some saves."""
+    """The moments that curves should show, in order of steps; of very many the last and some saves."""
     found = list(all_marks(run))
     saves = [mark for mark in found if mark.kind == SAVED]
     kept = set(saves[:: -(-len(saves) // MOST_MARKS) or 1])
     kept |= set([mark for mark in found if mark.kind != SAVED][-MOST_MARKS:])
-    return sorted(kept, key=lambda mark: (ORDER.index(mark.kind), mark.step))
-
-
-KINDS = {
-    "resumed": RESUMED,
-    "lost": FAULT,
-    "failed": FAULT,
-    "stopped": STOPPED,
-    "warning": WARNING,
-    "saved": SAVED,
-}
+    return sorted(kept, key=lambda mark: mark.step)
 
 
 def all_marks(run: Run) -> Iterator[RunMark]:

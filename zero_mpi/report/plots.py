@@ -157,6 +157,7 @@ def memory(runs: Sequence[Run]) -> Json | None:
             }
         )
     axes: dict[str, Any] = {
+        "bargap": 0.5,
         "xaxis": {"title": {"text": "rank"}, "gridcolor": GREY, "zeroline": False},
         "yaxis": {"ticksuffix": " MiB", "gridcolor": GREY, "rangemode": "tozero", "nticks": 5},
     }

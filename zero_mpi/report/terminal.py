@@ -71,9 +71,7 @@ def about(run: Run, number: int, width: int) -> Iterator[str]:
     name_width, value_width = (max(len(getattr(one, name)) for one in found) for name in ("name", "value"))
     for one in found:
         yield printable(f"  {one.name:{name_width}}  {one.value:{value_width}}  {one.note}").rstrip()[:width]
-    moments = sorted((mark for mark in marks(run) if mark.kind != SAVED), key=lambda mark: mark.step)[
-        -LAST_MARKS:
-    ]
+    moments = [mark for mark in marks(run) if mark.kind != SAVED][-LAST_MARKS:]
     for place, mark in enumerate(moments):
         what = printable(cut(mark.about, MOST))
         yield f"  {'' if place else 'Events':{name_width}}  step {mark.step:,}: {what}"[:width]
