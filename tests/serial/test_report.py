@@ -28,7 +28,7 @@ from zero_mpi.report.figures import figures
 from zero_mpi.report.markup import safe, visible
 from zero_mpi.report.page import page
 from zero_mpi.report.runs import read_run, read_runs
-from zero_mpi.report.terminal import terminal, ticks
+from zero_mpi.report.terminal import lines_of, terminal
 from zero_mpi.report.traces import outline
 
 NOW = datetime(2026, 11, 21, 18, 0, 30, tzinfo=UTC)
@@ -475,18 +475,19 @@ def test_numbers_for_people(form, value, shown):
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 1), (-3, 7), (0.001, 0.0042), (1, 440), (5e6, 5.1e6), (0, 1e15)]
 )
-def test_ticks_are_round_and_inside(low, high):
-    for most in (2, 5, 9):
-        found = ticks(low, high, most)
-        assert all(low - 1e-9 * abs(low) <= place <= high * (1 + 1e-9) for place in found)
-        assert most / 2.6 <= len(found) <= most * 1.5 + 1
-        step = found[1] - found[0] if len(found) > 1 else 1.0
+def test_lines_of_a_terminal_are_round_and_hold_the_range(low, high):
+    for most in (4, 10, 16):
+        bottom, top, lines = lines_of(low, high, most, "plain")
+        step = (top - bottom) / lines
+        assert bottom <= low + step * 1e-6
+        assert top >= high - step * 1e-6
+        assert most / 5 <= lines <= most
         assert f"{step:.6e}"[0] in "1259"  # 9: what is left of 10 after a subtraction
 
 
-def test_ticks_of_an_empty_range():
-    assert ticks(3, 3, 5) == [3]
-    assert ticks(0, math.inf, 5) == [0]
+def test_lines_of_bytes_are_round_in_their_unit():
+    bottom, top, lines = lines_of(0.0, 5.3 * 2**20, 10, "bytes")
+    assert (bottom, (top - bottom) / lines % 2**19) == (0.0, 0.0)
 
 
 # ----------------------------------------------------------------------------------------- a real run

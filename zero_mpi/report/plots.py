@@ -41,13 +41,18 @@ def curves(runs: Sequence[Run], charts: Sequence[Chart]) -> Json:
                 found = curve_traces(run, number, len(runs), series, scale)
                 traces += [{**trace, "yaxis": axis.replace("axis", "")} for trace in found]
         traces += mark_traces(run, number, len(runs))
-    places: list[Json] = []
-    for trace in traces:
-        if trace["meta"]["x"] not in places:
-            places.append(trace["meta"]["x"])
-        trace["meta"]["x"] = places.index(trace["meta"]["x"])
+    places = [dict(zip(AXES, key, strict=True)) for key in numbered(traces)]
     axes = {"step": "step", "seconds": f"time, {in_clock(places)}", "tokens": "tokens"}
     return {"traces": traces, "layout": layout(runs, charts), "places": places, "axes": axes}
+
+
+def numbered(traces: Sequence[Json]) -> list[tuple[Sequence[Any], ...]]:
+    """The different lists of places that traces have; each trace gets the number of its own instead."""
+    found: dict[tuple[Sequence[Any], ...], int] = {}
+    for trace in traces:
+        key = tuple(tuple(trace["meta"]["x"][axis]) for axis in AXES)
+        trace["meta"]["x"] = found.setdefault(key, len(found))
+    return list(found)
 
 
 def named(charts: Sequence[Chart]) -> list[tuple[str, Chart]]:

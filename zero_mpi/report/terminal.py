@@ -30,7 +30,6 @@ LEAST, MOST = 40, 160  # columns of the whole
 TALL, FLAT = 16, 10  # lines of a curve at most: of the loss, of others
 LABEL, MARGINS = 12, 24  # columns that plotille takes for labels, and for all beside the curves
 LAST_MARKS = 8
-STEPS = ((7.0, 10.0), (3.2, 5.0), (1.4, 2.0), (0.0, 1.0))  # from so many on, ticks are so far apart
 
 
 def terminal(runs: Sequence[Run]) -> Iterator[str]:
@@ -120,15 +119,12 @@ def blank(library: ModuleType, chart: Chart, width: int) -> Any:
 
 def lines_of(low: float, high: float, most: int, form: str) -> tuple[float, float, int]:
     """(low, high, lines): a range whose every line is at a round number, for plotille labels them all."""
-    for wanted in range(most, 0, -1):
-        places = ticks(low, high, wanted, form)
-        if len(places) < 2:
-            continue
-        step = places[1] - places[0]
-        start = math.floor(low / step + 1e-9) * step
-        lines = math.ceil((high - start) / step - 1e-9)
-        if lines <= most:
-            return start, start + lines * step, lines
+    unit = 1024.0 ** power_of_1024(max(abs(low), abs(high))) if form == "bytes" else 1.0
+    power = unit * 10.0 ** math.floor(math.log10((high - low) / unit / most))
+    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if 0 < last - first <= most:
+            return first * step, last * step, last - first
     return low, high, most
 
 
@@ -138,19 +134,6 @@ def span(values: Floats, *, from_zero: bool) -> tuple[float, float]:
     low = min(low, 0.0) if from_zero else low
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return (low if from_zero and low == 0 else low - room), high + room
-
-
-def ticks(low: float, high: float, most: int, form: str = "plain") -> list[float]:
-    """Round numbers from `low` to `high`, about `most` of them."""
-    unit = 1024.0 ** power_of_1024(max(abs(low), abs(high))) if form == "bytes" else 1.0
-    low, high = low / unit, high / unit
-    rough = (high - low) / max(most, 1)
-    if not rough > 0 or not math.isfinite(rough):
-        return [low * unit]
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * next(times for least, times in STEPS if rough / power >= least)
-    first = math.ceil(low / step - 1e-9)
-    return [place * step * unit for place in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def wide(low: float, high: float) -> tuple[float, float]:

@@ -199,7 +199,11 @@ def open_for(path: Path, partial: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def check_place(comm: Comm, path: Path) -> None:
-    """Raise UsageError on all ranks if rank 0 cannot write there. Collective."""
+    """Raise UsageError on all ranks if rank 0 cannot write there. Collective.
+
+    Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
+    beside its place, which is then renamed, so it needs a place for a file.
+    """
     problem = ""
     if comm.rank == 0:
         try:
