@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 7191, "package": 36795}
+BUDGET = {"engine": 7191, "package": 36755}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -44,11 +44,7 @@ ATTRIBUTES = {
 # Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere,
 # and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
 MIRRORS = ("__init__", "__main__", "command", "comm")
-MODULES = (
-    "events",
-    "metrics",
-    "text",
-)
+MODULES = ("text",)
 CLASSES = ()
 # Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
 BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")
@@ -63,7 +59,7 @@ DIALECT = (
     "plan/simulate.py:RehearsedComm",
 )
 # Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
-MOST_TERSE, TERSE_WORDS = 30, 4
+MOST_TERSE, TERSE_WORDS = 27, 4
 REFERENCE = re.compile(r"(As )?`[^`]+`\.")
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")

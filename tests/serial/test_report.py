@@ -1,6 +1,7 @@
 """The report of a run: what it reads, what it leaves out, and that no text of a file can harm its page."""
 
 import base64
+import gzip
 import hashlib
 import json
 import math
@@ -16,18 +17,19 @@ import numpy as np
 import pytest
 from report_runs import EVENTS, STARTED, event, record, records, status, write_run
 
+from zero_mpi.cli.text import elapsed, size
 from zero_mpi.errors import UsageError
 from zero_mpi.inspect.examine import examine
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
-from zero_mpi.report.charts import charts_of, marks, points
+from zero_mpi.report.charts import FORMS, charts_of, marks, points
+from zero_mpi.report.columns import Metrics
 from zero_mpi.report.figures import figures
-from zero_mpi.report.format import FORMS, duration, size, ticks
 from zero_mpi.report.markup import safe, visible
-from zero_mpi.report.metrics import Metrics
 from zero_mpi.report.page import page
-from zero_mpi.report.run_folder import read_run, read_runs
-from zero_mpi.report.text import terminal
+from zero_mpi.report.runs import read_run, read_runs
+from zero_mpi.report.terminal import lines_of, terminal
+from zero_mpi.report.traces import outline
 
 NOW = datetime(2026, 11, 21, 18, 0, 30, tzinfo=UTC)
 VOID = {"meta", "link", "input"}
@@ -72,8 +74,22 @@ def page_of(*folders):
 
 
 def payload_of(html):
-    """What the script of a page draws."""
+    """The figures that the script of a page draws."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+
+
+def traces_of(html, axis=None, *, mode=None):
+    """The traces of a page's curves; of one chart or of one mode."""
+    return [
+        trace
+        for trace in payload_of(html)["curves"]["traces"]
+        if axis in (None, trace.get("yaxis", "y")) and mode in (None, trace["mode"])
+    ]
+
+
+def places_of(html, trace):
+    """Where a trace's points lie, by axis."""
+    return payload_of(html)["curves"]["places"][trace["meta"]["x"]]
 
 
 def run_command(*arguments):
@@ -174,36 +190,65 @@ def test_memory_is_a_span_over_ranks(tmp_path):
 def test_page_is_well_formed_and_names_everything(tmp_path):
     html = page_of(write_run(tmp_path / "one", status=status()))
     tree = Tree(html)
-    titles = [chart["data-chart"] for chart in tree.all("figure") if "data-chart" in chart]
-    assert titles == ["loss", "lr", "grad_norm", "speed", "mfu", "memory", "bytes", "waits"]
-    pictures = tree.all("svg", **{"class": "plot"})
-    assert len(pictures) == len(titles)
-    for picture in pictures:
-        assert set(picture["aria-labelledby"].split()) <= set(tree.ids)
-    assert len(tree.all("path", **{"class": "line"})) == 9  # drawn without a script
-    assert "step 33: lost: a job of 2 rank(s) was killed" in html
-    for wanted in ("1.235M", "<h2>Samples", "NumPy changed", "buffers planned: 4 MiB", "5 MiB"):
+    figures = payload_of(html)
+    assert sorted(given["id"] for given in tree.all("div", **{"class": "plot"})) == [
+        "curves-plot",
+        "memory-plot",
+    ]
+    titles = [each["text"].split("</b>")[0] for each in figures["curves"]["layout"]["annotations"]]
+    assert titles == [
+        f"<b>{title}"
+        for title in (
+            "Loss", "Learning rate", "Gradient norm", "Throughput", "Share of peak", "Memory of a rank",
+            "Bytes moved", "Exposed waits",
+        )
+    ]  # fmt: skip
+    lines = [trace for trace in traces_of(html) if trace["mode"].startswith("lines")]
+    assert len(lines) == 9
+    assert {trace["yaxis"] for trace in lines} == {f"y{number}" for number in range(2, 10)}
+    assert "step 33: lost: a job of 2 rank(s) was killed" in " ".join(
+        text.replace("<br>", " ") for trace in traces_of(html, "y") for text in trace["text"]
+    )
+    for wanted in ("1.235M", "<h2>Samples", "NumPy changed", "buffers planned: 4.0 MiB", "5.0 MiB"):
         assert wanted in html
+    (bars,) = figures["memory"]["traces"]
+    assert (bars["x"], bars["y"]) == ([0, 1, 2], [3, 5, 4])
 
 
-def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path):
+def test_page_loads_nothing_and_runs_only_its_own_script_and_plotly(tmp_path):
     html = page_of(write_run(tmp_path, status=status()))
     tree = Tree(html)
     policy = tree.all("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"]
     assert policy.startswith("default-src 'none'; ")
-    assert "unsafe" not in policy
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split("; ")}
+    assert rules["style-src"] == ["'unsafe-inline'"], "styles of Plotly, which can fetch nothing"
+    assert rules["img-src"] == ["data:"]
+    assert set(rules) == {"default-src", "script-src", "style-src", "img-src", "base-uri", "form-action"}
     style, script = (
         re.search(r"<style>(.*?)</style>", html, re.S)[1],
         html.split("<script>")[1].split("</script>")[0],
     )
-    for source in (style, script):
-        assert f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}" in policy
+    packed = re.search(r'<script type="text/plain" id="plotly">(.*?)</script>', html, re.S)[1]
+    library = gzip.decompress(base64.b64decode(packed)).decode()
+    assert "plotly.js v" in library[:100]
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, library)]
+    assert rules["script-src"] == [f"'sha256-{each}'" for each in hashes], "these two and no other"
     for _, given in tree.elements:
         assert not [name for name in given if name in ("src", "style", "srcset") or name.startswith("on")]
         assert all(not value.startswith("http") for name, value in given.items() if name == "href")
     assert set(re.findall(r"https?://[\w./]*", html)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert "@import" not in style
     assert "url(" not in style
+
+
+def test_page_without_its_library(tmp_path, monkeypatch):
+    folder = write_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UsageError, match=r"pip install 'zero-mpi\[report\]', or use --text") as told:
+        run_command(folder)
+    assert "\n" not in str(told.value)
+    assert not (folder / "report.html").exists()
+    assert run_command(folder, "--text") == 0
 
 
 HOSTILE = "</script><script>x=1</script><img src=x onerror=alert(1)>'\"&<!--"
@@ -225,11 +270,14 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", html)
     tree = Tree(html)
     scripts = [given.get("type") for given in tree.all("script")]
-    assert scripts == ["application/json", None]
+    assert scripts == ["application/json", "text/plain", None]
     assert not tree.all("img")
     assert visible(odd) in tree.said("pre") + tree.said("b")
     assert HOSTILE in tree.said("code")
-    assert [run["name"] for run in payload_of(html)["runs"]] == ['a"><b>', "plain"]
+    names = {trace["name"] for trace in traces_of(html, "y2") if trace["showlegend"]}
+    assert 'a"&gt;&lt;b&gt; training' in names, "Plotly reads HTML"
+    drawn = json.dumps(payload_of(html))
+    assert set(re.findall("<[^>]*>?", drawn)) <= {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
 
 
 def test_controls_are_made_visible():
@@ -242,13 +290,22 @@ def test_controls_are_made_visible():
 def test_nulls_are_gaps_with_a_mark(tmp_path):
     rows = [record(step, loss=None if step in (30, 31) else 2.0 + step % 2) for step in range(1, 61)]
     html = page_of(write_run(tmp_path, rows, events=None))
-    loss = re.search(r'data-chart="loss".*?</figure>', html, re.S)[0]
-    drawn = re.search(r'class="line" d="([^"]*)"', loss)[1]
-    assert drawn.count("M") == 2
-    assert loss.count('class="odd"') == 3  # two on the curve, one in the legend
-    curve = payload_of(html)["runs"][0]["curves"]["loss"]
-    assert [place for place, value in enumerate(curve["m"]) if value is None] == [29, 30]
-    assert curve["o"] == [29, 30]
+    line, crosses = traces_of(html, "y2")
+    assert [place for place, value in enumerate(line["y"]) if value is None] == [29, 30]
+    assert crosses["hovertemplate"] == "not finite"
+    assert crosses["marker"]["symbol"] == "x-thin"
+    assert places_of(html, crosses)["step"] == [30, 31]
+    assert crosses["y"] == pytest.approx([3 - 1 / 3, 2 + 1 / 3], rel=1e-4), "in the gap, between 3 and 2"
+
+
+def test_the_band_of_a_curve_has_its_gaps():
+    metrics = Metrics(limit=4)
+    metrics.add([{"step": step, "loss": None if step in (3, 4) else float(step)} for step in range(1, 9)])
+    at, edge = outline(points(metrics, "loss"))
+    assert at.tolist() == [0, 0, -1, 2, 3, 3, 2, -1]
+    assert edge.tolist()[:2] == [2, 1]
+    assert edge.tolist()[3:7] == [6, 8, 7, 5]
+    assert np.isnan(edge[[2, 7]]).all()
 
 
 def test_what_is_not_known_is_left_out(tmp_path):
@@ -257,10 +314,10 @@ def test_what_is_not_known_is_left_out(tmp_path):
         for step in range(1, 9)
     ]
     html = page_of(write_run(tmp_path, old, events=None, config=None))
-    run = payload_of(html)["runs"][0]
-    assert set(run["curves"]) == {"loss", "grad_norm", "lr"}
-    assert run["seconds"] is None
-    assert run["tokens"] == [2048 * step for step in range(1, 9)]
+    lines = [trace for trace in traces_of(html) if "lines" in trace["mode"]]
+    assert [trace["name"] for trace in lines] == ["training", "learning rate", "gradient norm"]
+    assert places_of(html, lines[0])["seconds"] == []
+    assert places_of(html, lines[0])["tokens"] == [2048 * step for step in range(1, 9)]
     for section in ("History", "Samples", "Configuration", "Checkpoints", "Memory", "Share of peak"):
         assert f"<h2>{section}" not in html
         assert f"<dt>{section}" not in html
@@ -277,7 +334,8 @@ def test_a_run_that_failed_before_its_first_step(tmp_path):
     html = page_of(tmp_path)
     Tree(html)
     assert "failed: no room" in html
-    assert payload_of(html)["charts"] == []
+    assert payload_of(html) == {}
+    assert "plotly.js" not in html
     assert "Last values" not in html
 
 
@@ -290,26 +348,30 @@ def test_long_runs_make_small_pages(tmp_path):
     run.name = "long"
     html = page([run], NOW)
     assert run.metrics.width == 64
-    assert len(html) < 400_000
+    assert len(html) < 2_500_000
+    assert len(json.dumps(payload_of(html))) < 300_000
     assert "mean of up to 64 steps" in html
-    loss = payload_of(html)["runs"][0]["curves"]["loss"]
-    assert len(loss["m"]) == -(-70_000 // 64)
-    assert (min(loss["l"]), max(loss["g"])) == (2.0, 2.999)
-    for name, pixels in (("loss", 1130), ("grad_norm", 550)):
-        drawn = re.search(rf'data-chart="{name}".*?class="line" d="([^"]*)"', html, re.S)[1]
-        assert pixels / 2 < drawn.count("L") < pixels  # at most a point for each pixel across
-    assert 'class="band"' in html
+    band, line = traces_of(html, "y2")
+    assert len(line["y"]) == -(-70_000 // 64)
+    least, greatest = zip(*line["customdata"], strict=True)
+    assert (min(least), max(greatest)) == (2.0, 2.999)
+    assert (min(filter(None, band["y"])), max(filter(None, band["y"]))) == (2.0, 2.999)
+    assert band["fill"] == "toself"
+    assert len(places_of(html, band)["step"]) == len(band["y"])
+    (flat,) = traces_of(html, "y3")
+    assert set(flat["y"]) == {1}
 
 
 def test_several_runs_share_charts_and_mark_what_differs(tmp_path):
     one = write_run(tmp_path / "a" / "run", config="steps = 60\nlr = 0.001\n")
     two = write_run(tmp_path / "b" / "run", list(records(30)), config="steps = 60\nlr = 0.002\ndim = 64\n")
     html = page_of(one, two, one)
-    tree = Tree(html)
-    names = ["a/run", "b/run"]
-    assert [run["name"] for run in payload_of(html)["runs"]] == names
-    assert [chip["data-run"] for chip in tree.all("button") if "data-run" in chip] == ["0", "1"]
-    assert len(tree.all("g", **{"class": "curve c1 val"})) == 1
+    Tree(html)
+    shown = [(trace["name"], trace["legendgroup"]) for trace in traces_of(html, "y2") if trace["showlegend"]]
+    assert shown == [
+        ("a/run training", "run 0"), ("a/run validation", "run 0"),
+        ("b/run training", "run 1"), ("b/run validation", "run 1"),
+    ]  # fmt: skip
     differing = re.findall(r'<tr class="differs"><th scope="row"><code>(\w+)</code>', html)
     assert differing == ["dim", "lr"]
 
@@ -369,7 +431,7 @@ def test_figures(tmp_path):
     assert found["Share of peak"][0] == "40 %"
     assert found["Exposed waits"][0] == "12.5 %"
     assert found["Ranks"] == ("3", "1 host, 1 thread each, cpu, fp32, full-shard, shared")
-    assert found["Memory of a rank"] == ("5 MiB", "buffers planned: 4 MiB"), "that of the latest job"
+    assert found["Memory of a rank"] == ("5.0 MiB", "buffers planned: 4.0 MiB"), "that of the latest job"
 
 
 @pytest.mark.parametrize("about", [{"step": 60}, {"ranks": 7}])
@@ -377,7 +439,7 @@ def test_memory_of_an_earlier_job_is_not_shown_beside_the_ranks_of_the_latest(tm
     write_run(tmp_path, events=[*EVENTS, {**STARTED, **about}], status=status())
     found = {one.name: (one.value, one.note) for one in figures(read_run(tmp_path))}
     assert found["Ranks"][0] == str(about.get("ranks", 2))
-    assert found["Memory of a rank"] == ("4 MiB", "planned for buffers")
+    assert found["Memory of a rank"] == ("4.0 MiB", "planned for buffers")
     assert "Memory by rank" not in Tree(page_of(tmp_path)).said("h2")
 
 
@@ -402,9 +464,8 @@ def test_odd_events_do_no_harm(tmp_path, events):
     [
         ("plain", 1.23456, "1.235"), ("plain", 0.0, "0"), ("plain", 4e-5, "4e-5"), ("plain", 1.5e7, "1.5e7"),
         ("plain", 123456.0, "123,456"), ("count", 440.0, "440"), ("count", 8192.0, "8,192"),
-        ("count", 12345.0, "12.35k"), ("count", 1e7, "10M"), ("bytes", 512.0, "512 B"),
-        ("bytes", 1536.0, "1.5 KiB"), ("percent", 0.4567, "45.7 %"), ("seconds", 0.25, "0.25 s"),
-        ("seconds", 59.6, "1 min"), ("seconds", 7500.0, "2 h 5 min"), ("seconds", 90000.0, "1 d 1 h"),
+        ("count", 12345.0, "12.35k"), ("count", 1e7, "10M"), ("bytes", 512.0, "512 bytes"),
+        ("bytes", 1536.0, "1.5 KiB"), ("percent", 0.4567, "45.7 %"),
     ],
 )  # fmt: skip
 def test_numbers_for_people(form, value, shown):
@@ -414,18 +475,19 @@ def test_numbers_for_people(form, value, shown):
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 1), (-3, 7), (0.001, 0.0042), (1, 440), (5e6, 5.1e6), (0, 1e15)]
 )
-def test_ticks_are_round_and_inside(low, high):
-    for most in (2, 5, 9):
-        found = ticks(low, high, most)
-        assert all(low - 1e-9 * abs(low) <= place <= high * (1 + 1e-9) for place in found)
-        assert most / 2.6 <= len(found) <= most * 1.5 + 1
-        step = found[1] - found[0] if len(found) > 1 else 1.0
+def test_lines_of_a_terminal_are_round_and_hold_the_range(low, high):
+    for most in (4, 10, 16):
+        bottom, top, lines = lines_of(low, high, most, "plain")
+        step = (top - bottom) / lines
+        assert bottom <= low + step * 1e-6
+        assert top >= high - step * 1e-6
+        assert most / 5 <= lines <= most
         assert f"{step:.6e}"[0] in "1259"  # 9: what is left of 10 after a subtraction
 
 
-def test_ticks_of_an_empty_range():
-    assert ticks(3, 3, 5) == [3]
-    assert ticks(0, math.inf, 5) == [0]
+def test_lines_of_bytes_are_round_in_their_unit():
+    bottom, top, lines = lines_of(0.0, 5.3 * 2**20, 10, "bytes")
+    assert (bottom, (top - bottom) / lines % 2**19) == (0.0, 0.0)
 
 
 # ----------------------------------------------------------------------------------------- a real run
@@ -508,7 +570,8 @@ def test_equal_checkpoints_of_two_runs_are_named(real, tmp_path):
 def test_report_starts_no_mpi(real, tmp_path):
     out = tmp_path / "page.html"
     code = f"import atexit, sys; sys.argv = ['report', {str(real)!r}, '--out', {str(out)!r}]\n"
-    code += "heavy = lambda: [name for name in ('mpi4py.MPI', 'plotille', 'numba') if name in sys.modules]\n"
+    code += "names = ('mpi4py.MPI', 'plotille', 'plotly.graph_objects', 'numba')\n"
+    code += "heavy = lambda: [name for name in names if name in sys.modules]\n"
     code += "atexit.register(lambda: print(heavy()))\n"
     code += "from zero_mpi.report import main; main()"
     done = subprocess.run(
@@ -610,8 +673,16 @@ def test_text_without_its_library(tmp_path, monkeypatch):
         run_command(write_run(tmp_path), "--text")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.25, "0.25 s"), (59.6, "1 min"), (7500.0, "2 h 5 min"), (90000.0, "1 d 1 h")],
+)
+def test_durations_for_people(seconds, shown):
+    assert elapsed(seconds) == shown
+
+
 def test_duration_never_says_sixty_seconds():
-    assert {duration(value) for value in (59.4, 60.0, 61.0)} == {"59 s", "1 min", "1 min 1 s"}
+    assert {elapsed(value) for value in (59.4, 60.0, 61.0)} == {"59 s", "1 min", "1 min 1 s"}
 
 
 def test_events_of_the_contract_are_known():
@@ -620,7 +691,7 @@ def test_events_of_the_contract_are_known():
 
     assert [told(one) for one in EVENTS] == [
         "started on 2 ranks, full-shard, shared, 2 MiB, cpu, 0.1.0",
-        "saved step-00000020, 1 MiB in 0.5 s",
+        "saved step-00000020, 1.0 MiB in 0.5 s",
         "lost: a job of 2 rank(s) was killed",
         "started on 3 ranks, full-shard, shared, 2 MiB, cpu, 0.1.0",
         "resumed from step-00000020 of 2 ranks",

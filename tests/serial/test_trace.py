@@ -24,9 +24,9 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler
 from zero_mpi.trace.command import command
-from zero_mpi.trace.events import Event, as_json, events_of, lanes
 from zero_mpi.trace.read import read
 from zero_mpi.trace.timeline import Timeline, Tracer
+from zero_mpi.trace.trace_events import TraceEvent, as_json, events_of, lanes
 
 STEP = event(0, "steps", "step", 0, 100)
 
@@ -272,7 +272,7 @@ def test_a_file_that_is_not_there_and_too_many_files(tmp_path):
 def test_transfers_share_a_lane_only_one_after_the_other():
     draw = random.Random(0)
     starts = [draw.uniform(0, 100) for _ in range(200)]
-    events = [Event("gathers", "x", start, start + draw.uniform(0, 10), {}) for start in starts]
+    events = [TraceEvent("gathers", "x", start, start + draw.uniform(0, 10), {}) for start in starts]
     found = list(lanes(events))
     for lane in {lane for lane, _ in found}:
         mine = [each for number, each in found if number == lane]
@@ -293,7 +293,7 @@ def test_what_is_under_way_at_the_end_says_so():
     finally:
         spans.stop()
     whole, save_, gather, reduction = sorted(
-        [*events_of(recorder, first[spans.ENDED] + 1), Event("steps", "", 0, 0, {})],
+        [*events_of(recorder, first[spans.ENDED] + 1), TraceEvent("steps", "", 0, 0, {})],
         key=lambda each: ("steps", spans.BACKGROUND, "gathers", "reductions").index(each.family),
     )
     assert whole.name == ""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from zero_mpi.files.text import printable
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+LETTERS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from, unit, name
 TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # how many in a second
+LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # how many seconds
 FEW = 8  # hosts, files and ranks that are named; of more there is only the number
 
 
@@ -30,10 +34,15 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
 # --------------------------------------------------------------------------------------------------- numbers
 
 
-def in_unit(count: float) -> tuple[float, str]:
+def power_of_1024(nbytes: float) -> int:
+    """Of the largest unit of which there is one; its name stands there in UNITS."""
+    return min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
+
+
+def in_unit(nbytes: float) -> tuple[float, str]:
     """Bytes in the largest unit of which there is one."""
-    power = min(max(int(count).bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    return count / 1024**power, UNITS[power]
+    power = power_of_1024(nbytes)
+    return nbytes / 1024**power, UNITS[power]
 
 
 def size(count: float, one: str = "B") -> str:
@@ -58,6 +67,29 @@ def short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
 
 
+def plain(value: float) -> str:
+    """A number with four significant digits, without a tail of zeros."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value and not 1e-4 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def count(value: float) -> str:
+    """A count with a letter for thousands: 12.3k, 4M."""
+    for limit, scale, letter in LETTERS:
+        if abs(value) >= limit:
+            return f"{value / scale:.4g}{letter}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1e3 else f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """A share."""
+    return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
+
+
 def seconds(value: float) -> str:
     """A time with a place after the point, as columns want it: 3.0 ms, 2.1 h."""
     if value >= 7200:
@@ -70,6 +102,18 @@ def duration(value: float) -> str:
     """A time with two figures or so, for sentences: 3 ms, 1.5 s."""
     factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
     return f"{value * factor:.0f} {unit}" if unit == "us" else f"{short(value * factor)} {unit}"
+
+
+def elapsed(value: float) -> str:
+    """Seconds, in one or two units: 41 s, 3 min 20 s, 2 h 5 min."""
+    if value < 10:
+        return f"{value:.2g} s"
+    full = round(value)
+    for (large, name), (small, less) in pairwise(LONG_TIMES):
+        if full >= large:
+            rest = full % large // small
+            return f"{full // large} {name}" + (f" {rest} {less}" if rest else "")
+    return f"{full} s"
 
 
 def plural(count: int, name: str) -> str:

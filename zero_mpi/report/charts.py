@@ -6,18 +6,22 @@ columns of `metrics`; `marks` are the moments in a run that its curves should sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.report.metrics import MEMORY, WAITS, Floats, Metrics, Places
-from zero_mpi.report.run_folder import LOST, Event, Run, integer, text
+from zero_mpi.cli.text import count, percent, plain, size
+from zero_mpi.report.columns import MEMORY, WAITS, Floats, Metrics
+from zero_mpi.report.runs import LOST, Event, Run, integer, text
 
-COLOURS = 8  # that the page has; a ninth run takes the first one again, dashed
 MOST_MARKS = 300  # of a run, saves apart; more would be a grey wall
 FAULT, RESUMED, STOPPED, WARNING, SAVED = "fault", "resumed", "stopped", "warning", "saved"
-ORDER = (SAVED, WARNING, STOPPED, RESUMED, FAULT)  # what is drawn over what
+KINDS = {
+    "resumed": RESUMED, "lost": FAULT, "failed": FAULT,
+    "stopped": STOPPED, "warning": WARNING, "saved": SAVED,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. `form` is one of numbers.FORMS; `from_zero`: amounts, whose axis begins at 0."""
+    """A chart. `form` is one of FORMS; `from_zero`: amounts, whose axis begins at 0."""
 
     id: str
     title: str
@@ -78,22 +82,33 @@ CHARTS = (
         form="bytes", from_zero=True,
     ),
     Chart(
-        "waits", "Exposed waits", "share of the step that rank 0 stood waiting", (Series(WAITS, "waiting"),),
-        form="percent", from_zero=True,
+        "waits", "Exposed waits", "share of the step, on rank 0", (Series(WAITS, "waiting"),),
+        form="percent", from_zero=True, about="How long rank 0 stood waiting for transfers.",
     ),
 )  # fmt: skip
+
+
+FORMS: dict[str, Callable[[float], str]] = {
+    "plain": plain,
+    "count": count,
+    "bytes": lambda value: size(int(value)),
+    "percent": percent,
+}
+
+
+def written(value: float, form: str) -> str:
+    """A number in the form of its chart."""
+    return FORMS[form](value) if math.isfinite(value) else "not finite"
 
 
 @dataclass(frozen=True)
 class Points:
     """A curve of one run: arrays over the columns that have it.
 
-    position   of each in the run's used columns, and so of its step, time and tokens
     mean       nan where no value of the column was finite, which is a gap
     odd        whether some value was not finite
     """
 
-    position: Places
     step: Floats
     mean: Floats
     least: Floats
@@ -114,7 +129,6 @@ def points(metrics: Metrics, key: str) -> Points:
     columns = used[there]
     blank = count[there] == 0
     return Points(
-        there,
         metrics.at["step"]["greatest"][columns],
         curve.mean[columns],
         np.where(blank, np.nan, curve["least"][columns]),
@@ -134,7 +148,7 @@ def has(run: Run, key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Mark:
+class RunMark:
     """A moment in a run: after which step, of which kind, and what happened."""
 
     step: int
@@ -142,36 +156,26 @@ class Mark:
     about: str
 
 
-def marks(run: Run) -> list[Mark]:
-    """The moments that curves should show, the most important last; of very many the last and some saves."""
+def marks(run: Run) -> list[RunMark]:
+    """The moments that curves should show, in order of steps; of very many the last and some saves."""
     found = list(all_marks(run))
     saves = [mark for mark in found if mark.kind == SAVED]
     kept = set(saves[:: -(-len(saves) // MOST_MARKS) or 1])
     kept |= set([mark for mark in found if mark.kind != SAVED][-MOST_MARKS:])
-    return sorted(kept, key=lambda mark: (ORDER.index(mark.kind), mark.step))
+    return sorted(kept, key=lambda mark: mark.step)
 
 
-KINDS = {
-    "resumed": RESUMED,
-    "lost": FAULT,
-    "failed": FAULT,
-    "stopped": STOPPED,
-    "warning": WARNING,
-    "saved": SAVED,
-}
-
-
-def all_marks(run: Run) -> Iterator[Mark]:
+def all_marks(run: Run) -> Iterator[RunMark]:
     """Of the events, or of the last state and the checkpoints where a run has no events."""
     for event in run.events:
         kind, step = KINDS.get(event["event"]), integer(event.get("step"))
         if kind is not None and step is not None:
-            yield Mark(step, kind, about(event))
+            yield RunMark(step, kind, about(event))
     if run.state == LOST or (not run.events and run.state in ("failed", "stopped")):
         kind = STOPPED if run.state == "stopped" else FAULT
-        yield Mark(run.step, kind, " ".join(filter(None, [run.state, text(run.status.get("reason"))])))
+        yield RunMark(run.step, kind, " ".join(filter(None, [run.state, text(run.status.get("reason"))])))
     if not run.events:
-        yield from (Mark(one.step, SAVED, f"saved {one.folder}") for one in run.checkpoints)
+        yield from (RunMark(one.step, SAVED, f"saved {one.folder}") for one in run.checkpoints)
 
 
 def about(event: Event) -> str:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import size
 from zero_mpi.cli.text import write as show
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
@@ -20,11 +21,10 @@ from zero_mpi.files.open import is_folder
 from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
-from zero_mpi.report.format import size
-from zero_mpi.report.metrics import LIMIT
+from zero_mpi.report.columns import LIMIT
 from zero_mpi.report.page import page
-from zero_mpi.report.run_folder import Run, read_runs
-from zero_mpi.report.text import terminal
+from zero_mpi.report.runs import Run, read_runs
+from zero_mpi.report.terminal import terminal
 
 NAME = "report.html"
 WHOLE = 4  # runs that may have LIMIT columns each; more of them share as many

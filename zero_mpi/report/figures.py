@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.cli.text import count, elapsed, percent, plain, size
 from zero_mpi.files.text import shown
-from zero_mpi.report.format import count, duration, percent, plain, size
-from zero_mpi.report.metrics import RECENT, is_number
-from zero_mpi.report.run_folder import LOST, Run, integer, text
+from zero_mpi.report.columns import RECENT, is_number
+from zero_mpi.report.runs import LOST, Run, integer, text
 from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED
 
 MOST_WORD = 60  # letters of what is said beside a figure
@@ -49,8 +49,8 @@ def progress(run: Run) -> Iterator[Figure]:
         left = time_left(run)
         yield Figure(
             "Training time",
-            duration(run.metrics.seconds),
-            f"about {duration(left)} left" if left else "steps alone",
+            elapsed(run.metrics.seconds),
+            f"about {elapsed(left)} left" if left else "steps alone",
         )
 
 
@@ -94,7 +94,7 @@ def place(run: Run) -> Iterator[Figure]:
     memory = run.memory
     if memory:
         plan = f"buffers planned: {size(planned)}" if planned else "the largest"
-        yield Figure("Memory of a rank", size(max(memory)), plan)
+        yield Figure("Memory of a rank", size(int(max(memory))), plan)
     elif planned:
         yield Figure("Memory of a rank", size(planned), "planned for buffers")
 
@@ -141,7 +141,7 @@ def state_line(run: Run) -> str:
     """State and reason of a run in a line."""
     reason = text(run.status.get("reason"))
     if run.state == LOST:
-        return f"lost: it says that it runs, but gave no sign of life for {duration(run.silence or 0.0)}"
+        return f"lost: it says that it runs, but gave no sign of life for {elapsed(run.silence or 0.0)}"
     said = {
         RUNNING: "running",
         DONE: "done",

@@ -1,7 +1,6 @@
 """The top of the page: names, states, and the few numbers that a reader wants first.
 
-One run has them as tiles, several as columns of a table. Below are the switches of the charts: the legend,
-which turns runs on and off, and what only a script can do.
+One run has them as tiles, several as columns of a table.
 """
 
 from __future__ import annotations
@@ -9,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_mpi.files.text import shown
+from zero_mpi.report.colours import class_of
 from zero_mpi.report.figures import Figure, figures, state_line
 from zero_mpi.report.markup import row, safe, scrolling, tag
-from zero_mpi.report.run_folder import Run, moment
-from zero_mpi.report.svg import colour
+from zero_mpi.report.runs import Run, moment
 
 MOST_STATE = 20  # letters of a state
-AXES = {"step": "Steps", "seconds": "Time", "tokens": "Tokens"}
 
 
 def head(runs: Sequence[Run]) -> str:
@@ -23,7 +21,7 @@ def head(runs: Sequence[Run]) -> str:
     theme = tag("button", "Light / dark", id="theme", class_="needs-js", type="button")
     bar = tag("div", tag("span", "zero_mpi report", class_="brand"), theme, class_="bar")
     about = single(runs[0]) if len(runs) == 1 else several(runs)
-    return tag("header", bar, about) + controls(runs)
+    return tag("header", bar, about)
 
 
 def single(run: Run) -> str:
@@ -90,36 +88,9 @@ def figure_cell(one: Figure) -> str:
 
 def swatch(number: int) -> str:
     """The colour of a run."""
-    return tag("span", class_=f"swatch {colour(number)}")
+    return tag("span", class_=f"swatch {class_of(number)}")
 
 
 def label(runs: Sequence[Run], number: int) -> str:
     """A run's name with its colour."""
     return f"{swatch(number)}{safe(runs[number].name)}"
-
-
-def controls(runs: Sequence[Run]) -> str:
-    """Legend and switches."""
-    chips = [
-        tag(
-            "button",
-            label(runs, number),
-            type="button",
-            class_=f"chip {colour(number)}",
-            data_run=number,
-            aria_pressed="true",
-        )
-        for number in range(len(runs))
-    ]
-    axes = [
-        tag("button", name, type="button", data_axis=axis, aria_pressed=str(axis == "step").lower())
-        for axis, name in AXES.items()
-    ]
-    slider = tag("input", id="smooth", type="range", min=0, max=100, value=0)
-    parts = [
-        tag("div", *chips, class_="legend", role="group", aria_label="Runs") if len(runs) > 1 else "",
-        tag("span", *axes, class_="choice needs-js", role="group", aria_label="Axis"),
-        tag("label", "Smooth ", slider, class_="slide needs-js"),
-        tag("button", "Reset zoom", id="reset", class_="needs-js", type="button", hidden=""),
-    ]
-    return tag("div", *parts, class_="controls")

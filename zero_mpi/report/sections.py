@@ -6,35 +6,67 @@ Each part is a function of the runs that gives markup, or nothing where there is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
+from zero_mpi.cli.text import elapsed, size
 from zero_mpi.config.settings import FIELDS
 from zero_mpi.files.text import LONGEST_LINE
 from zero_mpi.files.text import shown as shown_text
-from zero_mpi.report.charts import Chart, about
-from zero_mpi.report.format import duration, shown, size
+from zero_mpi.report.charts import Chart, about, written
+from zero_mpi.report.columns import is_number
 from zero_mpi.report.head import label, swatch
 from zero_mpi.report.markup import row, safe, section, table, tag
-from zero_mpi.report.metrics import is_number
-from zero_mpi.report.run_folder import Event, Run, integer, moment, text
-from zero_mpi.report.svg import bars
+from zero_mpi.report.plots import AXES, named
+from zero_mpi.report.runs import Event, Run, integer, moment, text
 
 MOST_EVENTS, MOST_SAMPLES, MOST_CHECKPOINTS = 200, 3, 100  # of a run
 MOST_TEXT = 20_000  # letters of a sample
 
 
-def sections(runs: Sequence[Run], charts: Sequence[Chart]) -> Iterator[str]:
+def sections(runs: Sequence[Run], charts: Sequence[Chart], figures: Container[str]) -> Iterator[str]:
     """All of them; one without content is left out."""
+    if charts:
+        yield section("curves", "Curves", controls(charts) + plot("curves"))
     yield section("values", "Last values", last_values(runs, charts))
-    yield section(
-        "ranks", "Memory by rank", "".join(memory_of(run, n, len(runs)) for n, run in enumerate(runs))
-    )
+    if "memory" in figures:
+        spans = "".join(memory_of(run, number) for number, run in enumerate(runs))
+        yield section("ranks", "Memory by rank", plot("memory") + spans)
     yield section("checkpoints", "Checkpoints", checkpoints(runs))
     yield section("samples", "Samples", "".join(samples(runs)))
     yield section("history", "History", history(runs))
     yield section("settings", "Configuration", settings(runs))
+
+
+def plot(name: str) -> str:
+    """The place of a figure."""
+    keys = f"{name}: arrow keys move, plus and minus zoom, 0 resets"
+    return tag("div", id=f"{name}-plot", class_="plot", tabindex=0, role="group", aria_label=keys) + tag(
+        "noscript", tag("p", "Curves need JavaScript; the numbers are below.", class_="note")
+    )
+
+
+def controls(charts: Sequence[Chart]) -> str:
+    """Switches: the axis of all charts, logarithmic scales, smoothing."""
+    axes = [
+        tag("button", name, type="button", data_axis=axis, aria_pressed=str(axis == "step").lower())
+        for axis, name in AXES.items()
+    ]
+    logs = [
+        tag("button", f"log {chart.title.lower()}", type="button", data_log=axis, aria_pressed="false")
+        for axis, chart in named(charts)
+        if chart.log
+    ]
+    slider = tag("input", id="smooth", type="range", min=0, max=100, value=0)
+    return tag(
+        "div",
+        tag("span", *axes, class_="choice", role="group", aria_label="Axis"),
+        *logs,
+        tag("label", "Smooth ", slider, class_="slide"),
+        tag("button", "Reset zoom", type="button", id="reset"),
+        class_="controls needs-js",
+    )
 
 
 def last_values(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
@@ -46,7 +78,7 @@ def last_values(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
                 if series.key in run.metrics.last:
                     numbers = (run.metrics.last[series.key], *run.metrics.curves[series.key].extent)
                     name, whose = safe(series_title(chart, series.title)), label(runs, number)
-                    cells = [shown(value, chart.form) for value in numbers]
+                    cells = [written(value, chart.form) for value in numbers]
                     rows.append(row(name, *([whose] * (len(runs) > 1)), *cells))
     head = ["Curve", *(["Run"] * (len(runs) > 1)), "Last", "Least", "Greatest"]
     kind = "numbers two" if len(runs) > 1 else "numbers"
@@ -58,15 +90,14 @@ def series_title(chart: Chart, title: str) -> str:
     return f"{chart.title}, {title}" if len(chart.series) > 1 else chart.title
 
 
-def memory_of(run: Run, number: int, runs: int) -> str:
-    """A bar for each rank of the latest job, of the last time that its memory was looked at."""
-    values = run.memory
+def memory_of(run: Run, number: int) -> str:
+    """The span over the ranks of the latest job, of the last time that their memory was looked at."""
+    values = [int(value) for value in run.memory]
     if len(values) < 2:
         return ""
-    name = tag("figcaption", swatch(number), safe(run.name)) if runs > 1 else ""
-    span = f"{len(values):,} ranks, {size(min(values))} to {size(max(values))}, after step"
-    span += f" {run.metrics.memory_step:,}"
-    return tag("figure", name, bars(values, run.name, number), tag("p", span, class_="note"), class_="ranks")
+    span = f"{len(values):,} ranks, {size(min(values))} to {size(max(values))}"
+    after = f", after step {run.metrics.memory_step:,}"
+    return tag("p", swatch(number), safe(run.name), ": ", span, after, class_="note")
 
 
 def checkpoints(runs: Sequence[Run]) -> str:
@@ -102,7 +133,7 @@ def checkpoints(runs: Sequence[Run]) -> str:
 
 def seconds_of(value: Any) -> str:
     """A time, if it is one."""
-    return duration(float(value)) if is_number(value) and value >= 0 else ""
+    return elapsed(float(value)) if is_number(value) and value >= 0 else ""
 
 
 def samples(runs: Sequence[Run]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZER, STALLS, STEPS, WAITS
-from zero_mpi.trace.events import FAMILIES
 from zero_mpi.trace.read import Lane, Recorded, Slice, is_step
+from zero_mpi.trace.trace_events import FAMILIES
 
 EXPOSED, HIDDEN, OTHER = "exposed", "hidden", "other"
 # Column, track, kinds (all if none are named); the first that is under way has the moment.

@@ -11,7 +11,7 @@ from zero_mpi.cli.text import write
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.trace.read import read
-from zero_mpi.trace.table import comparison, table
+from zero_mpi.trace.tables import comparison, table
 
 
 def make_parser() -> Parser:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.text import shown
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
-from zero_mpi.trace.events import FIRST
 from zero_mpi.trace.stream import PackingError, members
+from zero_mpi.trace.trace_events import FIRST
 
 MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
 MOST_RANKS, MOST_STEPS, MOST_BYTES = 1 << 20, 1 << 52, 1 << 62

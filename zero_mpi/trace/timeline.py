@@ -32,7 +32,7 @@ from zero_mpi.files.open import check_target, is_file, refusing
 from zero_mpi.files.text import shown
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
-from zero_mpi.trace.events import as_json, events_of
+from zero_mpi.trace.trace_events import as_json, events_of
 
 PIECE = 4 << 20  # bytes of text that travel at once
 AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up
@@ -199,7 +199,11 @@ def open_for(path: Path, partial: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def check_place(comm: Comm, path: Path) -> None:
-    """Raise UsageError on all ranks if rank 0 cannot write there. Collective."""
+    """Raise UsageError on all ranks if rank 0 cannot write there. Collective.
+
+    Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
+    beside its place, which is then renamed, so it needs a place for a file.
+    """
     problem = ""
     if comm.rank == 0:
         try:

@@ -13,8 +13,8 @@ from zero_mpi.trace.breakdown import (
     shares,
     straggler,
 )
-from zero_mpi.trace.events import FAMILIES
 from zero_mpi.trace.read import LATEST, Recorded
+from zero_mpi.trace.trace_events import FAMILIES
 
 UNITS = 5  # of those that are waited for longest
 MEANING = (

@@ -23,7 +23,7 @@ LANES = 20  # thread numbers from which on the lanes of a family are
 TRAVELS = ("parameters", "gradients")  # the first word of a label whose rest is a unit
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that took time on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
 
     family: str
@@ -33,20 +33,20 @@ class Event(NamedTuple):
     about: dict[str, Any]
 
 
-def events_of(recorder: SpanRecorder, ended: float) -> Iterator[Event]:
+def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
     """What a rank has recorded, until `ended`, by its own clock; what was still under way says so."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
     for track, name, label, begun, end, step, micro_batch in recorder.spans:
         about = about_span(track, name, label, step, micro_batch)
-        yield Event(track, title(name, label), seconds(begun), seconds(end), about)
+        yield TraceEvent(track, title(name, label), seconds(begun), seconds(end), about)
     for track, name, label, begun in still_open:
         about = about_span(track, name, label, recorder.step, None) | {"unfinished": True}
-        yield Event(track, title(name, label), seconds(begun), ended, about)
+        yield TraceEvent(track, title(name, label), seconds(begun), ended, about)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
         about = {"kind": kind, **about_label(label), "bytes": nbytes, **place(step, micro_batch)}
         if end is None or end > ended:
             about["unfinished"], end = True, ended
-        yield Event(KINDS.get(kind, OTHERS), title(kind, label), begun, end, about)
+        yield TraceEvent(KINDS.get(kind, OTHERS), title(kind, label), begun, end, about)
 
 
 def title(name: str, label: str) -> str:
@@ -73,7 +73,7 @@ def about_label(label: str) -> dict[str, str]:
     return {"unit": label} if label else {}
 
 
-def lanes(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
+def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
     """(lane, event): each in the first lane that is free when it begins; in order of beginnings."""
     free_from: list[float] = []
     for event in sorted(events, key=lambda event: event.begun):
@@ -82,7 +82,7 @@ def lanes(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
         yield lane, event
 
 
-def threads(events: Sequence[Event]) -> Iterator[tuple[int, str, Event]]:
+def threads(events: Sequence[TraceEvent]) -> Iterator[tuple[int, str, TraceEvent]]:
     """(thread number, name of the track, event)."""
     for number, track in enumerate(TRACKS, 1):
         yield from ((number, track, event) for event in events if event.family == track)
@@ -96,7 +96,7 @@ def micro(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def as_json(events: Sequence[Event], rank: int, place: str, origin: float) -> str:
+def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
     """A rank's events, and the names of its tracks, as JSON objects with commas between them."""
     rows, names = [], {}
     for thread, track, event in threads(events):
@@ -111,7 +111,7 @@ def as_json(events: Sequence[Event], rank: int, place: str, origin: float) -> st
     return ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
 
 
-def complete(rank: int, thread: int, begun: float, lasted: float, event: Event) -> dict[str, Any]:
+def complete(rank: int, thread: int, begun: float, lasted: float, event: TraceEvent) -> dict[str, Any]:
     """A complete event."""
     return {
         "name": event.name,

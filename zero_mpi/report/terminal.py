@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.cli.text import count, power_of_1024
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import LONGEST_LINE, cut, printable, shown
-from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points
+from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points, written
+from zero_mpi.report.columns import Floats
 from zero_mpi.report.figures import figures, state_line
-from zero_mpi.report.format import count, ticks
-from zero_mpi.report.format import shown as shown_number
-from zero_mpi.report.metrics import Floats
-from zero_mpi.report.run_folder import Run
-from zero_mpi.report.svg import span
+from zero_mpi.report.runs import Run
 
 COLOURS = (33, 208, 36, 170, 178, 137, 245, 99)  # of 256, like those of the page
 SIGNS = "*+x#%&@="  # of dotted curves, and of all where there are no colours
@@ -72,9 +70,7 @@ def about(run: Run, number: int, width: int) -> Iterator[str]:
     name_width, value_width = (max(len(getattr(one, name)) for one in found) for name in ("name", "value"))
     for one in found:
         yield printable(f"  {one.name:{name_width}}  {one.value:{value_width}}  {one.note}").rstrip()[:width]
-    moments = sorted((mark for mark in marks(run) if mark.kind != SAVED), key=lambda mark: mark.step)[
-        -LAST_MARKS:
-    ]
+    moments = [mark for mark in marks(run) if mark.kind != SAVED][-LAST_MARKS:]
     for place, mark in enumerate(moments):
         what = printable(cut(mark.about, MOST))
         yield f"  {'' if place else 'Events':{name_width}}  step {mark.step:,}: {what}"[:width]
@@ -117,22 +113,27 @@ def blank(library: ModuleType, chart: Chart, width: int) -> Any:
     figure.width = width - MARGINS
     figure.x_label, figure.y_label = "step", ""
     figure.x_ticks_fkt = lambda low, high: count(round(low))
-    figure.y_ticks_fkt = lambda low, high: f"{shown_number(low, chart.form):>{LABEL - 2}}"
+    figure.y_ticks_fkt = lambda low, high: f"{written(low, chart.form):>{LABEL - 2}}"
     return figure
 
 
 def lines_of(low: float, high: float, most: int, form: str) -> tuple[float, float, int]:
     """(low, high, lines): a range whose every line is at a round number, for plotille labels them all."""
-    for wanted in range(most, 0, -1):
-        places = ticks(low, high, wanted, form)
-        if len(places) < 2:
-            continue
-        step = places[1] - places[0]
-        start = math.floor(low / step + 1e-9) * step
-        lines = math.ceil((high - start) / step - 1e-9)
-        if lines <= most:
-            return start, start + lines * step, lines
+    unit = 1024.0 ** power_of_1024(max(abs(low), abs(high))) if form == "bytes" else 1.0
+    power = unit * 10.0 ** math.floor(math.log10((high - low) / unit / most))
+    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if 0 < last - first <= most:
+            return first * step, last * step, last - first
     return low, high, most
+
+
+def span(values: Floats, *, from_zero: bool) -> tuple[float, float]:
+    """The range of an axis, a little wider than its values and never empty."""
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    low = min(low, 0.0) if from_zero else low
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return (low if from_zero and low == 0 else low - room), high + room
 
 
 def wide(low: float, high: float) -> tuple[float, float]:
