@@ -14,7 +14,6 @@ from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import CHAIN_PIECE, EXACT_PIECE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
-from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
@@ -96,11 +95,6 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
         return depth * (link.alpha + nbytes * link.beta)
     sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
     return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
-
-
-def vector_seconds(case: Case, machine: Machine, numbers: int) -> float:
-    """To sum a vector of float64."""
-    return allreduce_seconds(case, machine, NUMBER * numbers)
 
 
 def unit_seconds(case: Case, machine: Machine, unit: int, kind: str) -> float:

@@ -142,30 +142,20 @@ def chunks(case: Case) -> int:
 
 def reductions(case: Case) -> Reductions:
     """What the transport of a case is asked to reduce."""
-    units = zip(case.layout.units, case.partitions, strict=True)
+    units, rounds = zip(case.layout.units, case.partitions, strict=True), case.rounds
+    slices = tuple(partition.counts[0] for unit, partition in units if unit.trainable)
     return Reductions(
         ranks=case.ranks,
         nodes=case.nodes,
         per_node=case.per_node,
-        slices=tuple(partition.counts[0] for unit, partition in units if unit.trainable),
+        slices=slices,
         itemsize=case.reduce_bytes,
-        in_flight=in_flight(case),
-        contributors=tuple(contributor_counts(case)),
+        in_flight=min(REDUCTIONS_IN_FLIGHT, len(slices)),
+        contributors=tuple(sorted({rounds.contributors(0), rounds.contributors(len(rounds) - 1)})),
         exact=case.exact,
-        accumulates=case.strategy.shards_moments and len(case.rounds) > 1,
+        accumulates=case.strategy.shards_moments and len(rounds) > 1,
         replicated=case.hybrid,
     )
-
-
-def in_flight(case: Case) -> int:
-    """Reductions under way at once, at most."""
-    return min(REDUCTIONS_IN_FLIGHT, sum(unit.trainable for unit in case.layout.units))
-
-
-def contributor_counts(case: Case) -> list[int]:
-    """The different numbers of ranks that have a micro-batch in some round."""
-    rounds = case.rounds
-    return sorted({rounds.contributors(0), rounds.contributors(len(rounds) - 1)})
 
 
 def node_shared(case: Case, gathers: int, buffers: int) -> int:

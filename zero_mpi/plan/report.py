@@ -106,14 +106,14 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     rates = {
         "flops": f"{machine.flops / 1e9:.3g} GFLOP/s a rank",
         "memory_bandwidth": f"{machine.moves / 1e9:.3g} GB/s a rank",
-        "host_bandwidth": f"{machine.host_link / 1e9:.3g} GB/s to the host",
+        **({"host_bandwidth": f"{machine.host_link / 1e9:.3g} GB/s to the host"} if case.offloads else {}),
         "alpha_node": f"{seconds(machine.node.alpha)} in a node",
         "beta_node": f"{rate(machine.node.beta)} in a node",
         "alpha": f"{seconds(machine.between.alpha)} between nodes",
         "beta": f"{rate(machine.between.beta)} between nodes",
     }
     for title, wanted in (("given", True), ("assumed", False)):
-        texts = [text for name, text in rates.items() if (name in known) == wanted and applies(name, case)]
+        texts = [text for name, text in rates.items() if (name in known) == wanted]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
 
@@ -128,11 +128,6 @@ def kinds_of(case: Case) -> str:
             "moments and fp32 parameters on the host" if case.offloads_masters else "moments on the host"
         )
     return "".join(f"; {text}" for text in about)
-
-
-def applies(name: str, case: Case) -> bool:
-    """Whether a rate makes a difference."""
-    return name != "host_bandwidth" or case.offloads
 
 
 def rate(beta: float) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.cost_model import unit_seconds, vector_seconds
+from zero_mpi.plan.cost_model import allreduce_seconds, unit_seconds
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.rank_memory import chunks, updated
+from zero_mpi.plan.rank_memory import NUMBER, chunks, updated
 from zero_mpi.plan.simulate import (
     ALLREDUCE,
     COMPUTE,
@@ -120,7 +120,7 @@ class Player:
         numbers = chunks(case) if kind == NORM else case.rounds.micro_batches + FLAGS
         assert kind in (NORM, TOTAL)
         ranks = replace(case, ranks=case.owners, nodes=1) if kind == NORM and case.hybrid else case
-        seconds = vector_seconds(ranks, self.machine, numbers)
+        seconds = allreduce_seconds(ranks, self.machine, NUMBER * numbers)
         self.communicated += seconds
         self.wait(self.now + seconds)
 
