@@ -128,7 +128,7 @@ class WatchedScript:
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An exception was caught by nobody: end the job."""
-        self._stagger()
+        await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")
 
@@ -136,14 +136,10 @@ class WatchedScript:
         """A thread has failed: that ends the job if the thread had started collectives."""
         of_ours = about.thread is not None and about.thread.ident in self.records.threads
         if of_ours:
-            self._stagger()
+            await_turn(self.world.rank)
         self._hooks[1](about)
         if of_ours:
             self._abort(f"thread {about.thread.name!r} of rank {self.world.rank} of {self.world.size} failed")
-
-    def _stagger(self) -> None:
-        """What all ranks have to say the first of them says, and ends the job before the others speak."""
-        await_turn(self.world.rank)
 
     def _abort(self, why: str) -> NoReturn:
         sys.stdout.flush()

@@ -56,6 +56,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     if device.in_use().name == "cuda":
         comm, why = select.choose(config.transport, world.size, exact)
         return Chosen(comm, why, not exact)
+    check_wish(config)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
         return Chosen(SerialComm())
     from zero_mpi.comm.mpi import MPIComm
