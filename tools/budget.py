@@ -45,19 +45,11 @@ ATTRIBUTES = {
 # and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
 MIRRORS = ("__init__", "__main__", "command", "comm")
 MODULES = ("text",)
-CLASSES = ()
+CLASSES: tuple[str, ...] = ()
 # Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
 BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")
 BANNED += ("rehearsal", "rehearsed", "relay", "rollcall", "sieve", "straight", "uniform", "ways", "wire")
-DIALECT = (
-    "plan/case.py:Imagined",
-    "plan/cost_model.py:relay_seconds",
-    "plan/fake_array.py:Ghost",
-    "plan/fake_array.py:_ghost",
-    "plan/routes.py:Straight",
-    "plan/simulate.py:Rehearsal",
-    "plan/simulate.py:RehearsedComm",
-)
+DIALECT: tuple[str, ...] = ()
 # Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
 MOST_TERSE, TERSE_WORDS = 27, 4
 REFERENCE = re.compile(r"(As )?`[^`]+`\.")

@@ -11,7 +11,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.simulate import rehearse
+from zero_mpi.plan.simulate import simulate
 from zero_mpi.plan.traffic import plan_traffic
 
 SIZES = {"layers": 2, "dim": 64, "heads": 4, "ffn": 96, "context": 48, "vocab_size": 301}
@@ -22,9 +22,9 @@ MODELS = {
 
 
 def planned(case):
-    """The rehearsal and the memory of a case, planned while the GPU is in use, as a run does it."""
+    """The simulation and the memory of a case, planned while the GPU is in use, as a run does it."""
     before = device.in_use()
-    found = rehearse(case), plan_memory(case)
+    found = simulate(case), plan_memory(case)
     assert device.in_use() is before
     return found
 
@@ -66,7 +66,7 @@ def pools_stay():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_on_ghosts_take_what_those_on_a_gpu_take(gpu, own_attention, name, recompute, precision):
+def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name, recompute, precision):
     case = Case(
         MODELS[name],
         batch_size=4,

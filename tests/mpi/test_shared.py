@@ -323,7 +323,7 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
 @pytest.mark.parametrize("by_rows", [False, True])
 @strategies
 def test_slots_are_as_many_as_a_pool_would_have(mpi, strategy, by_rows, rounds):
-    """The rehearsal asks for no more than twice what free allocation comes to, and never for less."""
+    """The simulation asks for no more than twice what free allocation comes to, and never for less."""
     config = tiny.MODELS["gpt2 tied"]
     module = tiny.make(mpi, config, strategy, by_rows=by_rows, bucket_mb=0.01)
     buffers = lay_out(config.stages(), strategy, by_rows=by_rows, bucket_mb=0.01).buffers

@@ -27,7 +27,7 @@ from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import largest, most
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
-from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, rehearse
+from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
@@ -73,9 +73,9 @@ def recycled_bytes(case, monkeypatch):
 @needs_numba
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_on_ghosts_take_what_real_ones_take(name, recompute, monkeypatch):
+def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
     case = Case(MODELS[name], batch_size=6, micro_batch=3, context=192, recompute=recompute)
-    assert rehearse(case).recycled == recycled_bytes(case, monkeypatch)
+    assert simulate(case).recycled == recycled_bytes(case, monkeypatch)
 
 
 @needs_numba
@@ -90,17 +90,17 @@ def test_layers_on_ghosts_take_what_real_ones_take(name, recompute, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_ghosts_of_other_sizes_and_settings(name, changes, monkeypatch):
+def test_fakes_of_other_sizes_and_settings(name, changes, monkeypatch):
     model = replace(MODELS[name], context_length=1024, vocab_size=4321)
     case = Case(model, **{"batch_size": 4, "micro_batch": 2} | changes)
-    assert rehearse(case).recycled == recycled_bytes(case, monkeypatch)
+    assert simulate(case).recycled == recycled_bytes(case, monkeypatch)
 
 
 @needs_numba
 def test_logits_come_in_chunks(monkeypatch):
     model = Llama.from_flags(SIZES | {"layers": 1, "vocab_size": 70_000, "tied": False})
     case = Case(model, batch_size=4, micro_batch=4, context=192)
-    seen = rehearse(case)
+    seen = simulate(case)
     assert seen.recycled == recycled_bytes(case, monkeypatch)
     assert seen.logits == 192 * 70_000 * 4 <= 64 << 20 < 4 * seen.logits
 

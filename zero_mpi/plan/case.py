@@ -21,7 +21,7 @@ OF_LAYOUT = (  # what a layout depends on
 )  # fmt: skip
 
 
-class Imagined(SerialComm):
+class SimulatedComm(SerialComm):
     """As many ranks as wanted, of which this is the first; nothing travels."""
 
     def __init__(self, case: Case) -> None:
@@ -106,7 +106,7 @@ class Case:
     @property
     def allreduces(self) -> bool:
         """Whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
-        return accumulates_locally(Imagined(self), self.strategy)
+        return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
     def per_node(self) -> int:

@@ -56,7 +56,7 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
     if case.passes_sums:
-        return relay_seconds(case, machine, case.partitions[unit].length)
+        return chain_seconds(case, machine, case.partitions[unit].length)
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == kinds.SHARED:  # the owner reads what the others wrote
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
@@ -73,7 +73,7 @@ def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
     return pieces * slowest(case, machine).alpha + max(inside, between)
 
 
-def relay_seconds(case: Case, machine: Machine, length: int) -> float:
+def chain_seconds(case: Case, machine: Machine, length: int) -> float:
     """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
 
     A node between two others then sends both ways over its link. Sums are float32.

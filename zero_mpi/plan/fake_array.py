@@ -27,7 +27,7 @@ NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mm
 LEAST_ARENA = 1 << 30  # bytes
 
 
-class Ghost(np.ndarray[Any, Any]):
+class FakeArray(np.ndarray[Any, Any]):
     """An array that must not be read or written; `memory` is what its results are counted in."""
 
     memory: FakeMemory | None
@@ -85,7 +85,7 @@ class FakeMemory:
             self._free[loan.size] -= 1
         else:
             self.held += loan.size
-        return self._ghost(shape, dtype, owner)
+        return self._fake(shape, dtype, owner)
 
     def give(self, loan: _Loan) -> None:
         """The last view of a fake array is gone."""
@@ -97,7 +97,7 @@ class FakeMemory:
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """A fake array that is not counted: its memory belongs to somebody else."""
-        return self._ghost(shape, dtype, self._addresses(math.prod(shape) * np.dtype(dtype).itemsize))
+        return self._fake(shape, dtype, self._addresses(math.prod(shape) * np.dtype(dtype).itemsize))
 
     def _addresses(self, nbytes: int) -> Any:
         """An owner of `nbytes` addresses; all fake arrays may have the same ones."""
@@ -112,10 +112,10 @@ class FakeMemory:
         except OSError as error:
             raise MemoryError(f"{size} bytes of address space: {error.strerror}") from error
 
-    def _ghost(self, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
-        ghost = Ghost(shape, dtype, owner)
-        ghost.memory = self
-        return ghost
+    def _fake(self, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
+        fake = FakeArray(shape, dtype, owner)
+        fake.memory = self
+        return fake
 
     def product(self, rows: int, columns: int, depth: int) -> None:
         """Count a product of matrices (rows, depth) and (depth, columns)."""

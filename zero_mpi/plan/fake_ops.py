@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops.sizes import head_weights
-from zero_mpi.plan.fake_array import FakeMemory, Ghost
+from zero_mpi.plan.fake_array import FakeArray, FakeMemory
 
 FLOAT = 4  # bytes of a score
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -25,7 +25,7 @@ def fake(operation: Any) -> Callable[[Operation], Operation]:
     """Let a function stand for an operation where its first array is a fake one."""
 
     def register(function: Operation) -> Operation:
-        operation.register(Ghost, function)
+        operation.register(FakeArray, function)
         return function
 
     return register
@@ -79,7 +79,7 @@ for _operation, _function in {
     ops.layer_norm: partial(norm, statistics=2),
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
 }.items():
-    _operation.register(Ghost, _function)
+    _operation.register(FakeArray, _function)
 
 
 @fake(ops.swiglu_backward)

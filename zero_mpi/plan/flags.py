@@ -19,7 +19,7 @@ from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.case import Case, Imagined
+from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes
 from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
@@ -196,7 +196,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
 
 def check_layout(case: Case) -> None:
     """Raise UsageError where nothing is left to train, or sums cannot be made, as `train` does."""
-    check_reduction(Imagined(case), case.precision)
+    check_reduction(SimulatedComm(case), case.precision)
     try:
         check_patterns(case.frozen, case.model.params())
     except ValueError as error:

@@ -65,7 +65,7 @@ def most(size: Callable[[int], int], limit: int) -> int:
     """The largest whole number up to MOST whose size is within the limit; 0 if not even 1 is.
 
     Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
-    and halves what is left. A size is worth a rehearsal, so few are asked for.
+    and halves what is left. A size is worth a simulation, so few are asked for.
     """
     low, high = 0, MOST + 1  # low fits; high does not, or is more than is wanted
     probe, stride = guess(size, limit), 1

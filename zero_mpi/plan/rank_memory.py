@@ -14,7 +14,7 @@ from zero_mpi.comm.scratch import Reductions
 from zero_mpi.comm.shared.gradient_pool import padded
 from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.simulate import KERNELS, rehearse
+from zero_mpi.plan.simulate import KERNELS, simulate
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
@@ -71,7 +71,7 @@ class Memory:
 
 def plan_memory(case: Case) -> Memory:
     """The memory of a case."""
-    seen = rehearse(case, ROUNDS)
+    seen = simulate(case, ROUNDS)
     slices = [partition.counts[0] for partition in case.partitions]
     units = list(zip(case.layout.units, slices, strict=True))
     buffers = sum(padded(length) for length in case.layout.buffers)

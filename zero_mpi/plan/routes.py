@@ -42,7 +42,7 @@ class Route(ABC):
         """Of one reduction, to which so many ranks give something; `first` of its step."""
 
 
-class Straight(Route):
+class DirectRoute(Route):
     """Each slice straight to every rank, or to its owner; `all_give`: from ranks with only zeros, too."""
 
     def __init__(self, ranks: int, per_node: int, all_give: bool) -> None:
@@ -109,8 +109,8 @@ def routes_of(case: Case) -> tuple[Route, Route]:
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_wholes)
         return by_node, by_node
-    straight = Straight(case.ranks, case.per_node, not case.exact)
+    direct = DirectRoute(case.ranks, case.per_node, not case.exact)
     if not case.passes_sums:
-        return straight, straight
+        return direct, direct
     lanes = Lanes(case.ranks, case.per_node)
-    return lanes if case.strategy.shards_parameters else straight, lanes
+    return lanes if case.strategy.shards_parameters else direct, lanes

@@ -21,7 +21,7 @@ from zero_mpi.comm.base import ModuleMemory
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
-from zero_mpi.plan.case import Case, Imagined
+from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.fake_array import FakeMemory, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
@@ -45,7 +45,7 @@ class StepEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Simulation:
     """steps: the events of each step; sizes in bytes of what pools held in the end.
 
     recycled: as `arrays.recycled_stats` tells it, logits included; small: arrays outside that pool.
@@ -95,7 +95,7 @@ class SimulatedTransfer(Handle):
         self.script.note(WAIT, self.unit, self.kind)
 
 
-class RehearsedComm(Imagined):
+class ScriptedComm(SimulatedComm):
     """The transport of a case: a collective is an event, and what it gives a module has no memory."""
 
     def __init__(self, case: Case, script: StepScript, size: int) -> None:
@@ -103,9 +103,9 @@ class RehearsedComm(Imagined):
         self.size, self.case, self.script = size, case, script
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
-    def shard_group(self) -> RehearsedComm:
+    def shard_group(self) -> ScriptedComm:
         """The ranks of the first node, where each node has all slices."""
-        return RehearsedComm(self.case, self.script, self.case.owners)
+        return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
@@ -128,7 +128,7 @@ class RehearsedComm(Imagined):
         return SimulatedTransfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])
 
 
-class Rehearser:
+class Simulator:
     """A module as it is, over a transport and a device without memory, and the steps that it takes."""
 
     def __init__(self, case: Case, kernels: Compiled | None = None) -> None:
@@ -137,7 +137,7 @@ class Rehearser:
         with without_memory(self.memory):
             self.module = ShardedModule(
                 case.model.stages(case.recompute),
-                RehearsedComm(case, self.script, case.ranks),
+                ScriptedComm(case, self.script, case.ranks),
                 case.strategy,
                 prefetch=case.prefetch,
                 bucket_mb=case.bucket_mb,
@@ -165,10 +165,10 @@ class Rehearser:
         return script.cut()
 
 
-def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
-    """The rehearsal of a case; more than `most_rounds` rounds are rehearsed as so many."""
+def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
+    """The simulation of a case; more than `most_rounds` rounds are simulated as so many."""
     ranks = min(case.nodes, 2) * min(case.per_node, 2)  # all that makes a difference
-    return _rehearse(
+    return _simulate(
         replace(
             case,
             ranks=ranks,
@@ -183,9 +183,9 @@ def rehearse(case: Case, most_rounds: int = MOST_ROUNDS) -> Rehearsal:
 
 
 @lru_cache(maxsize=64)
-def _rehearse(case: Case) -> Rehearsal:
-    rehearser = Rehearser(case)
-    steps = tuple(rehearser.step() for _ in range(STEPS))
-    module, memory = rehearser.module, rehearser.memory
+def _simulate(case: Case) -> Simulation:
+    simulator = Simulator(case)
+    steps = tuple(simulator.step() for _ in range(STEPS))
+    module, memory = simulator.module, simulator.memory
     gathered, gradients = module.parameter_pool.nbytes, module.gradient_pool.nbytes
-    return Rehearsal(steps, gathered, gradients, memory.held, memory.small, memory.logits)
+    return Simulation(steps, gathered, gradients, memory.held, memory.small, memory.logits)

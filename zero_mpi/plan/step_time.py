@@ -1,4 +1,4 @@
-"""How long a step takes: the script of a rehearsal played against a clock.
+"""How long a step takes: the script of a simulation played against a clock.
 
 Computing moves the clock. A transfer goes on a line behind those that were started before it and is complete
 some time later, whatever the rank does meanwhile; a wait moves the clock to that time, and what it moves is
@@ -27,7 +27,7 @@ from zero_mpi.plan.simulate import (
     UPDATE,
     WAIT,
     StepEvent,
-    rehearse,
+    simulate,
 )
 from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE
@@ -148,9 +148,9 @@ def step_time(case: Case, machine: Machine) -> StepTime:
 
 
 def played(case: Case, machine: Machine) -> StepTime:
-    """The time of the second step of the rehearsal."""
+    """The time of the second step of the simulation."""
     player = Player(case, machine)
-    first, second = rehearse(case).steps
+    first, second = simulate(case).steps
     player.play(first)
     before = player.time
     player.play(second)

@@ -19,7 +19,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.fake_array import FakeMemory
-from zero_mpi.plan.simulate import Rehearser
+from zero_mpi.plan.simulate import Simulator
 from zero_mpi.plan.workspaces import Compiled
 
 SECONDS = 0.04  # of products that are timed, after one that starts threads or compiles
@@ -87,6 +87,6 @@ def step_flop(case: Case) -> float:
         context=case.context,
         frozen=case.frozen,
     )
-    events = Rehearser(lone, Once()).step()
+    events = Simulator(lone, Once()).step()
     sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller
     return sequences * math.fsum(event.flop for event in events)
