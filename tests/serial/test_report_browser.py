@@ -82,7 +82,8 @@ def pages(tmp_path_factory):
     long = write_run(folder / "long", [record(step, loss=2 + step % 7) for step in range(1, 9001)], events=[])
     gap = [record(step, loss=None if step in (30, 31) else 2.0 + step % 2) for step in range(1, 61)]
     broken = write_run(folder / "broken", gap, events=[])
-    made = {"one": [one], "two": [one, two], "long": [long], "broken": [broken]}
+    old = write_run(folder / "old", [{"step": step, "loss": 2.0} for step in range(1, 9)], events=[])
+    made = {"one": [one], "two": [one, two], "long": [long], "broken": [broken], "old": [old]}
     for name, runs in made.items():
         assert command.command(World(0, 1), [*map(str, runs), "--out", str(folder / f"{name}.html")]) == 0
     return {name: (folder / f"{name}.html").as_uri() for name in made}
@@ -482,6 +483,12 @@ def test_axis_logarithm_and_smoothing_redraw(show):
     seen.append(paths(browser))
     assert len(seen[-1]) == len(seen[0]) + 1, "the smoothed curve lies over its own"
     assert len({tuple(each) for each in seen}) == 3
+
+
+def test_an_axis_that_no_run_has_cannot_be_chosen(show):
+    browser = show("old")
+    enabled = [find(browser, f"[data-axis={axis}]").is_enabled() for axis in ("step", "seconds", "tokens")]
+    assert enabled == [True, False, False]
 
 
 def test_keys_move_and_zoom(show):

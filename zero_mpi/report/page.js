@@ -130,12 +130,14 @@ async function begin() {
     root.dataset.theme = isDark() ? "light" : "dark";
     draw();
   });
-  for (const button of all("[data-axis]"))
+  for (const button of all("[data-axis]")) {
+    button.disabled = !figures.curves.places.some((places) => places[button.dataset.axis].length);
     button.addEventListener("click", () => {
       chosen.axis = button.dataset.axis;
       for (const other of all("[data-axis]")) press(other, other === button);
       draw();
     });
+  }
   for (const button of all("[data-log]"))
     button.addEventListener("click", () => {
       const axis = button.dataset.log, on = !chosen.log.delete(axis);
