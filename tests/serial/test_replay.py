@@ -12,6 +12,7 @@ from test_command_bits import fields, needs_mpiexec, train, write_text
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import recorded, write_config
 from zero_mpi.config.settings import Config
+from zero_mpi.errors import UsageError
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
@@ -40,6 +41,12 @@ def test_a_name_that_is_not_utf8_is_no_traceback(tmp_path):
     assert b"m\xff.gguf" in (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ValueError, match=r"config\.toml"):
         parse(["--config", str(tmp_path / "config.toml")])
+
+
+def test_a_folder_in_its_place_is_refused(tmp_path):
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(UsageError, match=r"config\.toml is a folder, expected a file"):
+        write_config(tmp_path, Config())
 
 
 def snapshot(out: Path) -> dict[Path, bytes]:

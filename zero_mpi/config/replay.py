@@ -14,8 +14,9 @@ from typing import Any
 from zero_mpi.config.inputs import BYTE, FROM_INIT
 from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.config.toml import write_toml
-from zero_mpi.errors import writing
+from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.text import shown
 
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
@@ -38,6 +39,12 @@ def in_full(value: Any) -> Any:
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Write the file; raises JobError. A path that is not UTF-8 keeps its bytes, and its reader is told."""
+    """Write the file. A path that is not UTF-8 keeps its bytes, and its reader is told.
+
+    Raises UsageError where a folder stands in its place, JobError where it cannot be written.
+    """
+    place = out / NAME
+    if place.is_dir() and not place.is_symlink():
+        raise UsageError(f"--out: {shown(place)} is a folder, expected a file or nothing: move it away")
     with writing():
-        write_whole(out / NAME, write_toml(recorded(config)).encode(errors="surrogateescape"))
+        write_whole(place, write_toml(recorded(config)).encode(errors="surrogateescape"))
