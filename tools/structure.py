@@ -52,7 +52,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 MAX_FUNCTION, MAX_FILE = 40, 300
 # What is longer still: lines of a file, or of a function in it. These numbers may only fall.
 DEBT = {
-    "zero_mpi/comm/mpi.py": 311,
+    "zero_mpi/comm/mpi.py": 308,
     "zero_mpi/data/tokenizers/tokenizer_json.py": 306,
     "zero_mpi/ops/gpu/gemm.py": 392,
     "zero_mpi/ops/reference.py": 392,

@@ -464,7 +464,7 @@ def test_odd_events_do_no_harm(tmp_path, events):
     [
         ("plain", 1.23456, "1.235"), ("plain", 0.0, "0"), ("plain", 4e-5, "4e-5"), ("plain", 1.5e7, "1.5e7"),
         ("plain", 123456.0, "123,456"), ("count", 440.0, "440"), ("count", 8192.0, "8,192"),
-        ("count", 12345.0, "12.35k"), ("count", 1e7, "10M"), ("bytes", 512.0, "512 bytes"),
+        ("count", 12345.0, "12.35k"), ("count", 1e7, "10M"), ("bytes", 512.0, "512 B"),
         ("bytes", 1536.0, "1.5 KiB"), ("percent", 0.4567, "45.7 %"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.transfer import Running, Transfer
+from zero_mpi.comm.transfer import MessageComm, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
@@ -38,7 +38,7 @@ FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large one
 TAGS = 1 << 14
 
 
-class MPIComm(Comm):
+class MPIComm(MessageComm):
     """The ranks of an MPI communicator (the world, unless another is given).
 
     exact     reductions add in the order of ranks; otherwise the library adds, in an order of its own
@@ -84,7 +84,6 @@ class MPIComm(Comm):
     def start(
         self, running: Running, kind: str = "transfer", label: str = "", record: Record | None = None
     ) -> Handle:
-        """Begin a transfer and look after it until it is complete; `record` of what it is a part of."""
         transfer = Transfer(running, self.meter, kind, label, record)
         if transfer.test():
             transfer.wait()  # nothing to wait for, but an error would come out
@@ -96,7 +95,6 @@ class MPIComm(Comm):
         self._progress.push()
 
     def poke_progress(self) -> None:
-        """Let the library move what it still owes to others, though the request it is of was complete."""
         self._control.Iprobe()
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
@@ -284,7 +282,6 @@ class MPIComm(Comm):
         return found
 
     def over(self, comm: Any) -> MPIComm:
-        """Messages of another communicator, that of a node for example, pushed on by whoever waits."""
         return MPIComm(comm, threaded=False)
 
     def background(self) -> Comm:

@@ -6,21 +6,18 @@ So whoever waits goes on pushing everything that is under way: another rank may 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle
 from zero_mpi.comm.spin_wait import wait_until
+from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.comm.wrapper import CommWrapper
-
-if TYPE_CHECKING:
-    from zero_mpi.comm.mpi import MPIComm
 
 
 class ProgressingWrapper(CommWrapper):
     """Forwards to `inner`, and pushes while it waits."""
 
-    def __init__(self, inner: MPIComm, ranks_here: int) -> None:
+    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
         super().__init__(inner)
         self._library = inner
         self._crowded = ranks_here > environment.node_cores()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi.comm.base import Handle
+from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.telemetry import spans
@@ -90,3 +91,25 @@ class Transfer(Handle):
         while not self._needed():
             time.sleep(POLL_SECONDS)
         return True
+
+
+class MessageComm(Comm):
+    """A transport of messages, on which those of nodes are built."""
+
+    @abstractmethod
+    def over(self, comm: Any) -> MessageComm:
+        """Messages of another communicator, that of a node for example, pushed on by whoever waits."""
+
+    @abstractmethod
+    def start(
+        self,
+        running: Running,
+        kind: str = "transfer",
+        label: str = "",
+        record: spans.OpenTransfer | None = None,
+    ) -> Handle:
+        """Begin a transfer and look after it until it is complete; `record` of what it is a part of."""
+
+    @abstractmethod
+    def poke_progress(self) -> None:
+        """Let the library move what it still owes to others, though the request it is of was complete."""

@@ -13,8 +13,8 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.config.bounds import check
 from zero_mpi.config.command_line import make_parser as train_parser
-from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import model_from_flags, open_init, open_tokenizer, read_model
+from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zero_mpi import device
 from zero_mpi.arguments import came
+from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
+from zero_mpi.nn.layer import Stage
+from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.parameters import Views
 from zero_mpi.telemetry import spans
 
-if TYPE_CHECKING:
-    from zero_mpi.sharding.module import ShardedModule
+
+class SharedStages(Protocol):
+    """What a micro-batch asks of the module that it goes through."""
+
+    owners: Comm
+    loss_scale: LossScale
+
+    @property
+    def comm(self) -> Comm:
+        """The transport between all ranks."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages, in order."""
+
+    def weights_of(self, stage: int) -> Views:
+        """The gathered parameters of a stage, by name."""
+
+    def gradients_of(self, stage: int) -> Views:
+        """The gradients that a stage's backward adds to, by name."""
 
 
 class Pass:
@@ -25,7 +47,7 @@ class Pass:
     """
 
     def __init__(
-        self, module: ShardedModule, x: Any, *, keeps: bool = True, targets: Any = None, scale: float = 1.0
+        self, module: SharedStages, x: Any, *, keeps: bool = True, targets: Any = None, scale: float = 1.0
     ) -> None:
         self.module, self.keeps, self.scale = module, keeps, scale
         self.contributors = module.comm.size
@@ -84,7 +106,7 @@ class Pass:
 class GivenGradients(Pass):
     """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
 
-    def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
+    def __init__(self, module: SharedStages, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
         self.left = dict(gradients or {})
 

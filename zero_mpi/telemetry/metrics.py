@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_mpi.errors import FileError, explain, naming, writing
 from zero_mpi.files.atomic import write_all, write_whole
@@ -20,9 +20,6 @@ from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.progress_bar import Display
 from zero_mpi.telemetry.tensorboard import TensorBoard
-
-if TYPE_CHECKING:
-    from zero_mpi.config.settings import Config
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
@@ -47,18 +44,6 @@ class Records:
             self._file = (out / METRICS).open("ab", buffering=0)
             self._board = TensorBoard(out, done) if tensorboard else None
         self._display = Display(done, steps)
-
-    @classmethod
-    def of(cls, config: Config, out: Path, rank: int, done: int) -> Records:
-        """The records of a run with these settings, after `done` steps."""
-        return cls(
-            out,
-            rank,
-            done=done,
-            steps=config.steps,
-            log_every=config.log_every,
-            tensorboard=config.tensorboard,
-        )
 
     def logs(self, step: int) -> bool:
         """Whether a step gets a line in the log for its number; the same on all ranks."""

@@ -21,7 +21,6 @@ from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import thread_count
-from zero_mpi.config.defaults import settled
 from zero_mpi.config.inputs import (
     BYTE,
     carried_keys,
@@ -31,6 +30,7 @@ from zero_mpi.config.inputs import (
     passed_over,
     read_model,
 )
+from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus

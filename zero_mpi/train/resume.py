@@ -17,7 +17,7 @@ from typing import Any
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
-from zero_mpi.config.defaults import SIZES
+from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import is_folder

@@ -54,7 +54,8 @@ class Trainer:
             warmup=config.warmup,
             steps=config.steps,
         )
-        begin = partial(Records.of, config, session.out, world.rank, self.progress.step)
+        numbers = {"done": self.progress.step, "steps": config.steps, "log_every": config.log_every}
+        begin = partial(Records, session.out, world.rank, **numbers, tensorboard=config.tensorboard)
         self.records: Records = world.together(begin)
         self.divergence = Divergence()
         self.saving = Saving(session, watchdog, outcome.events)

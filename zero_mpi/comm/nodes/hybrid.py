@@ -8,7 +8,7 @@ owner on every node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.kinds import MPI, NODES
@@ -17,17 +17,15 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.progressing import ProgressingWrapper
 from zero_mpi.comm.shared.words import ENTRIES
 from zero_mpi.comm.topology import find_topology, node_communicator
+from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero_mpi.comm.mpi import MPIComm
 
 
 class ShardGroup(ProgressingWrapper):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
-    def __init__(self, flat: MPIComm, sums: NodeReduceScatter) -> None:
+    def __init__(self, flat: MessageComm, sums: NodeReduceScatter) -> None:
         super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
@@ -80,7 +78,7 @@ class ShardGroup(ProgressingWrapper):
         self._inner.close()
 
 
-def shard_group_by_messages(flat: MPIComm, world: Any) -> Comm:
+def shard_group_by_messages(flat: MessageComm, world: Any) -> Comm:
     """The owners among the ranks of `world` where no memory is shared; `flat` itself on one node. Collective.
 
     Raises UsageError where the nodes are not alike.

@@ -8,7 +8,7 @@ Between the nodes the sums travel as `chain_sum` says.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_mpi.comm.base import AllOf, Handle
 from zero_mpi.comm.message_type import mpi_type
@@ -20,12 +20,9 @@ from zero_mpi.comm.shared.gradient_pool import SharedGradientPool
 from zero_mpi.comm.shared.node_memory import NodeMemory
 from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
 from zero_mpi.comm.topology import Topology
-from zero_mpi.comm.transfer import Running
+from zero_mpi.comm.transfer import MessageComm, Running
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
-
-if TYPE_CHECKING:
-    from zero_mpi.comm.mpi import MPIComm
 
 TAGS = 1 << 14
 
@@ -40,7 +37,7 @@ class NodeReduceScatter:
     """
 
     def __init__(
-        self, flat: MPIComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
+        self, flat: MessageComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
     ) -> None:
         self.flat, self.topology, self.node, self.memory = flat, topology, node, memory
         self.chain = ChainSum(lane, topology)
