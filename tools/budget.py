@@ -154,7 +154,9 @@ def check_askers(name: str, tree: ast.Module) -> Iterator[Violation]:
         if (isinstance(node, ast.Name) and node.id in ASKING)
         or (isinstance(node, ast.Attribute) and node.attr in ASKING)
     ]
-    yield from check_debt(name, found[0] if found else 1, len(found), 0, ASKERS, "questions about the device")
+    yield from check_debt(
+        name, found[0] if found else 1, len(found), 0, ASKERS, "questions about the device (ASKERS)"
+    )
 
 
 def check_names(trees: dict[str, ast.Module]) -> Iterator[Violation]:
