@@ -185,10 +185,10 @@ def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path)
 
 
 def test_the_signal_before_the_limit_saves(here, flags, tmp_path):
-    """Slurm sends it when less than 110 s of two minutes are left, or some seconds later."""
+    """Slurm sends it when less than 100 s of two minutes are left, or some seconds later."""
     out = tmp_path / "out"
     job = here.submit(
-        [*on_one_node("", 3), "--time=2", "--signal=B:USR1@110"],
+        [*on_one_node("", 3), "--time=2", "--signal=B:USR1@100"],
         ONE_NODE,
         ["--out", str(out), *flags, *ENDLESS],
     )

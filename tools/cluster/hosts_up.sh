@@ -102,6 +102,8 @@ make_host() {   # make_host NAME NUMBER
         after+="mkdir -p '$folder' && mount --bind '$state/kept/$number' '$folder' && "
         number=$((number + 1))
     done
+    # A person's start-up file may take long and print to every rank's stderr.
+    [[ -f ~/.bashrc ]] && before+="mount --bind /dev/null ~/.bashrc && "
     # The first process of a process namespace: with it ends everything inside.
     inside="hostname $1 && mount --bind '$state/hosts' /etc/hosts && mount -t tmpfs none /dev/shm &&
         $before mount -t tmpfs none /tmp && $after ip link set lo up && exec /usr/sbin/sshd -D -e -f '$state/sshd_config'"
