@@ -198,7 +198,7 @@ def test_more():
     ("ranks", "flags", "passed", "left_out"),
     [
         (1, ["--quick"], 3, {"more of the same: make test-all": 4, "for other world sizes than 1": 1}),
-        (2, ["--quick"], 4, {"more of the same: make test-all": 3, "for other world sizes than 2": 1}),
+        (3, ["--quick"], 4, {"more of the same: make test-all": 3, "for other world sizes than 3": 1}),
         (4, ["--quick"], 1, {"more of the same: make test-all": 7}),
         (4, [], 8, {}),
     ],
