@@ -1,5 +1,6 @@
 """llama.cpp and a real model, to compare with; a test that needs one is skipped where it is not."""
 
+import ctypes
 import importlib.util
 import json
 import urllib.request
@@ -26,7 +27,11 @@ def open_server(path: Path) -> Any:
     params.verbosity = -1  # a thread writes its log, past pytest's capture
     params.cache_type_k = params.cache_type_v = library.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    return library.Server(params)
+    server = library.Server(params)
+    # Once in many runs its end waits for ever for a thread of its own, where no watchdog of Python's can run:
+    # it lives as long as the process.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+    return server
 
 
 def tokenize(server: Any, text: str, **options: bool) -> list[int]:

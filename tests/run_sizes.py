@@ -7,7 +7,7 @@ With --quick, which is `make test`, what is only more of the same stays out: see
 tests/gpu runs at one and at three ranks.
 
 As many parts as there are lanes run at a time: one process leaves a core idle, and so do ranks that wait.
-The files of tests/serial are shared out to a few processes, which stay small: many tests fork.
+The files of tests/serial are shared out to a dozen processes, which stay small: many tests fork.
 A line for each part with the reasons of its skips, its slowest tests, the end of its output where it failed,
 and one last line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end,
 none failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
@@ -40,7 +40,7 @@ SIZES = "1,2,3,4,8"
 GPU_SIZES, QUICK_GPU_SIZES = (1, 2, 3), (1, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = 2
-SERIAL_PARTS = 6
+SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
 # Processes that clean up one place at the same time trip over each other; a part's place goes as a whole.
