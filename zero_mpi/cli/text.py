@@ -90,18 +90,24 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 
+def in_time_unit(value: float) -> tuple[float, str]:
+    """Seconds in the largest unit of which there is one."""
+    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
+    return value * factor, unit
+
+
 def seconds(value: float) -> str:
     """A time with a place after the point, as columns want it: 3.0 ms, 2.1 h."""
     if value >= 7200:
         return f"{value / 3600:.1f} h"
-    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
-    return f"{value * factor:.1f} {unit}"
+    number, unit = in_time_unit(value)
+    return f"{number:.1f} {unit}"
 
 
 def duration(value: float) -> str:
     """A time with two figures or so, for sentences: 3 ms, 1.5 s."""
-    factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
-    return f"{value * factor:.0f} {unit}" if unit == "us" else f"{short(value * factor)} {unit}"
+    number, unit = in_time_unit(value)
+    return f"{number:.0f} {unit}" if unit == "us" else f"{short(number)} {unit}"
 
 
 def elapsed(value: float) -> str:
