@@ -6,101 +6,30 @@ lists through `run`, and differ in what their units and stages do.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Protocol
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Start to bring a unit's parameters here."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Return when a unit's parameters are whole."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give up a unit's gathered parameters."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Start to sum a unit's gradients over ranks."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce:
-    """Return when a unit's reduction is complete, if one is in flight."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Compute a stage's output, and keep what its backward needs."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Forward, loss and backward of the last stage in one: it need not hold all logits."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    """Forward and loss of the last stage in one, without a backward to come."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Compute the gradient of a stage's input, and add those of its parameters."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Push on what is in flight."""
-
-
-Compute = Forward | Loss | Evaluate | Backward
-Action = Gather | Wait | Release | Reduce | WaitReduce | Compute | Progress
-Actions = tuple[Action, ...]
 
 
 class UnitVerbs(Protocol):
     """What actions ask of a unit."""
 
     def start_gather(self) -> None:
-        """Start a unit's gather, for `Gather`."""
+        """Start a unit's gather."""
 
     def wait_gather(self) -> None:
-        """Wait for a unit's gather, for `Wait`."""
+        """Wait for a unit's gather."""
 
     def release(self) -> None:
-        """Give up the gathered parameters, for `Release`."""
+        """Give up the gathered parameters."""
 
     def start_reduce(self, contributors: int) -> None:
-        """Do `Reduce`: the first so many ranks contribute."""
+        """Start to sum a unit's gradients: the first so many ranks contribute."""
 
     def wait_reduce(self) -> None:
-        """Wait for the unit's reduction, for `WaitReduce`."""
+        """Wait for the unit's reduction."""
 
 
 class StageVerbs(Protocol):
@@ -109,50 +38,148 @@ class StageVerbs(Protocol):
     contributors: int  # ranks with a micro-batch in this round: the first so many
 
     def forward(self, stage: int) -> None:
-        """Run a stage forward, for `Forward`."""
+        """Run a stage forward."""
 
     def loss_and_backward(self, stage: int) -> None:
-        """Run the last stage both ways, for `Loss`."""
+        """Run the last stage both ways."""
 
     def evaluate(self, stage: int) -> None:
-        """Compute the loss alone, for `Evaluate`."""
+        """Compute the loss alone."""
 
     def backward(self, stage: int) -> None:
-        """Run a stage backward, for `Backward`."""
+        """Run a stage backward."""
 
     def progress(self) -> None:
-        """Push on what is in flight, for `Progress`."""
+        """Push on what is in flight."""
+
+
+class Action(ABC):
+    """One thing to do; `verb` says it in words."""
+
+    verb = ""
+
+    @abstractmethod
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        """Do it; `run` is the only one to ask."""
+
+
+@dataclass(frozen=True)
+class UnitAction(Action):
+    """What a unit does."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class StageAction(Action):
+    """What whoever takes a micro-batch through the stages does."""
+
+    stage: int
+
+
+class Gather(UnitAction):
+    """Start to bring a unit's parameters here."""
+
+    verb = "gather"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        units[self.unit].start_gather()
+
+
+class Wait(UnitAction):
+    """Return when a unit's parameters are whole."""
+
+    verb = "wait for"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        units[self.unit].wait_gather()
+
+
+class Release(UnitAction):
+    """Give up a unit's gathered parameters."""
+
+    verb = "release"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        units[self.unit].release()
+
+
+class Reduce(UnitAction):
+    """Start to sum a unit's gradients over ranks."""
+
+    verb = "reduce"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        units[self.unit].start_reduce(work.contributors)
+
+
+class WaitReduce(UnitAction):
+    """Return when a unit's reduction is complete, if one is in flight."""
+
+    verb = "wait for the sum of"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        units[self.unit].wait_reduce()
+
+
+class Forward(StageAction):
+    """Compute a stage's output, and keep what its backward needs."""
+
+    verb = "forward"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.forward(self.stage)
+
+
+class Loss(StageAction):
+    """Forward, loss and backward of the last stage in one: it need not hold all logits."""
+
+    verb = "forward, loss and backward of"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.loss_and_backward(self.stage)
+
+
+class Evaluate(StageAction):
+    """Forward and loss of the last stage in one, without a backward to come."""
+
+    verb = "forward and loss of"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.evaluate(self.stage)
+
+
+class Backward(StageAction):
+    """Compute the gradient of a stage's input, and add those of its parameters."""
+
+    verb = "backward"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.backward(self.stage)
+
+
+@dataclass(frozen=True)
+class Progress(Action):
+    """Push on what is in flight."""
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.progress()
+
+
+Actions = tuple[Action, ...]
+GATHERING = Gather | Wait | Release
+REDUCING = Reduce | WaitReduce
 
 
 def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs) -> None:
     """Do what a list of actions says."""
     for action in actions:
-        match action:
-            case Gather(unit):
-                units[unit].start_gather()
-            case Wait(unit):
-                units[unit].wait_gather()
-            case Forward(stage):
-                work.forward(stage)
-            case Loss(stage):
-                work.loss_and_backward(stage)
-            case Evaluate(stage):
-                work.evaluate(stage)
-            case Backward(stage):
-                work.backward(stage)
-            case Release(unit):
-                units[unit].release()
-            case WaitReduce(unit):
-                units[unit].wait_reduce()
-            case Reduce(unit):
-                units[unit].start_reduce(work.contributors)
-            case Progress():
-                work.progress()
+        action.do(units, work)
 
 
-def without_gathers(actions: Iterable[Action]) -> Actions:
-    """The same for whoever needs no parameters."""
-    return tuple(action for action in actions if not isinstance(action, Gather | Wait | Release))
+def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
+    """The actions that are none of `kinds`."""
+    return tuple(action for action in actions if not isinstance(action, kinds))
 
 
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:

@@ -7,7 +7,7 @@ of the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_mpi.arguments import came, instance, whole
@@ -16,12 +16,12 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
-from zero_mpi.sharding.actions import Actions, run, without_gathers
+from zero_mpi.sharding.actions import GATHERING, Actions, run, without
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.module_arguments import check_arguments
-from zero_mpi.sharding.parameters import Context, Views
+from zero_mpi.sharding.parameters import Context, Views, joined
 from zero_mpi.sharding.passes import GivenGradients, Pass
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
@@ -153,7 +153,7 @@ class ShardedModule(ShardedState):
         self._forward = None
         micro_batch = GivenGradients(self, gradients)
         micro_batch.contributors = self._contributors(contributors)
-        self._descend(without_gathers(self._schedule_of(last).backward), micro_batch, last)
+        self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
 
     def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
         """The loss alone, without what backward would need; None for a rank without a micro-batch."""
@@ -181,17 +181,11 @@ class ShardedModule(ShardedState):
 
     def weights_of(self, stage: int) -> Views:
         """The gathered parameters of a stage's units, by name."""
-        return self._views(stage, lambda unit: unit.weights())
+        return joined([self.units[unit].weights() for unit in self._uses[stage]])
 
     def gradients_of(self, stage: int) -> Views:
         """The gradients that a stage's backward adds to, by name; none of what is frozen."""
-        return self._views(stage, lambda unit: unit.gradients())
-
-    def _views(self, stage: int, of_unit: Callable[[ShardedUnit], Views]) -> Views:
-        uses = self._uses[stage]
-        if len(uses) == 1:
-            return of_unit(self.units[uses[0]])
-        return {name: view for unit in uses for name, view in of_unit(self.units[unit]).items()}
+        return joined([self.units[unit].gradients() for unit in self._uses[stage]])
 
     # ------------------------------------------------------------------------------------ around a step
 

@@ -23,6 +23,11 @@ from zero_mpi.sharding.unit import Unit
 Views = dict[str, Array]
 
 
+def joined(views: list[Views]) -> Views:
+    """The views of several units as one; those of a single unit as they are."""
+    return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
+
+
 @dataclass(frozen=True)
 class Context:
     """What the units of a module have in common: who owns slices, and where buffers come from.

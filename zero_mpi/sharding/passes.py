@@ -75,9 +75,8 @@ class Pass:
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self.module.weights_of(stage), self.module.gradients_of(stage)
         with spans.computing("loss", self.module.stages[stage].scope):
-            loss, self.dy = loss_and_backward(
-                layer, weights, self.x, self.targets, self.scale * factor, gradients
-            )
+            scale = self.scale * factor
+            loss, self.dy = loss_and_backward(layer, weights, self.x, self.targets, scale, gradients)
         self.x, self.loss = None, loss / factor
 
     def evaluate(self, stage: int) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from zero_mpi.sharding.actions import (
+    REDUCING,
     Action,
     Actions,
     Backward,
-    Compute,
     Evaluate,
     Forward,
     Gather,
@@ -26,9 +26,12 @@ from zero_mpi.sharding.actions import (
     Progress,
     Reduce,
     Release,
+    StageAction,
+    UnitAction,
     Wait,
     WaitReduce,
     by_stage,
+    without,
 )
 
 Indices = tuple[int, ...]
@@ -68,46 +71,23 @@ class Schedule:
     @cached_property
     def without_reductions(self) -> Schedule:
         """The schedule of a round whose gradients stay on the rank, to be reduced with a later round's."""
-        kept = tuple(
-            tuple(action for action in actions if not isinstance(action, Reduce | WaitReduce))
-            for actions in (self.backward, self.training)
-        )
-        return replace(self, backward=kept[0], training=kept[1])
+        backward, training = (without(REDUCING, actions) for actions in (self.backward, self.training))
+        return replace(self, backward=backward, training=training)
 
     def __str__(self) -> str:
         return "\n".join(f"  {'; '.join(self.told(actions))}" for actions in by_stage(self.training))
 
     def told(self, actions: Sequence[Action]) -> Iterator[str]:
         """The actions in words, those of one kind that follow each other together."""
-        kind, names = "", list[str]()
-        for action in actions:
-            if isinstance(action, Progress):
-                continue
-            if VERBS[type(action)] != kind:
-                if names:
-                    yield f"{kind} {' '.join(names)}"
-                kind, names = VERBS[type(action)], []
-            names.append(self._name(action))
-        yield f"{kind} {' '.join(names)}"
+        spoken = (action for action in actions if action.verb)
+        for verb, alike in groupby(spoken, lambda action: action.verb):
+            yield f"{verb} {' '.join(map(self._name, alike))}"
 
     def _name(self, action: Action) -> str:
-        if isinstance(action, Compute):
+        if isinstance(action, StageAction):
             return self.stage_names[action.stage] if self.stage_names else str(action.stage)
-        assert not isinstance(action, Progress)
+        assert isinstance(action, UnitAction)
         return self.unit_names[action.unit] if self.unit_names else str(action.unit)
-
-
-VERBS = {
-    Gather: "gather",
-    Wait: "wait for",
-    Forward: "forward",
-    Loss: "forward, loss and backward of",
-    Evaluate: "forward and loss of",
-    Backward: "backward",
-    Release: "release",
-    Reduce: "reduce",
-    WaitReduce: "wait for the sum of",
-}
 
 
 # ------------------------------------------------------------------------------------- how a list is made
@@ -180,7 +160,7 @@ def make_schedule(
     )
 
 
-def ascent(moves: Moves, compute: Compute) -> Actions:
+def ascent(moves: Moves, compute: StageAction) -> Actions:
     """The actions of one stage on the way up."""
     return (*moves.before, compute, *moves.after, Progress())
 
