@@ -130,13 +130,21 @@ def test_lines_are_read_within_bounds(tmp_path):
     (tmp_path / "it").write_bytes(
         b"one\n" + b"\0" * (3 * MOST_LINE) + b"\ntwo\n" + b"x" * (MOST_LINE - 1) + b"\nend"
     )
-    lines = list(read_lines(tmp_path / "it"))
-    assert [line[:4] for line in lines] == [b"one\n", b"two\n", b"xxxx", b"end"]
+    lines = list(read_lines(tmp_path / "it", b""))
+    assert [line[:4] for line in lines] == [b"one", b"two", b"xxxx", b"end"]
     os.truncate(tmp_path / "it", 8 << 30)
     with pytest.raises(
         FileError, match="expected a file of lines of at most 1048576 bytes each, found longer"
     ):
-        list(read_lines(tmp_path / "it"))
+        list(read_lines(tmp_path / "it", b""))
+
+
+def test_lines_are_chosen_by_what_they_hold(tmp_path):
+    long = b"x" * MOST_LINE
+    (tmp_path / "it").write_bytes(
+        b"\n".join([b"", b"a step", b"", long + b"step", b"step", b"st", b"ep"]) * 3
+    )
+    assert list(read_lines(tmp_path / "it", b"step")) == [b"a step", b"step"] * 3
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,17 @@ def test_one_that_was_complete_before_the_link_was_replaced_is_gone_on_from(run,
     assert_same_run(run, unbroken)
 
 
+def test_a_link_whose_name_no_system_takes_is_passed_over(run, data, unbroken):
+    """Path.is_dir raises for it, where for other dead links it says no."""
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("A" * 4000)
+    printed = train(1, run, *SMALL, *data, "--steps", "5")
+    assert "names AAA" in printed
+    assert max(map(len, printed.splitlines())) < 1000
+    assert "at step 3" in printed
+    assert_same_run(run, unbroken)
+
+
 def test_an_empty_folder_that_was_never_linked_is_passed_over(run, data, unbroken):
     """Somebody made it by hand, or a copy was broken off."""
     (run / "step-00000009").mkdir()

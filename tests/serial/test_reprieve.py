@@ -21,19 +21,45 @@ else:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
+LEFT = """
+import os, time
+from zero_mpi.launch import open_mpi_reprieve as reprieve
+reprieve.hold()
+begun, states = time.monotonic(), []
+while not states or (states[-1] == "T" and time.monotonic() - begun < 20):
+    time.sleep(0.05)
+    states.append(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0])
+print("launcher", states[0], states[-1], flush=True)
+"""
 
-@pytest.mark.parametrize("end", ["saves", "is killed"])
-def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
+
+def under_launcher(tmp_path, command, **environ):
+    """What a shell prints that is called as Open MPI's launcher is, and runs a command."""
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
-    command = f"{sys.executable} -c '{RANK}' '{end}'; echo went on"
     told = subprocess.run(
-        [shell, "-c", command],
-        env={**os.environ, "OMPI_COMM_WORLD_RANK": "0"},
+        [shell, "-c", f"{command}; echo went on"],
+        env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ},
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert told.stdout.splitlines()[-2:] == ["launcher T", "went on"], told
+    return told.stdout.splitlines()
+
+
+@pytest.mark.parametrize("end", ["saves", "is killed"])
+def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
+    told = under_launcher(tmp_path, f"{sys.executable} -c '{RANK}' '{end}'")
+    assert told[-2:] == ["launcher T", "went on"], told
+
+
+def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
+    told = under_launcher(tmp_path, f"sleep 2 & {sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert told == ["launcher T S", "went on"]
+
+
+def test_the_launcher_does_its_work_where_a_rank_has_ended_before(tmp_path):
+    told = under_launcher(tmp_path, f"{sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert told == ["launcher S S", "went on"]
 
 
 def test_other_launchers_are_left_alone(tmp_path):

@@ -77,7 +77,9 @@ def test_who_waits_in_vain_ends_the_job(name):
     script, status, line = ENDED[name]
     found, _, lines, errors = job(script)
     assert (found, len(lines)) == (status, 1), errors
-    assert re.search(line, lines[0]), lines
+    # Open MPI may be the first to notice that a message does not fit.
+    seen_by_mpi = name == "others" and "mpi4py.MPI.Exception: MPI_ERR_" in errors
+    assert re.search(line, lines[0]) or seen_by_mpi, lines
     assert lines[0].endswith("; ending the job")
 
 

@@ -167,8 +167,10 @@ def steps(out: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the checkpoints in OUT, oldest first."""
     if not out.is_dir():
         return []
-    found = [(STEP_FOLDER.fullmatch(entry.name), entry) for entry in out.iterdir() if entry.is_dir()]
-    return sorted((int(match[1]), entry) for match, entry in found if match and not entry.is_symlink())
+    found = [(match, entry) for entry in out.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
+    return sorted(
+        (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
+    )
 
 
 def candidates(out: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.files.open import read_lines
-from zero_mpi.telemetry.metrics import MOST_STEPS
+from zero_mpi.telemetry.metrics import MARK, MOST_STEPS
 
 LIMIT = 2000  # columns of a run
-PIECE = 1 << 22  # bytes of lines that are read at a time
+PIECE = 1 << 22  # bytes that lines take which are read at a time
 RECENT = 100  # last records that are kept
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 ABSENT = math.inf  # stands for a number that is not there; JSON has no such number
@@ -194,7 +195,7 @@ def column(rows: Sequence[Row], name: str) -> Floats:
 def read_metrics(path: Path, limit: int = LIMIT) -> Metrics:
     """All records of a file; lines that are none, such as one cut off by a crash, are left out."""
     metrics = Metrics(limit)
-    for lines in in_pieces(read_lines(path, "a file of records")):
+    for lines in in_pieces(read_lines(path, MARK, "a file of records")):
         metrics.add(list(rows_of(lines)))
     return metrics
 
@@ -204,7 +205,7 @@ def in_pieces(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
     held, size = list[bytes](), 0
     for line in lines:
         held.append(line)
-        size += len(line)
+        size += sys.getsizeof(line)
         if size >= PIECE:
             yield held
             held, size = [], 0

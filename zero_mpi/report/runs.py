@@ -151,7 +151,7 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
     """The run in a folder; raises UsageError if there is none, or if it may not be read."""
     check_folder(path)
     try:
-        metrics = read_metrics(path / METRICS, limit) if (path / METRICS).exists() else Metrics(limit)
+        metrics = read_metrics(path / METRICS, limit) if os.path.exists(path / METRICS) else Metrics(limit)
         return Run(
             path,
             metrics,
@@ -195,7 +195,7 @@ def read_events(path: Path) -> list[Event]:
     """The newest events of a run, oldest first; a line that is none is left out."""
     found, size = deque[tuple[int, Event]](), 0
     try:
-        for line in read_lines(path):
+        for line in read_lines(path, b'"event"'):
             event = event_of(line)
             if event:
                 found.append((len(line), event))

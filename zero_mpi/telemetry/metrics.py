@@ -23,6 +23,7 @@ from zero_mpi.telemetry.tensorboard import TensorBoard
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
+MARK = b'"step"'  # in every record, and looked for first: a million other lines take no time
 MOST_STEPS = 1 << 52  # a larger number is no step
 
 
@@ -101,7 +102,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 def record_of(line: bytes) -> dict[str, Any]:
     """A record of a step; empty for a line that is none, such as one cut off by a crash."""
-    if b'"step"' not in line:  # looked for first: a file of a million other lines takes no time
+    if MARK not in line:
         return {}
     try:
         record = parse_json(line, null_for_infinite=True)
@@ -119,6 +120,6 @@ def check(out: Path) -> None:
 
 def keep_until(path: Path, step: int) -> None:
     """Drop the records after `step`: a resumed run writes them again. What is no record goes as well."""
-    lines = read_lines(path, "a file of records") if os.path.lexists(path) else ()
+    lines = read_lines(path, MARK, "a file of records") if os.path.lexists(path) else ()
     kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
     write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))

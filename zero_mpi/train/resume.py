@@ -87,8 +87,9 @@ def open_checked(folder: Path, rank: int, ranks: int) -> ResumePoint:
 
 def read_indices(folder: Path) -> ResumePoint:
     """The checkpoint in a folder; raises UsageError unless there is a pair of sound files in it."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder.parent / folders.LATEST} names {folder.name}, which is not there")
+    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
+        link = shown(folder.parent / folders.LATEST)
+        raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
     return ResumePoint(folder, *open_checkpoint(folder))
 
 
