@@ -13,7 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import COMPILED, clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
+from jobs import (
+    COMPILED,
+    clean_environment,
+    end,
+    hands_sigterm_on,
+    launcher,
+    ranks_said,
+    run_command,
+    run_job,
+)
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 from thinned import thinned
@@ -154,7 +163,7 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]
     status, said, errors = run_command(command, timeout=60, cwd=tmp_path)
     assert (status, said) == (2, ""), errors
-    assert re.fullmatch(r"zero_mpi train: error: no memory for this run: .*\n", errors)
+    assert re.fullmatch(r"zero_mpi train: error: no memory for this run: .*\n", ranks_said(errors))
 
 
 # --------------------------------------------------------------------------------------- what is asked for

@@ -82,6 +82,121 @@ def test_adamw_rounds_what_it_wrote():
     np.testing.assert_array_equal(low, p.astype(ml_dtypes.bfloat16))
 
 
+# ----------------------------------------------------------------------------- kernels that read bfloat16
+
+BF = np.dtype(ml_dtypes.bfloat16)
+
+
+def test_kernels_round_as_the_definition_does():
+    """Every bfloat16 comes back; a float32 of any kind goes to the nearest, of two to the even one."""
+    jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
+
+    @jit.kernel(jit.given(1, jit.EITHER), jit.filled(1, jit.EITHER))
+    def copied(x, y):
+        for i in range(x.size):
+            y[i] = jit.narrow(y, jit.wide(x[i]))
+
+    @jit.kernel(jit.given(1), jit.filled(1, jit.LOW))
+    def rounded(x, y):
+        for i in range(x.size):
+            y[i] = jit.narrow(y, x[i])
+
+    every = np.arange(1 << 16, dtype=np.uint16)
+    back = np.zeros_like(every)
+    copied(every, back)
+    is_nan = np.isnan(every.view(BF).astype(np.float32))
+    np.testing.assert_array_equal(back[~is_nan], every[~is_nan])
+    assert np.isnan(back.view(BF)[is_nan].astype(np.float32)).all()
+    halves = np.arange(1 << 17, dtype=np.uint32) << 15  # every bfloat16, and what lies in the middle of two
+    near = np.concatenate([halves, halves + 1, halves - 1]).view(np.float32)
+    found = np.zeros(near.size, np.uint16)
+    rounded(near, found)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = near.astype(BF)
+    fine = ~np.isnan(near)
+    np.testing.assert_array_equal(found[fine], expected.view(np.uint16)[fine])
+    assert np.isnan(found.view(BF)[~fine].astype(np.float32)).all()
+
+
+X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
+ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
+CALLS = {
+    "add": lambda o: o.add(X, X[::-1]),
+    "gelu": lambda o: o.gelu(X),
+    "gelu_backward": lambda o: o.gelu_backward(X[::-1], X),
+    "swiglu": lambda o: o.swiglu(X, X[::-1]),
+    "swiglu_backward": lambda o: o.swiglu_backward(X[:, ::-1], X, X[::-1]),
+    "rms_norm": lambda o: o.rms_norm(X, W, 1e-5),
+    "layer_norm": lambda o: o.layer_norm(X, W, B, 1e-5),
+    "rope": lambda o: [
+        o.rope(X.reshape(5, 33, 2, 24), np.cos(ANGLES), np.sin(ANGLES), flag) for flag in (True, False)
+    ],
+}
+
+
+def norm_backwards(o, kind):
+    """All that both backwards give and add to, with and without what is added to dx."""
+    results = []
+    for plus in (None, X[::-1].copy()):
+        dw, db = np.ones(48, kind), np.ones(48, kind)
+        r = reference.rms_norm(X.astype(np.float32), np.float32(1), 1e-5)[1]
+        mean = X.astype(np.float32).mean(axis=-1, keepdims=True)
+        results += [o.rms_norm_backward(X[:, ::-1], X, W, r, dw, plus), dw.copy()]
+        results += [o.layer_norm_backward(X[:, ::-1], X, W, mean, r, dw, db, plus), dw, db]
+    return results
+
+
+CALLS |= {
+    f"norm_backward, {np.dtype(kind)}": lambda o, kind=kind: norm_backwards(o, kind)
+    for kind in (BF, np.float32)
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_of_bfloat16_do_what_is_defined(name):
+    """Only where a float32 lies at the middle of two may a kernel's last bit decide otherwise."""
+    pytest.importorskip("numba")
+    ops.prepare()
+    found, expected = CALLS[name](ops), CALLS[name](low_precision.defined)
+    pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        a, b = ours.astype(np.float32), theirs.astype(np.float32)
+        near = 2.0**-7 if ours.dtype == BF else 2.0**-18
+        np.testing.assert_allclose(a, b, rtol=near, atol=1e-6 if ours.dtype == BF else 1e-5)
+        assert ours.dtype != BF or np.mean(a != b) < (0.1 if name.startswith("gelu") else 0.002)
+
+
+def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
+    """Neither copies nor the reference: the kernels themselves."""
+    pytest.importorskip("numba")
+    from zero_mpi.ops import cpu
+
+    ops.prepare()
+    monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
+    for name in set(CALLS) - {"norm_backward, float32"}:
+        CALLS[name](ops)
+    assert {operation.__name__ for operation in cpu.OF_BFLOAT16} == {
+        *(name for name in CALLS if not name.startswith("norm")),
+        "rms_norm_backward",
+        "layer_norm_backward",
+    }
+
+
+def test_numbers_that_are_not_finite_stay_so():
+    odd = np.array([np.inf, -np.inf, np.nan, 1, 3e38], np.float32).astype(BF)
+    assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
+    assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
+    assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "3e38 twice is beyond"
+
+
+def test_definitions_say_nothing_of_numbers_beyond_float32():
+    """Users without numba compute by them; the norm of the gradient is what tells."""
+    huge = np.full((2, 4), 1e30, np.float32)
+    y, _ = ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)
+    assert not y.any()
+
+
 def test_names_of_precisions():
     assert precision_named("bf16") is BF16
     assert precision_named("bf16", "bf16") is BF16

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from jobs import REFERENCE, launcher, run_command
@@ -83,12 +84,21 @@ def test_every_operation_is_tried_and_one_bit_of_it_shows(name, monkeypatch):
     assert trial.digest() != before
 
 
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16])
+def test_the_trial_of_a_run_in_low_precision_tries_that_as_well(kind, monkeypatch):
+    first = trial.digest(kind)
+    assert trial.digest(kind) == first != trial.digest()
+    gelu = ops.gelu
+    monkeypatch.setattr(ops, "gelu", lambda x: gelu(x) if x.dtype == np.float32 else gelu(x) + x)
+    assert trial.digest(kind) != first
+
+
 DIGEST = """
 import json, zero_mpi
 from threadpoolctl import threadpool_limits
 from zero_mpi.train import same_bits as samebits
 with threadpool_limits({threads}):
-    print(json.dumps(samebits.machine({threads})))
+    print(json.dumps(samebits.machine({threads}, "float32")))
 """
 
 

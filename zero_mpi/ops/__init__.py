@@ -8,7 +8,7 @@ operation, and ZERO_MPI_OPS=reference keeps it away. For CuPy arrays it is `ops.
 
 import os
 from collections.abc import Callable
-from functools import singledispatch
+from functools import singledispatch, wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +20,13 @@ from zero_mpi.ops import code_cache, low_precision, reference
 
 def _dispatched(definition: Callable[..., Any]) -> Any:
     """An operation that is chosen by the type of its first array, and takes low precision on the host."""
-    return singledispatch(low_precision.accept_low(definition.__name__, definition))
+
+    @wraps(definition)
+    def quietly(*given: Any, **named: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore"):  # the gradient's norm will tell, as with kernels
+            return definition(*given, **named)
+
+    return singledispatch(low_precision.accept_low(definition.__name__, quietly))
 
 
 add = _dispatched(reference.add)
@@ -101,7 +107,8 @@ def prepare(say: Callable[[str], object] | None = None) -> None:
 
     for operation in cpu.OPERATIONS:
         name = operation.__name__
-        globals()[name].register(np.ndarray, low_precision.accept_low(name, operation))
+        native = (low_precision.BFLOAT16,) if operation in cpu.OF_BFLOAT16 else ()
+        globals()[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
     code_cache.mark_complete()
     _prepared = True
 

@@ -1,23 +1,25 @@
 """The operations in bfloat16 and float16 on the host: inputs widened to float32, results rounded once.
 
 This defines what low precision means: sums and products are those of float32, and what is handed on has the
-low type. On the host it is a reference and slow; kernels of a GPU are held to it. Statistics that a forward
-keeps for its backward, losses and the tables of rotary positions are never low. A gradient that is added to
-keeps its own type, low or not.
+low type. It is a reference and slow; kernels, of a GPU or for bfloat16 on the host, are held to it.
+Statistics that a forward keeps for its backward, losses and the tables of rotary positions are never low. A
+gradient that is added to keeps its own type, low or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
@@ -72,8 +74,11 @@ def widened(x: Any) -> Any:
     return x.astype(np.float32) if is_low(x) else x
 
 
-def accept_low(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """`operation`, of float32 and wider, that takes low arrays as well; as it is where that is no matter."""
+def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
+    """`operation`, of float32 and wider, that takes low arrays as well; as it is where that is no matter.
+
+    `native`: the low types that it computes with by itself.
+    """
     roles = ROLES.get(name)
     if roles is None:
         return operation
@@ -81,7 +86,8 @@ def accept_low(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(operation)
     def either(*given: Any, **named: Any) -> Any:
-        if given[told_by].dtype.itemsize != 2:
+        kind = given[told_by].dtype
+        if kind.itemsize != 2 or kind in native:
             return operation(*given, **named)
         return run_low(operation, roles, dict(zip(names, given, strict=False)) | named)
 
@@ -113,3 +119,7 @@ def narrowed(x: Array | None, kind: Any) -> Array | None:
     """`x` rounded to nearest, ties to even; what is too large becomes infinite, and the norm will tell."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)
+
+
+defined = SimpleNamespace(**{name: accept_low(name, getattr(reference, name)) for name in ROLES})
+"""The definitions of operations, for arrays of any type: what a kernel does not take goes there."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ ROWS, WIDTH = 67, 193  # of everything that works row by row: no multiple of any
 VOCABULARY = 301
 
 
+Draw = Callable[..., Array]  # `numbers`, of one type
+
+
 @cache
 def stream() -> Array:
     """Numbers between -1 and 1, the same everywhere: no library's generator makes them."""
@@ -43,11 +46,11 @@ def stream() -> Array:
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
 
-def numbers(*shape: int, seed: int) -> Array:
-    """An array of such numbers, beginning elsewhere for each seed."""
+def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) -> Array:
+    """An array of such numbers in a type of computing, beginning elsewhere for each seed."""
     start = 997 * seed
-    values = stream()[start : start + math.prod(shape)].reshape(shape)
-    return device.in_use().from_host(values.copy())
+    values = stream()[start : start + math.prod(shape)].reshape(shape) * np.float32(times)
+    return device.in_use().from_host(values.astype(kind))
 
 
 def whole(count: int, *shape: int) -> Array:
@@ -56,63 +59,63 @@ def whole(count: int, *shape: int) -> Array:
     return device.in_use().from_host(values.reshape(shape))
 
 
-def products() -> Iterator[Array]:
+def products(draw: Draw) -> Iterator[Array]:
     """The linear layer in every shape, forward and backward."""
     for rows, inputs, outputs in PRODUCTS:
-        x, w, b = numbers(rows, inputs, seed=1), numbers(outputs, inputs, seed=2), numbers(outputs, seed=3)
-        y = ops.linear(x, w, b, numbers(rows, outputs, seed=4))
-        dw, db = numbers(outputs, inputs, seed=5), numbers(outputs, seed=6)
+        x, w, b = draw(rows, inputs, seed=1), draw(outputs, inputs, seed=2), draw(outputs, seed=3)
+        y = ops.linear(x, w, b, draw(rows, outputs, seed=4))
+        dw, db = draw(outputs, inputs, seed=5), draw(outputs, seed=6)
         ops.linear_backward_w(y, x, dw)
         ops.linear_backward_b(y, db)
         yield from (ops.linear(x, w, b), y, ops.linear_backward_x(y, w), dw, db)
-        yield ops.linear_backward_x(y, w, numbers(rows, inputs, seed=7))
+        yield ops.linear_backward_x(y, w, draw(rows, inputs, seed=7))
 
 
-def attention() -> Iterator[Array]:
+def attention(draw: Draw) -> Iterator[Array]:
     """Attention, forward and backward."""
     for batch, length, heads, shared, width in ATTENTIONS:
-        q = numbers(batch, length, heads, width, seed=1)
-        k, v = (numbers(batch, length, shared, width, seed=seed) for seed in (2, 3))
+        q = draw(batch, length, heads, width, seed=1)
+        k, v = (draw(batch, length, shared, width, seed=seed) for seed in (2, 3))
         y, kept = ops.causal_attention(q, k, v, width**-0.5)
         yield y
-        yield from ops.causal_attention_backward(numbers(*y.shape, seed=4), q, k, v, kept, width**-0.5)
+        yield from ops.causal_attention_backward(draw(*y.shape, seed=4), q, k, v, kept, width**-0.5)
 
 
-def norms() -> Iterator[Array]:
+def norms(draw: Draw) -> Iterator[Array]:
     """Try both kinds of norm."""
-    x, dy = numbers(ROWS, WIDTH, seed=1), numbers(ROWS, WIDTH, seed=2)
-    w, b, dw, db = (numbers(WIDTH, seed=seed) for seed in (3, 4, 5, 6))
+    x, dy = draw(ROWS, WIDTH, seed=1), draw(ROWS, WIDTH, seed=2)
+    w, b, dw, db = (draw(WIDTH, seed=seed) for seed in (3, 4, 5, 6))
     y, r = ops.rms_norm(x, w, 1e-5)
     yield from (y, r, ops.rms_norm_backward(dy, x, w, r, dw), dw)
     y, mean, r = ops.layer_norm(x, w, b, 1e-5)
     yield from (y, mean, r, ops.layer_norm_backward(dy, x, w, mean, r, dw, db, x), dw, db)
 
 
-def elements() -> Iterator[Array]:
+def elements(draw: Draw) -> Iterator[Array]:
     """What is computed element by element, over the whole range of the exponential."""
-    x, y, z = (numbers(ROWS, WIDTH, seed=seed) * 9 for seed in (1, 2, 3))
+    x, y, z = (draw(ROWS, WIDTH, seed=seed, times=9) for seed in (1, 2, 3))
     yield from (ops.add(x, y), ops.gelu(x), ops.gelu_backward(y, x), ops.swiglu(x, y))
     yield from ops.swiglu_backward(z, x, y)
-    heads, cos, sin = numbers(2, 9, 3, 22, seed=4), numbers(9, 11, seed=5), numbers(9, 11, seed=6)
+    heads, cos, sin = draw(2, 9, 3, 22, seed=4), numbers(9, 11, seed=5), numbers(9, 11, seed=6)
     yield from (ops.rope(heads, cos, sin, interleaved) for interleaved in (True, False))
 
 
-def tables() -> Iterator[Array]:
+def tables(draw: Draw) -> Iterator[Array]:
     """Try embeddings and positions."""
-    tokens, w = whole(VOCABULARY, 2, ROWS), numbers(VOCABULARY, WIDTH, seed=1)
-    dy, places = numbers(2, ROWS, WIDTH, seed=2), numbers(ROWS, WIDTH, seed=3)
+    tokens, w = whole(VOCABULARY, 2, ROWS), draw(VOCABULARY, WIDTH, seed=1)
+    dy, places = draw(2, ROWS, WIDTH, seed=2), draw(ROWS, WIDTH, seed=3)
     yield from (ops.embedding(tokens, w), ops.positions(dy, places))
     ops.embedding_backward(tokens, dy, w)
     ops.positions_backward(dy, places)
     yield from (w, places)
 
 
-def losses() -> Iterator[Array]:
+def losses(draw: Draw) -> Iterator[Array]:
     """The loss by itself, and with its head."""
-    targets, x = whole(VOCABULARY, ROWS), numbers(ROWS, WIDTH, seed=1)
-    yield from ops.cross_entropy(numbers(ROWS, VOCABULARY, seed=2) * 5, targets, 0.01)
-    w, b = numbers(VOCABULARY, WIDTH, seed=3), numbers(VOCABULARY, seed=4)
-    dw, db = numbers(VOCABULARY, WIDTH, seed=5), numbers(VOCABULARY, seed=6)
+    targets, x = whole(VOCABULARY, ROWS), draw(ROWS, WIDTH, seed=1)
+    yield from ops.cross_entropy(draw(ROWS, VOCABULARY, seed=2, times=5), targets, 0.01)
+    w, b = draw(VOCABULARY, WIDTH, seed=3), draw(VOCABULARY, seed=4)
+    dw, db = draw(VOCABULARY, WIDTH, seed=5), draw(VOCABULARY, seed=6)
     yield from ops.linear_cross_entropy(x, w, b, targets, 0.01, dw, db)
     yield from (dw, db)
 
@@ -127,16 +130,24 @@ def updates() -> Iterator[Array]:
     yield from (p, m, v)
 
 
-PARTS = (products, attention, norms, elements, tables, losses, updates)
+PARTS = (products, attention, norms, elements, tables, losses)
 
 
-def digest() -> str:
+def results(kind: Any) -> Iterator[Array]:
+    """What all operations give in float32, and in the low type that a run computes in."""
+    for part in PARTS:
+        yield from part(numbers)
+    yield from updates()
+    for part in PARTS if kind != np.float32 else ():
+        yield from part(partial(numbers, kind=kind))
+
+
+def digest(kind: Any = np.float32) -> str:
     """A short text that stands for the bits of all results; some tens of milliseconds, once compiled."""
     found = hashlib.sha256()
     where = device.in_use()
-    for part in PARTS:
-        for result in part():
-            found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
+    for result in results(kind):
+        found.update(np.ascontiguousarray(where.to_host(result)).tobytes())
     pool_of(where).trim()  # a training has other sizes
     stream.cache_clear()
     return found.hexdigest()[:16]

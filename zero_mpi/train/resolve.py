@@ -39,6 +39,7 @@ from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, tensorboard
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, of_text, what_was_read
@@ -198,7 +199,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     UsageError on all ranks where bits differ in exact mode.
     """
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
-    machines = world.results(lambda: (platform.node(), same_bits.machine(threads)))
+    kind = precision_named(config.precision).compute
+    machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
     same_bits.check_bits(machines, config.reduction == "exact", notes)
     machine: dict[str, Any] = machines[0][1]
     return machine

@@ -29,8 +29,11 @@ EXPLAINING = ("BLAS", "code for", "processor")  # names that matter where the tr
 REMEDY = "give all ranks the same threads (--threads N) and kind of processor, or use --reduction fast"
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """What this rank computes with: names, and the digest of a trial with the threads that are set."""
+def machine(threads: int, kind: Any) -> dict[str, Any]:
+    """What this rank computes with: names, and the digest of a trial with the threads that are set.
+
+    kind: the type that the run computes in.
+    """
     facts = {
         THREADS: threads,
         "operations": ops.backend(),
@@ -43,7 +46,7 @@ def machine(threads: int) -> dict[str, Any]:
     }
     if device.in_use().name != "cpu":
         facts["device"] = device.in_use().about
-    return facts | {TRIAL: trial.digest()}
+    return facts | {TRIAL: trial.digest(kind)}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

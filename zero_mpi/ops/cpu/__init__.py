@@ -1,6 +1,7 @@
 """The operations for `numpy.ndarray`, compiled: importing this package compiles or loads all kernels.
 
-Inputs in float32 are computed here; whatever else comes goes to the reference. A kernel runs on one thread,
+Inputs in float32 are computed here, by OF_BFLOAT16 in bfloat16 as well; whatever else comes goes to the
+reference. A kernel runs on one thread,
 and BLAS on as many as the rank has. Compiled code is kept in a folder named after versions, processor and
 source (`ops.code_cache`); one rank of a node fills it before the others look.
 
@@ -45,6 +46,19 @@ OPERATIONS = (
     linear_cross_entropy,
     positions,
     positions_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    swiglu,
+    swiglu_backward,
+)
+# Those whose kernels read and write bfloat16 themselves; the others are given float32 (`low_precision`).
+OF_BFLOAT16 = (
+    add,
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
     rms_norm,
     rms_norm_backward,
     rope,

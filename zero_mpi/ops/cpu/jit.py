@@ -1,9 +1,10 @@
 """How kernels are compiled: the types of their arguments, the compiler's liberties, the place of the code.
 
-A kernel has one signature and is compiled, or loaded from the cache, when its module is imported. Inputs
-are read-only types, so that gathered weights may be views that nobody can write. Sums may be reassociated
-and products contracted, which fixes the order for a given length and no more; NaN and infinity stay what
-they are, because a step whose gradients are not finite has to be seen.
+A kernel is compiled, or loaded from the cache, when its module is imported: for one signature, or where it
+computes in EITHER type for two, float32 and the bits of bfloat16. Inputs are read-only types, so that
+gathered weights may be views that nobody can write. Sums may be reassociated and products contracted, which
+fixes the order for a given length and no more; NaN and infinity stay what they are, because a step whose
+gradients are not finite has to be seen.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import llvmlite.binding
+import ml_dtypes
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import code_cache
@@ -25,7 +29,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LIBERTIES = {"reassoc", "contract", "arcp", "nsz", "afn"}
 FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
-FLOAT32 = np.dtype(np.float32)
+LOW = types.uint16  # the bits of a bfloat16
+WORD = ir.IntType(32)
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+EITHER = "float32, or the bits of bfloat16"  # in the place of a type: all such arrays of a call are of one
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
@@ -33,24 +40,33 @@ ZERO, ONE = f4(0), f4(1)
 
 def given(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
     """The type of an array that a kernel reads; "A": of any strides."""
-    return types.Array(dtype, ndim, layout, readonly=True)
+    return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout, readonly=True)
 
 
 def filled(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
     """The type of an array that a kernel writes."""
-    return types.Array(dtype, ndim, layout)
+    return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout)
+
+
+def signatures(returns: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """The signatures of a kernel: one, or one for each of the two types."""
+    found = [
+        returns(*(one if isinstance(one, types.Type) else one(either) for one in arguments))
+        for either in (FLOAT, LOW)
+    ]
+    return found if found[0] != found[1] else found[:1]
 
 
 def kernel(*arguments: Any, returns: Any = types.void, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     """Compile a function for these types of arguments; it runs without the interpreter's lock."""
-    signature = returns(*arguments)
+    wanted = signatures(returns, arguments)
 
     def compile_kernel(function: F) -> F:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
         try:
-            compiled: F = numba.njit(
-                signature, fastmath=liberties, nogil=True, cache=True, error_model="numpy"
-            )(function)
+            compiled: F = numba.njit(wanted, fastmath=liberties, nogil=True, cache=True, error_model="numpy")(
+                function
+            )
         finally:
             numba.config.CACHE_DIR = before
         return compiled
@@ -76,19 +92,62 @@ def target() -> str:
 
 
 def single(*arrays: Array) -> bool:
-    """Whether all are float32, which is what kernels are for; the reference takes the rest."""
+    """Whether all are float32, which is what most kernels are for; the reference takes the rest."""
     return all(array.dtype == FLOAT32 for array in arrays)
 
 
+def alike(*arrays: Array) -> bool:
+    """Whether all are float32, or all bfloat16, which is what kernels of EITHER are for."""
+    kind = arrays[0].dtype
+    return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
+
+
+def bits(x: Array) -> Array:
+    """x as kernels take it: bfloat16 by its bits, anything else as it is."""
+    return x.view(np.uint16) if x.dtype == BFLOAT16 else x
+
+
 def flat(x: Array) -> Array:
-    """x in one dimension, contiguous; a copy unless it is."""
-    return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+    """x in one dimension, contiguous, by `bits`; a copy unless it is."""
+    return bits(x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1))
 
 
 def matrix(x: Array) -> Array:
-    """x (..., C) as a contiguous matrix (N, C); a copy unless x is contiguous."""
+    """x (..., C) as a contiguous matrix (N, C), by `bits`; a copy unless x is contiguous."""
     y = x if x.flags.c_contiguous else np.ascontiguousarray(x)
-    return y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
+    return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
+
+
+# ---------------------------------------------------------------------------------- inside of kernels
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def wide(context: Any, x: Any) -> Any:
+    """An element as float32: itself, or what the bits of a bfloat16 say."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if signature.args[0] == FLOAT:
+            return values[0]
+        word = builder.zext(values[0], WORD)
+        return builder.bitcast(builder.shl(word, WORD(16)), ir.FloatType())
+
+    return FLOAT(x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow(context: Any, out: Any, x: Any) -> Any:
+    """What `out` holds for a float32: itself, or the bits of the nearest bfloat16, of two the even one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if out.dtype == FLOAT:
+            return values[1]
+        word = builder.bitcast(values[1], WORD)
+        odd = builder.and_(builder.lshr(word, WORD(16)), WORD(1))
+        near = builder.lshr(builder.add(builder.add(word, WORD(0x7FFF)), odd), WORD(16))
+        is_nan = builder.fcmp_unordered("uno", values[1], values[1])  # the sum would carry it away
+        return builder.trunc(builder.select(is_nan, WORD(0x7FC0), near), ir.IntType(16))
+
+    return out.dtype(out, FLOAT), codegen
 
 
 @helper

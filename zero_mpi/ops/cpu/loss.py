@@ -31,7 +31,6 @@ from zero_mpi.ops.cpu.jit import (
     single,
 )
 from zero_mpi.ops.cpu.linear import add_columns, add_row
-from zero_mpi.ops.cpu.norm import room as adds_into
 from zero_mpi.ops.reference import chunk_rows, rows
 
 
@@ -85,7 +84,11 @@ def linear_cross_entropy(
     need_dx: bool = True,
 ) -> tuple[np.float64, Array | None]:
     """`reference.linear_cross_entropy`."""
-    if not x.dtype == w.dtype == FLOAT32 or (dw is not None and not by_rows(dw)) or not adds_into(db):
+    if (
+        not x.dtype == w.dtype == FLOAT32
+        or (dw is not None and not by_rows(dw))
+        or not (db is None or db.dtype == FLOAT32)
+    ):
         return reference.linear_cross_entropy(x, w, b, targets, scale, dw, db, need_dx)
     inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0])
     n, vocabulary = inputs.shape[0], w.shape[0]

@@ -6,13 +6,15 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
-from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    EITHER,
     FLOAT,
     FLOAT32,
     ONE,
     TRUTH,
     ZERO,
+    alike,
     f4,
     filled,
     flat,
@@ -20,27 +22,32 @@ from zero_mpi.ops.cpu.jit import (
     kernel,
     lanes_of,
     matrix,
+    narrow,
     settle,
-    single,
+    wide,
 )
+from zero_mpi.ops.low_precision import defined
 from zero_mpi.ops.rowsums import LANES
 
 
-@kernel(given(2), given(1), FLOAT, filled(2), filled(1))
+@kernel(given(2, EITHER), given(1, EITHER), FLOAT, filled(2, EITHER), filled(1))
 def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
     """y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
     n, width = x.shape
     for i in range(n):
         square = ZERO
         for j in range(width):
-            square += x[i, j] * x[i, j]
+            v = wide(x[i, j])
+            square += v * v
         q = ONE / np.sqrt(square / f4(width) + eps)
         r[i] = q
         for j in range(width):
-            y[i, j] = x[i, j] * q * w[j]
+            y[i, j] = narrow(y, wide(x[i, j]) * q * wide(w[j]))
 
 
-@kernel(given(2), given(2), given(1), given(1), TRUTH, given(2), filled(2), filled(1))
+@kernel(
+    *[given(2, EITHER)] * 2, given(1, EITHER), given(1), TRUTH, given(2, EITHER), filled(2, EITHER), filled(1)
+)
 def rms_backward(
     dy: Array, x: Array, w: Array, r: Array, adds: bool, plus: Array, dx: Array, dw: Array
 ) -> None:
@@ -51,37 +58,45 @@ def rms_backward(
         q, lane = r[i], lanes[i % LANES]
         along = ZERO
         for j in range(width):
-            along += dy[i, j] * w[j] * x[i, j]
+            along += wide(dy[i, j]) * wide(w[j]) * wide(x[i, j])
         c = along * q * q * q / f4(width)
         for j in range(width):
-            inner = q * w[j] * dy[i, j] - c * x[i, j]
-            dx[i, j] = plus[i, j] + inner if adds else inner
-            lane[j] += dy[i, j] * x[i, j] * q
+            inner = q * wide(w[j]) * wide(dy[i, j]) - c * wide(x[i, j])
+            dx[i, j] = narrow(dx, wide(plus[i, j]) + inner if adds else inner)
+            lane[j] += wide(dy[i, j]) * wide(x[i, j]) * q
         settle(lanes, i, n)
     dw += lanes[LANES]
 
 
-@kernel(given(2), given(1), given(1), FLOAT, filled(2), filled(1), filled(1))
+@kernel(given(2, EITHER), *[given(1, EITHER)] * 2, FLOAT, filled(2, EITHER), filled(1), filled(1))
 def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
     """y = (x - mean) * r * w + b; the variance from the centred values, which does not cancel."""
     n, width = x.shape
     for i in range(n):
         total = ZERO
         for j in range(width):
-            total += x[i, j]
+            total += wide(x[i, j])
         middle = total / f4(width)
         square = ZERO
         for j in range(width):
-            d = x[i, j] - middle
+            d = wide(x[i, j]) - middle
             square += d * d
         q = ONE / np.sqrt(square / f4(width) + eps)
         mean[i] = middle
         r[i] = q
         for j in range(width):
-            y[i, j] = (x[i, j] - middle) * q * w[j] + b[j]
+            y[i, j] = narrow(y, (wide(x[i, j]) - middle) * q * wide(w[j]) + wide(b[j]))
 
 
-@kernel(*[given(2)] * 2, *[given(1)] * 3, TRUTH, given(2), filled(2), filled(1), filled(1))
+@kernel(
+    *[given(2, EITHER)] * 2,
+    given(1, EITHER),
+    *[given(1)] * 2,
+    TRUTH,
+    given(2, EITHER),
+    filled(2, EITHER),
+    *[filled(1)] * 2,
+)
 def layer_backward(
     dy: Array,
     x: Array,
@@ -105,38 +120,53 @@ def layer_backward(
         weight, bias = weights[i % LANES], biases[i % LANES]
         total, along = ZERO, ZERO
         for j in range(width):
-            d = dy[i, j] * w[j]
+            d = wide(dy[i, j]) * wide(w[j])
             total += d
-            along += d * (x[i, j] - middle)
+            along += d * (wide(x[i, j]) - middle)
         total /= f4(width)
         along *= q * q / f4(width)
         for j in range(width):
-            centred = x[i, j] - middle
-            inner = q * (dy[i, j] * w[j] - total - centred * along)
-            dx[i, j] = plus[i, j] + inner if adds else inner
-            weight[j] += dy[i, j] * centred * q
-            bias[j] += dy[i, j]
+            slope, centred = wide(dy[i, j]), wide(x[i, j]) - middle
+            inner = q * (slope * wide(w[j]) - total - centred * along)
+            dx[i, j] = narrow(dx, wide(plus[i, j]) + inner if adds else inner)
+            weight[j] += slope * centred * q
+            bias[j] += slope
         settle(weights, i, n)
         settle(biases, i, n)
     dw += weights[LANES]
     db += biases[LANES]
 
 
-def spare(dw: Array | None, w: Array) -> Array:
-    """dw, or for a frozen parameter some room to sum into: the same code runs, so dx has the same bits."""
-    return np.zeros_like(w) if dw is None else dw
+def sums_for(dw: Array | None, w: Array) -> Array:
+    """What a kernel adds sums over rows to: dw itself, or zeros, which `add_sums` brings there.
+
+    For a frozen parameter as well, so that the same code runs and dx has the same bits.
+    """
+    return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
 
 
-def room(*sums: Array | None) -> bool:
-    """Whether kernels can add into these where they lie."""
-    return all(x is None or (x.dtype == FLOAT32 and x.flags.c_contiguous) for x in sums)
+def add_sums(sums: Array, dw: Array | None) -> None:
+    """Add what lies beside a gradient of low precision to it, rounded once."""
+    if dw is not None and dw is not sums:
+        dw[...] = dw.astype(np.float32) + sums
+
+
+def adds_into(*sums: Array | None) -> bool:
+    """Whether kernels can add into these where they lie, or beside them."""
+    return all(x is None or (x.dtype in (FLOAT32, BFLOAT16) and x.flags.c_contiguous) for x in sums)
+
+
+def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
+    """Whether a backward of these is a kernel's."""
+    return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     """`reference.rms_norm`."""
-    if not single(x, w):
-        return reference.rms_norm(x, w, eps)
-    y, r = recycled(x.shape), recycled((*x.shape[:-1], 1))
+    if not alike(x, w):
+        found: tuple[Array, Array] = defined.rms_norm(x, w, eps)
+        return found
+    y, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1))
     rms_forward(matrix(x), flat(w), f4(eps), matrix(y), flat(r))
     return y, r
 
@@ -150,18 +180,20 @@ def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
     """`reference.rms_norm_backward`."""
-    if not single(dy, x, w) or not room(dw, plus):
-        return reference.rms_norm_backward(dy, x, w, r, dw, plus)
-    dx, d = recycled(x.shape), matrix(dy)
-    rms_backward(d, matrix(x), flat(w), flat(r), *addend(plus, d), matrix(dx), spare(dw, w))
+    if not kernels_take(dy, x, w, plus, dw):
+        return defined.rms_norm_backward(dy, x, w, r, dw, plus)
+    dx, d, sums = recycled(x.shape, x.dtype), matrix(dy), sums_for(dw, w)
+    rms_backward(d, matrix(x), flat(w), flat(r), *addend(plus, d), matrix(dx), sums)
+    add_sums(sums, dw)
     return dx
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     """`reference.layer_norm`."""
-    if not single(x, w, b):
-        return reference.layer_norm(x, w, b, eps)
-    y, mean, r = recycled(x.shape), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
+    if not alike(x, w, b):
+        found: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
+        return found
+    y, mean, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
     layer_forward(matrix(x), flat(w), flat(b), f4(eps), matrix(y), flat(mean), flat(r))
     return y, mean, r
 
@@ -177,9 +209,11 @@ def layer_norm_backward(
     plus: Array | None = None,
 ) -> Array:
     """`reference.layer_norm_backward`."""
-    if not single(dy, x, w) or not room(dw, db, plus):
-        return reference.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
-    dx, d = recycled(x.shape), matrix(dy)
-    sums = spare(dw, w), spare(db, w)
+    if not kernels_take(dy, x, w, plus, dw, db):
+        return defined.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
+    dx, d = recycled(x.shape, x.dtype), matrix(dy)
+    sums = sums_for(dw, w), sums_for(db, w)
     layer_backward(d, matrix(x), flat(w), flat(mean), flat(r), *addend(plus, d), matrix(dx), *sums)
+    add_sums(sums[0], dw)
+    add_sums(sums[1], db)
     return dx
