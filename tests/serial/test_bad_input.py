@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train, write_text
+from thinned import thinned
 
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -229,7 +230,7 @@ def test_it_is_refused_before_anything_is_done(flags, expected, things, tmp_path
     assert not list(tmp_path.glob("out/step-*"))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", thinned([3, 1]))
 @pytest.mark.parametrize(("flags", "expected"), ONE_OF_EACH, ids=GROUPS)
 def test_one_line_and_status_2(flags, expected, ranks, things, tmp_path):
     assert re.search(expected, refusal(ranks, [*SMALL, *flags], things, tmp_path / "out"))
@@ -246,7 +247,7 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", thinned([3, 1]))
 @pytest.mark.parametrize("name", ["model.gguf", "optimizer.gguf"])
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
 def test_a_corrupt_checkpoint_is_named_and_left_alone(damage, name, ranks, things, tmp_path):

@@ -163,7 +163,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
 
 
 @pytest.mark.parametrize("ranks", thinned([1, 3]))
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", thinned(DAMAGES, 6))
 def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, ranks, run, data, unbroken):
     expected = DAMAGES[damage](run / NEWEST)
     printed = train(ranks, run, *SMALL, *data, "--steps", "5")
