@@ -90,7 +90,8 @@ def changed_json(random: Random, content: Any) -> Any:
         if kind <= 3:
             container[key] = value(random)
         elif kind == 4:
-            container[key] = [container[key]] * random.choice([0, 1, 2, 3000])
+            many = 3000 if len(json.dumps(container[key])) < 10_000 else 3  # not a gigabyte of copies of copies
+            container[key] = [container[key]] * random.choice([0, 1, 2, many])
         elif kind == 5:
             del container[key]
         elif kind == 6 and isinstance(container, dict):
