@@ -31,6 +31,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.precision import PRECISIONS, precision_named
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.transport import choose_transport
 
@@ -52,6 +53,7 @@ def make_parser() -> Parser:
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=["full-shard"])
     parser.add_argument("--transport", nargs="+", choices=("auto", "mpi", "shared"), default=["auto"])
     parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
+    parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["fp32"])
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--threads", help="BLAS threads a rank, or auto")
@@ -113,21 +115,26 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
     """Every variant that the flags name."""
     workload = sized(options)
     model = ARCHITECTURES[workload.arch].from_flags(workload.flags)
-    for transport, reduction, strategy in product(options.transport, options.reduction, options.strategy):
+    axes = options.transport, options.reduction, options.strategy, options.precision
+    for transport, reduction, strategy, precision in product(*axes):
         config = Config(
             transport=transport,
             reduction=reduction,
             strategy=strategy,
+            precision=precision,
             prefetch=options.prefetch,
             recompute=options.recompute,
         )
         comm = choose_transport(world, config, model, []).comm
         stages = model.stages(options.recompute)
-        module = ShardedModule(stages, comm, strategy_named(strategy), prefetch=options.prefetch)
+        low = precision_named(precision)
+        module = ShardedModule(
+            stages, comm, strategy_named(strategy), prefetch=options.prefetch, precision=low
+        )
         module.initialize(seed=0)
         optimizer = ShardedAdamW(module, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         accumulator = GradAccum(module, comm.size)
-        yield Run((strategy, transport, reduction), comm, module, optimizer, accumulator, workload)
+        yield Run((strategy, transport, reduction, precision), comm, module, optimizer, accumulator, workload)
 
 
 def gemm_rate(comm: Comm, repeats: int = 7) -> float:
@@ -182,6 +189,7 @@ def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) 
         "strategy": variant.name[0],
         "transport": variant.name[1],
         "reduction": variant.name[2],
+        "precision": variant.name[3],
         "ranks": variant.comm.size,
         "ms": 1e3 * slowest,
         "tokens_per_second": variant.comm.size * workload.tokens / slowest,
@@ -212,13 +220,13 @@ def print_table(workload: str, results: list[dict[str, object]]) -> None:
     """For people."""
     head = results[0]
     print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s a rank")
+    names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9}"
     columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>10} {'wait ms':>8} {'sent MB':>8} {'RSS MB':>7}"
-    print(
-        f"{'strategy':14} {'transport':10} {'reduction':10} {columns} {'PSS of all':>10} {'activations':>11}"
-    )
+    print(f"{names} {columns} {'PSS of all':>10} {'activations':>11}")
     for line in results:
         print(
-            f"{line['strategy']:14} {line['transport']:10} {line['reduction']:10} {line['ms']:9.1f} "
+            f"{line['strategy']:14} {line['transport']:10} {line['reduction']:10} {line['precision']:9} "
+            f"{line['ms']:9.1f} "
             f"{line['tokens_per_second']:9.0f} {line['gemm_share']:10.2f} {line['wait_ms']:8.1f} "
             f"{line['sent_mb']:8.1f} {line['rss_mb']:7.0f} {line['pss_of_all_mb']:10.0f} "
             f"{line['activations_mb']:11.0f}"

@@ -49,6 +49,7 @@ def variant(world: World, options: Namespace) -> Run:
     """The run whose steps are timed."""
     sizes = dict.fromkeys(("vocabulary", "layers", "width", "heads", "ffn", "context", "batch"))
     chosen = {"strategy": [options.strategy], "transport": [options.transport], "reduction": ["exact"]}
+    chosen["precision"] = ["fp32"]
     more = {"workload": options.workload, "prefetch": 1, "recompute": False}
     return next(make_runs(world, Namespace(**sizes, **chosen, **more)))
 

@@ -55,16 +55,20 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_
 def test_steps_are_timed_for_each_variant():
     flags = ["--workload", "W3", "--layers", "1", "--steps", "2", "--warmup", "1"]
     variants = ["--strategy", "full-shard", "no-shard", "--transport", "mpi", "shared"]
+    variants += ["--precision", "fp32", "bf16"]
     status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags, *variants], timeout=60)
     assert (status, errors) == (0, "")
     head, columns, *rows = printed.splitlines()
     assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s a rank$", head)
     assert columns.split()[-3:] == ["of", "all", "activations"]
     cells = [row.split() for row in rows]
-    assert [tuple(row[:2]) for row in cells] == [
-        ("full-shard", "mpi"), ("no-shard", "mpi"), ("full-shard", "shared"), ("no-shard", "shared")
-    ]  # fmt: skip
-    assert all(float(cell) > 0 for row in cells for cell in row[3:6])
+    assert [(row[1], row[0], row[3]) for row in cells] == [
+        (transport, strategy, precision)
+        for transport in ("mpi", "shared")
+        for strategy in ("full-shard", "no-shard")
+        for precision in ("fp32", "bf16")
+    ]
+    assert all(float(cell) > 0 for row in cells for cell in row[4:7])
 
 
 @needs_mpiexec

@@ -71,6 +71,16 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
+def bfloat16_products() -> tuple[str, str]:
+    """(the library of the host's products of bfloat16, ""), or ("", why there is none)."""
+    if not _compiles:
+        return "", "numba is not installed: pip install 'zero-mpi[fast,onednn]'"
+    from zero_mpi.ops.cpu import onednn
+
+    library, reason = onednn.load()
+    return (library.about if library else ""), reason
+
+
 def compiled_for() -> str:
     """The processor that the host's operations are compiled for; empty where the reference computes."""
     if not _compiles:

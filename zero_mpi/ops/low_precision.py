@@ -121,5 +121,11 @@ def narrowed(x: Array | None, kind: Any) -> Array | None:
         return None if x is None else x.astype(kind)
 
 
+def on_copies(operation: Callable[..., Any], *given: Any) -> Any:
+    """What an operation of float32 gives for low arrays, as `run_low`."""
+    names = signature(operation).parameters
+    return run_low(operation, ROLES[operation.__name__], dict(zip(names, given, strict=False)))
+
+
 defined = SimpleNamespace(**{name: accept_low(name, getattr(reference, name)) for name in ROLES})
 """The definitions of operations, for arrays of any type: what a kernel does not take goes there."""

@@ -21,6 +21,7 @@ from zero_mpi.files.text import shown
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.hang_report import named
 from zero_mpi.ops import trial
+from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.telemetry import log
 
 Machine = Mapping[str, Any]
@@ -36,7 +37,7 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
     """
     facts = {
         THREADS: threads,
-        "operations": ops.backend(),
+        "operations": operations(kind),
         "numpy": np.__version__,
         "zero_mpi": __version__,
         "cpu": platform.machine(),
@@ -47,6 +48,12 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
     if device.in_use().name != "cpu":
         facts["device"] = device.in_use().about
     return facts | {TRIAL: trial.digest(kind)}
+
+
+def operations(kind: Any) -> str:
+    """What computes in a type, with the library of its products where that is another one."""
+    is_low = kind == BFLOAT16 and device.in_use() is device.HOST
+    return ", ".join(filter(None, (ops.backend(), ops.bfloat16_products()[0] if is_low else "")))
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

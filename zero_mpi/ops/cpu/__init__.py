@@ -52,13 +52,17 @@ OPERATIONS = (
     swiglu,
     swiglu_backward,
 )
-# Those whose kernels read and write bfloat16 themselves; the others are given float32 (`low_precision`).
+# Those that compute with bfloat16 themselves; the others are given float32 copies (`low_precision`).
 OF_BFLOAT16 = (
     add,
     gelu,
     gelu_backward,
     layer_norm,
     layer_norm_backward,
+    linear,
+    linear_backward_b,
+    linear_backward_w,
+    linear_backward_x,
     rms_norm,
     rms_norm_backward,
     rope,

@@ -126,8 +126,8 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
 
 def by_rows(x: Array) -> bool:
     """Whether BLAS takes a matrix where it lies: contiguous rows that do not overlap. Results must be so."""
-    down, right = x.strides
-    return bool(x.flags.c_contiguous or (right == 4 and down >= 4 * x.shape[1] and down % 4 == 0))
+    (down, right), size = x.strides, x.itemsize
+    return bool(x.flags.c_contiguous or (right == size and down >= size * x.shape[1] and down % size == 0))
 
 
 def fitting(x: Array) -> Array:

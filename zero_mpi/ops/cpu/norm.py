@@ -7,10 +7,8 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
     EITHER,
     FLOAT,
-    FLOAT32,
     ONE,
     TRUTH,
     ZERO,
@@ -26,6 +24,7 @@ from zero_mpi.ops.cpu.jit import (
     settle,
     wide,
 )
+from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
 from zero_mpi.ops.low_precision import defined
 from zero_mpi.ops.rowsums import LANES
 
@@ -135,25 +134,6 @@ def layer_backward(
         settle(biases, i, n)
     dw += weights[LANES]
     db += biases[LANES]
-
-
-def sums_for(dw: Array | None, w: Array) -> Array:
-    """What a kernel adds sums over rows to: dw itself, or zeros, which `add_sums` brings there.
-
-    For a frozen parameter as well, so that the same code runs and dx has the same bits.
-    """
-    return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
-
-
-def add_sums(sums: Array, dw: Array | None) -> None:
-    """Add what lies beside a gradient of low precision to it, rounded once."""
-    if dw is not None and dw is not sums:
-        dw[...] = dw.astype(np.float32) + sums
-
-
-def adds_into(*sums: Array | None) -> bool:
-    """Whether kernels can add into these where they lie, or beside them."""
-    return all(x is None or (x.dtype in (FLOAT32, BFLOAT16) and x.flags.c_contiguous) for x in sums)
 
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:

@@ -1,0 +1,203 @@
+"""Products of bfloat16 on CPUs: as they are defined, by a library that is tried before it is trusted."""
+
+import os
+import re
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import needs_mpiexec, write_text
+
+pytest.importorskip("numba")
+from zero_mpi import ops
+from zero_mpi.ops import low_precision, reference
+from zero_mpi.ops.cpu import onednn
+
+BF = np.dtype(ml_dtypes.bfloat16)
+LIBRARY, WHY = onednn.load()
+needs_library = pytest.mark.skipif(LIBRARY is None, reason=WHY)
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 7, 5, 3),
+    (2, 33, 48, 80),
+    (3, 64, 130, 65),
+]  # sequences, positions, inputs, outputs
+
+
+def drawn(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32).astype(BF)
+
+
+def assert_near(found, expected):
+    """Sums of float32 in another order, rounded once: rarely another bfloat16, and then the next one."""
+    assert found.dtype == expected.dtype
+    a, b = found.astype(np.float32), expected.astype(np.float32)
+    near = 2.0**-7 if found.dtype == BF else 2.0**-18
+    np.testing.assert_allclose(a, b, rtol=near, atol=1e-5)
+    assert found.dtype != BF or np.mean(a != b) < 0.01
+
+
+@pytest.fixture
+def by_library(monkeypatch):
+    """Nothing is computed on float32 copies."""
+    ops.prepare()
+    monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_forward_is_what_is_defined(shape, by_library, monkeypatch):
+    batch, length, inputs, outputs = shape
+    x, w, b, plus = (
+        drawn(batch, length, inputs),
+        drawn(outputs, inputs),
+        drawn(outputs),
+        drawn(*shape[:2], outputs),
+    )
+    cases = [(x, w), (x, w, b), (x, w, None, plus), (x, w, b, plus), (x[:, ::-1], w, b, plus[::-1])]
+    found = [ops.linear(*case) for case in cases]
+    monkeypatch.undo()
+    for ours, case in zip(found, cases, strict=True):
+        assert_near(ours, low_precision.defined.linear(*case))
+
+
+@needs_library
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [BF, np.float32])
+def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
+    batch, length, inputs, outputs = shape
+    x, w, dy = drawn(batch, length, inputs), drawn(outputs, inputs), drawn(batch, length, outputs)
+
+    def all_of(operations):
+        into, dw, db = x.copy(), np.ones((outputs, inputs), kind), np.ones(outputs, kind)
+        dx = operations.linear_backward_x(dy, w)
+        assert operations.linear_backward_x(dy, w, into) is into
+        operations.linear_backward_w(dy, x, dw)
+        operations.linear_backward_b(dy, db)
+        return dx, into, dw, db
+
+    found = all_of(ops)
+    monkeypatch.undo()
+    for ours, theirs in zip(found, all_of(low_precision.defined), strict=True):
+        assert_near(ours, theirs)
+
+
+@needs_library
+def test_the_same_product_has_the_same_bits_wherever_it_lies():
+    """Every rank has its micro-batches elsewhere in memory, and a row is one of more or of fewer."""
+    x, w = drawn(96, 200), drawn(72, 200)
+    whole = ops.linear(x, w)
+    room = np.zeros(96 * 200 + 64, BF)
+    for start in (1, 2, 31):
+        moved = room[start : start + x.size].reshape(x.shape)
+        moved[...] = x
+        np.testing.assert_array_equal(ops.linear(moved, w).view(np.uint16), whole.view(np.uint16))
+
+
+@needs_library
+def test_subnormal_numbers_count_as_zero():
+    """The processor's instruction has it so; float32 products would keep them."""
+    tiny = np.full((16, 16), 2.0**-130, np.float32).astype(BF)
+    assert tiny.astype(np.float32).all()
+    large = np.full((16, 16), 2.0**100, np.float32).astype(BF)
+    found = ops.linear(tiny, large).astype(np.float32)
+    assert np.isin(found, [0, np.float32(16 * 2.0**-30)]).all(), "nothing else"
+
+
+@needs_library
+def test_nothing_large_is_allocated_once_a_shape_is_known():
+    x, w, y = drawn(64, 64), drawn(64, 64), np.zeros((64, 64), BF)
+    LIBRARY.multiply(x, w.T, y)
+    known = len(LIBRARY._products)
+    for _ in range(3):
+        LIBRARY.multiply(x, w.T, y)
+    assert len(LIBRARY._products) == known
+
+
+@needs_library
+def test_a_library_that_computes_wrongly_is_not_used(monkeypatch):
+    monkeypatch.setattr(onednn.Product, "__call__", lambda self, arrays: None)
+    with pytest.raises(onednn.OneDNNError, match="a product is wrong"):
+        onednn.OneDNN(next(iter(onednn.candidates())))
+
+
+PRINTED = """
+import ml_dtypes, numpy as np
+from zero_mpi import ops
+x = np.arange(35, dtype=np.float32).reshape(5, 7).astype(ml_dtypes.bfloat16)
+print(ops.bfloat16_products())
+print(ops.linear(x, x).astype(np.float32).tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}, "/nowhere/libdnnl.so is no oneDNN 3"),
+        ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is no oneDNN 3"),
+        pytest.param({"DNNL_MAX_CPU_ISA": "AVX2"}, "no bfloat16 units", marks=needs_library),
+    ],
+)
+def test_without_a_library_that_can_results_are_right_and_it_is_known_why(environ, reason):
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTED], env=os.environ | environ, capture_output=True, text=True, timeout=60
+    )
+    about, results = done.stdout.splitlines()
+    x = np.arange(35, dtype=np.float32).reshape(5, 7)
+    assert reason in about
+    assert results == str(reference.linear(x, x).astype(BF).astype(np.float32).tolist())
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("precision", "environ", "expected"),
+    [
+        (
+            "bf16",
+            {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"},
+            "--precision bf16 is slower than fp32 here, .*is no oneDNN 3",
+        ),
+        ("fp16", {}, "--precision fp16 is slower than fp32 here"),
+        pytest.param("bf16", {}, None, marks=needs_library),
+        ("fp32", {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}, None),
+    ],
+)
+def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
+    sizes = [
+        "--layers",
+        "1",
+        "--dim",
+        "24",
+        "--heads",
+        "3",
+        "--ffn",
+        "17",
+        "--context",
+        "16",
+        "--sample",
+        "0",
+    ]
+    flags = ["--data", *write_text(tmp_path), "--steps", "1", "--batch-size", "2", "--micro-batch", "1"]
+    command = [
+        "-m",
+        "zero_mpi.train",
+        *sizes,
+        *flags,
+        "--out",
+        str(tmp_path / "out"),
+        "--precision",
+        precision,
+    ]
+    environ = {"ZERO_MPI_OPS": "auto", **environ}
+    status, printed, errors = run_job(2, command, env=environ)
+    assert status == 0, errors
+    said = [line for line in (printed + errors).splitlines() if "slower than fp32" in line]
+    assert len(said) == (expected is not None), printed
+    if expected:
+        assert re.search(expected, said[0])
+    assert ("oneDNN" in (tmp_path / "out" / "events.jsonl").read_text() + printed) == (
+        precision == "bf16" and LIBRARY is not None
+    )

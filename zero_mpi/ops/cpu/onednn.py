@@ -1,0 +1,236 @@
+"""Products of bfloat16 matrices by oneDNN, where the processor has units for them, through its C interface.
+
+NumPy's BLAS has no such product. The library is the one that $ZERO_MPI_DNNL names, that of the extra
+`onednn`, or the system's; it is loaded when the first product is asked for. Only what its documentation
+describes is used (oneDNN 3: the matmul primitive with bias and post-operations), so any later version will
+do. Sums are float32, and each result is rounded once. Products of subnormal numbers count as zero: the
+processor's own instruction has it so. Before it is trusted, a library must give a few products rightly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from typing import Any
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from zero_mpi.device.types import Array
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
+
+VARIABLE, WHEEL, FILE = "ZERO_MPI_DNNL", "onednn-cpu-gomp", "libdnnl.so.3"
+CPU, IN_ORDER = 1, 1  # kinds of engine and stream
+KINDS = {BFLOAT16: 2, FLOAT32: 3}
+BF16_UNITS = 0x80  # a bit of the instruction set in use
+SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
+BINARY_ADD = 0x1FFF0
+POST_OPERATION = (32768, 16384)  # where arguments of the first one begin: versions differ
+MOST_DIMS = 12
+Handle = ctypes.c_void_p
+Key = tuple[Any, ...]
+
+
+class OneDNNError(Exception):
+    """The library refused something, or cannot be used; the text says what."""
+
+
+class Argument(ctypes.Structure):
+    """What an array is to a primitive, and the array."""
+
+    _fields_ = (("what", ctypes.c_int), ("memory", Handle))
+
+
+class Product:
+    """c = a b of fixed shapes, layouts and types: a primitive, and the memory objects to point at arrays."""
+
+    def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
+        self._library, self._memories = library, list[Handle]()
+        arguments = []
+        descriptions = {what: library.description(array) for what, array in arrays.items()}
+        for what, description in descriptions.items():
+            self._memories.append(library.made("memory_create", description, library.engine, None))
+            arguments.append(Argument(what, self._memories[-1]))
+        places = (SOURCE, WEIGHTS, BIAS, RESULT)
+        described = [descriptions.get(place) for place in places]
+        added = next((description for what, description in descriptions.items() if what not in places), None)
+        plan = library.made(
+            "matmul_primitive_desc_create", library.engine, *described, library.attributes(added, adds)
+        )
+        self._primitive = library.made("primitive_create", plan)
+        self._arguments = (Argument * len(arguments))(*arguments)
+
+    def __call__(self, arrays: dict[int, Array]) -> None:
+        """Compute with arrays of the shapes and layouts that it was made for."""
+        library = self._library
+        for memory, array in zip(self._memories, arrays.values(), strict=True):
+            library.set_handle(memory, array.ctypes.data)
+        library.checked(
+            library.execute(self._primitive, library.stream, len(self._arguments), self._arguments), "execute"
+        )
+        library.wait(library.stream)
+
+
+class OneDNN:
+    """A library of oneDNN that has been loaded, and its products by shape."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._symbols = ctypes.CDLL(path)
+            self.set_handle = self._symbols.dnnl_memory_set_data_handle
+            self.execute = self._symbols.dnnl_primitive_execute
+            self.wait = self._symbols.dnnl_stream_wait
+            isa = self._symbols.dnnl_get_effective_cpu_isa()
+            self._symbols.dnnl_memory_desc_create_with_strides  # noqa: B018  (of oneDNN 3)
+        except (OSError, AttributeError) as error:
+            raise OneDNNError(f"{path} is no oneDNN 3: {error}") from None
+        self.set_handle.argtypes = [Handle, Handle]
+        self.execute.argtypes = [Handle, Handle, ctypes.c_int, Handle]
+        if not isa & BF16_UNITS:
+            raise OneDNNError("this processor, or $ONEDNN_MAX_CPU_ISA, has no bfloat16 units for it")
+        self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
+        self.stream = self.made("stream_create", self.engine, IN_ORDER)
+        self._products: dict[Key, Product] = {}
+        self._post_operation = 0
+        share_threads()
+        self._try_all()
+
+    @property
+    def about(self) -> str:
+        """What it is called, with its version."""
+
+        class Version(ctypes.Structure):
+            _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int), ("patch", ctypes.c_int))
+
+        self._symbols.dnnl_version.restype = ctypes.POINTER(Version)
+        version = self._symbols.dnnl_version().contents
+        return f"oneDNN {version.major}.{version.minor}.{version.patch}"
+
+    def multiply(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        *,
+        bias: Array | None = None,
+        plus: Array | None = None,
+        adds: bool = False,
+    ) -> Array:
+        """Return c (M, N) = a (M, K) b (K, N) + bias (N,) + plus (M, N), + c if `adds`.
+
+        a, b, bias and plus are bfloat16, c that or float32; a and b, or their transposes, have rows of unit
+        stride that do not overlap. Raises OneDNNError.
+        """
+        arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
+        if bias is not None:
+            arrays[BIAS] = bias.reshape(1, -1)
+        if plus is not None:
+            arrays[self._post_operation | SECOND_SOURCE] = plus
+        key = (adds, *((what, x.shape, x.strides, x.dtype) for what, x in arrays.items()))
+        product = self._products.get(key)
+        if product is None:
+            product = self._products[key] = Product(self, arrays, adds)
+        product(arrays)
+        return c
+
+    # ------------------------------------------------------------------------------ the C interface
+
+    def checked(self, status: int, what: str) -> None:
+        """Raise OneDNNError for a status that is not success."""
+        if status:
+            raise OneDNNError(f"dnnl_{what} gives status {status}")
+
+    def made(self, what: str, *arguments: Any) -> Handle:
+        """What a function of the library makes, whose first argument says where to put it."""
+        made = Handle()
+        self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
+        return made
+
+    def description(self, x: Array) -> Handle:
+        """Shape, strides and type of a matrix."""
+        dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
+        strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
+        return self.made("memory_desc_create_with_strides", 2, dims, KINDS[x.dtype], strides)
+
+    def attributes(self, added: Handle | None, adds: bool) -> Handle | None:
+        """What follows a product: another matrix is added, and what the result held before."""
+        if added is None and not adds:
+            return None
+        attributes, operations = self.made("primitive_attr_create"), self.made("post_ops_create")
+        if added is not None:
+            status = self._symbols.dnnl_post_ops_append_binary(operations, BINARY_ADD, added)
+            self.checked(status, "post_ops_append_binary")
+        if adds:
+            status = self._symbols.dnnl_post_ops_append_sum(operations, ctypes.c_float(1), 0, 0)
+            self.checked(status, "post_ops_append_sum")
+        status = self._symbols.dnnl_primitive_attr_set_post_ops(attributes, operations)
+        self.checked(status, "primitive_attr_set_post_ops")
+        return attributes
+
+    # ------------------------------------------------------------------------------ before it is trusted
+
+    def _try_all(self) -> None:
+        """Find out where arguments of post-operations begin; raises OneDNNError for a wrong product."""
+        problem: Exception | None = None
+        for self._post_operation in POST_OPERATION:
+            self._products.clear()
+            try:
+                for what, found, expected in self._trials():
+                    # Half a place of bfloat16, and what another order of a sum may do.
+                    if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
+                        raise OneDNNError(f"a product is wrong ({what})")
+            except OneDNNError as error:
+                problem = error
+            else:
+                self._products.clear()
+                return
+        raise OneDNNError(str(problem))
+
+    def _trials(self) -> Iterator[tuple[str, Array, Array]]:
+        """(what, a product by the library, as it must be) of every way in which products are used."""
+        for m, k, n in ((5, 3, 7), (64, 200, 96)):
+            random = np.random.default_rng(m)
+            shapes = (m, k), (n, k), (m, n)
+            x, w, plus = (random.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
+            a, b, p = (array.astype(np.float32) for array in (x, w, plus))
+            y = np.zeros((m, n), BFLOAT16)
+            yield "forward", self.multiply(x, w.T, y, bias=plus[0], plus=plus), a @ b.T + p[0] + p
+            dx, start = np.ones((m, k), BFLOAT16), np.float32(1)
+            yield "to inputs", self.multiply(plus, w, dx, adds=True), p @ b + start
+            dw = np.ones((n, k), np.float32)
+            yield "to weights", self.multiply(plus.T, x, dw, adds=True), p.T @ a + start
+
+
+def share_threads() -> None:
+    """Give the library as many threads as BLAS has: it was not there to be told."""
+    threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
+    ThreadpoolController().limit(limits=max(threads, default=1), user_api="openmp")
+
+
+def candidates() -> Iterator[str]:
+    """Where a library may be, the best place first."""
+    if VARIABLE in os.environ:
+        yield os.environ[VARIABLE]
+        return
+    with contextlib.suppress(PackageNotFoundError):
+        yield from (str(file.locate()) for file in files(WHEEL) or () if file.name == FILE)
+    found = ctypes.util.find_library("dnnl")
+    if found:
+        yield found
+
+
+@cache
+def load() -> tuple[OneDNN | None, str]:
+    """(the library, ""), or (None, why there is none), once for the process."""
+    reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or name a library by {VARIABLE}"
+    for path in candidates():
+        try:
+            return OneDNN(path), ""
+        except OneDNNError as error:
+            reason = str(error)
+    return None, reason
