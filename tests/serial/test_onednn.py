@@ -86,6 +86,37 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
 
 
 @needs_library
+def test_arrays_may_lie_in_any_way(by_library, monkeypatch):
+    """Backwards, every other row, by columns: what the library does not take as it lies is copied."""
+    x, w, b, plus = drawn(12, 14), drawn(10, 14), drawn(10), drawn(12, 10)
+    cases = [
+        (x[::-1], w[::-1], b[::-1], plus[::-1]),
+        (x[:, ::-1], w[:, ::-1], b, np.asfortranarray(plus)),
+        (np.asfortranarray(x), np.asfortranarray(w), np.repeat(b, 2)[::2], np.repeat(plus, 2, 1)[:, ::2]),
+    ]
+    found = [ops.linear(*case) for case in cases]
+    monkeypatch.undo()
+    for ours, case in zip(found, cases, strict=True):
+        assert_near(ours, low_precision.defined.linear(*case))
+
+
+@needs_library
+def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch):
+    x, w, dw = drawn(5, 9), drawn(4, 9), np.ones((4, 9), np.float32)
+
+    def refuses(*given):
+        raise onednn.OneDNNError("not implemented")
+
+    monkeypatch.setattr(LIBRARY, "_products", {})
+    monkeypatch.setattr(onednn.Product, "__init__", refuses)
+    assert_near(ops.linear(x, w), low_precision.defined.linear(x, w))
+    ops.linear_backward_w(ops.linear(x, w), x, dw)
+    expected = np.ones((4, 9), np.float32)
+    low_precision.defined.linear_backward_w(ops.linear(x, w), x, expected)
+    assert_near(dw, expected)
+
+
+@needs_library
 def test_the_same_product_has_the_same_bits_wherever_it_lies():
     """Every rank has its micro-batches elsewhere in memory, and a row is one of more or of fewer."""
     x, w = drawn(96, 200), drawn(72, 200)
