@@ -119,7 +119,17 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each of the rows below, most of them often
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
+
+
+def added(operation, *given, kind):
+    """What an operation adds its sums to."""
+    dw = np.ones((33, 48), kind)
+    operation(*given, dw)
+    return dw
+
+
 CALLS = {
     "add": lambda o: o.add(X, X[::-1]),
     "gelu": lambda o: o.gelu(X),
@@ -128,6 +138,13 @@ CALLS = {
     "swiglu_backward": lambda o: o.swiglu_backward(X[:, ::-1], X, X[::-1]),
     "rms_norm": lambda o: o.rms_norm(X, W, 1e-5),
     "layer_norm": lambda o: o.layer_norm(X, W, B, 1e-5),
+    "embedding_backward": lambda o: [
+        added(o.embedding_backward, TOKENS, X, kind=kind) for kind in (BF, np.float32)
+    ],
+    "positions": lambda o: o.positions(X, GATE),
+    "positions_backward": lambda o: [
+        added(o.positions_backward, X[:, ::-1], kind=kind) for kind in (BF, np.float32)
+    ],
     "rope": lambda o: [
         o.rope(X.reshape(5, 33, 2, 24), np.cos(ANGLES), np.sin(ANGLES), flag) for flag in (True, False)
     ],
