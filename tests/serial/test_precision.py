@@ -197,7 +197,7 @@ def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
         *(name for name in CALLS if not name.startswith("norm")),
         "rms_norm_backward",
         "layer_norm_backward",
-    } | {name for name in vars(ops) if name.startswith("linear") and "cross" not in name}
+    } | {name for name in vars(ops) if name.startswith("linear")}
 
 
 def test_numbers_that_are_not_finite_stay_so():

@@ -64,6 +64,7 @@ OF_BFLOAT16 = (
     linear_backward_b,
     linear_backward_w,
     linear_backward_x,
+    linear_cross_entropy,
     positions,
     positions_backward,
     rms_norm,

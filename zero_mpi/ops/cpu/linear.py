@@ -79,11 +79,15 @@ def by_row(x: Array) -> Array:
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
     """`reference.linear`."""
     if x.dtype == BFLOAT16:
-        y = recycled((*x.shape[:-1], w.shape[0]), BFLOAT16)
-        library, beside = library_for(x, w, b, plus), None if plus is None else by_row(rows(plus))
-        a, bias = fitting(rows(x)), None if b is None else np.ascontiguousarray(b)
-        if library is None or not library.multiply(a, fitting(w).T, rows(y), bias=bias, plus=beside):
+        library = library_for(x, w, b, plus)
+        if library is None:
             return on_copies(linear, x, w, b, plus)
+        y, beside = (
+            recycled((*x.shape[:-1], w.shape[0]), BFLOAT16),
+            None if plus is None else by_row(rows(plus)),
+        )
+        bias = None if b is None else np.ascontiguousarray(b)
+        library.multiply(fitting(rows(x)), fitting(w).T, rows(y), bias=bias, plus=beside)
         return y
     if not x.dtype == w.dtype == FLOAT32 or not (plus is None or single(plus)):
         return reference.linear(x, w, b, plus)
@@ -104,10 +108,11 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     """`reference.linear_backward_x`."""
     is_whole = into is None or into.flags.c_contiguous
     if dy.dtype == BFLOAT16:
-        dx = recycled((*dy.shape[:-1], w.shape[1]), BFLOAT16) if into is None else into
-        library, adds = library_for(dy, w, into) if is_whole else None, into is not None
-        if library is None or not library.multiply(fitting(rows(dy)), fitting(w), rows(dx), adds=adds):
+        library = library_for(dy, w, into) if is_whole else None
+        if library is None:
             return on_copies(linear_backward_x, dy, w, into)
+        dx = recycled((*dy.shape[:-1], w.shape[1]), BFLOAT16) if into is None else into
+        library.multiply(fitting(rows(dy)), fitting(w), rows(dx), adds=into is not None)
         return dx
     if not dy.dtype == w.dtype == FLOAT32 or not is_whole:
         return reference.linear_backward_x(dy, w, into)
@@ -120,9 +125,10 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """`reference.linear_backward_w`."""
     if dy.dtype == BFLOAT16:
         library = library_for(dy, x) if dw.dtype in (BFLOAT16, FLOAT32) and by_rows(dw) else None
-        a, b = fitting(rows(dy)).T, fitting(rows(x))
-        if library is None or not library.multiply(a, b, dw, adds=True):
+        if library is None:
             on_copies(linear_backward_w, dy, x, dw)
+        else:
+            library.multiply(fitting(rows(dy)).T, fitting(rows(x)), dw, adds=True)
     elif not dy.dtype == x.dtype == dw.dtype == FLOAT32 or not by_rows(dw):
         reference.linear_backward_w(dy, x, dw)
     else:
