@@ -55,6 +55,8 @@ OPERATIONS = (
 # Those that compute with bfloat16 themselves; the others are given float32 copies (`low_precision`).
 OF_BFLOAT16 = (
     add,
+    causal_attention,
+    causal_attention_backward,
     embedding_backward,
     gelu,
     gelu_backward,
