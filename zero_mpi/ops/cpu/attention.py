@@ -19,7 +19,6 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
     EITHER,
     FLOAT,
     INTEGER,
@@ -40,7 +39,7 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 from zero_mpi.ops.low_precision import defined
-from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
+from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_room, head_weights
 
 UNSEEN = f4(-3e38)  # a score that no exponential is left of; loops over whole blocks have no odd ends
 
@@ -131,6 +130,37 @@ def slopes(p: Array, d: Array, n: int, m: int) -> None:
             slope[j] = row[j] * (slope[j] - along)
 
 
+@helper
+def cuts(q: Array, k: Array, v: Array) -> Array:
+    """Where in `room` heads of k, v and the result begin, after that of q; then the same once more."""
+    queries, keys, width, tall = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    return np.cumsum(np.array([queries * width, keys * width, keys * tall, queries * tall] * 2))
+
+
+@helper
+def heads_of(given: Any, results: Any, b: int, h: int, room: Array) -> Any:
+    """The heads of (dy, q, k, v) and of (dq, dk, dv) that query head h has to do with."""
+    dy, q, k, v = given
+    dq, dk, dv = results
+    at, shared = cuts(q, k, v), q.shape[2] // k.shape[2]
+    g, first = h // shared, h % shared == 0
+    dys, qs = head_of(dy, b, h, room[at[2] :], True), head_of(q, b, h, room, True)
+    ks, vs = head_of(k, b, g, room[at[0] :], first), head_of(v, b, g, room[at[1] :], first)
+    dqs, dks = head_of(dq, b, h, room[at[3] :], False), head_of(dk, b, g, room[at[4] :], False)
+    return dys, qs, ks, vs, dqs, dks, head_of(dv, b, g, room[at[5] :], False)
+
+
+@helper
+def put_heads_back(results: Any, b: int, h: int, at: Array, room: Array) -> None:
+    """`put_back` of dq, and of dk and dv after the last head that shares them."""
+    dq, dk, dv = results
+    put_back(dq, b, h, room[at[3] :])
+    shared = dq.shape[2] // dk.shape[2]
+    if h % shared == shared - 1:
+        put_back(dk, b, h // shared, room[at[4] :])
+        put_back(dv, b, h // shared, room[at[5] :])
+
+
 @kernel(VIEW, VIEW, VIEW, FLOAT, INTEGER, TRUTH, RESULT, *[filled(1)] * 3)
 def forward(
     q: Array,
@@ -150,14 +180,12 @@ def forward(
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
-    ends = np.cumsum(np.array([length * width, length * tall, k.shape[1] * width, k.shape[1] * tall]))
-    end = 0
+    at, end = cuts(q, k, v), 0
     for b in range(batch):
         for h in range(heads):
             g, first = h // shared, h % shared == 0
-            qs, ys = head_of(q, b, h, room, True), head_of(y, b, h, room[ends[0] :], False)
-            ks = head_of(k, b, g, room[ends[1] :], first)
-            vs = head_of(v, b, g, room[ends[2] :], first)
+            qs, ys = head_of(q, b, h, room, True), head_of(y, b, h, room[at[2] :], False)
+            ks, vs = head_of(k, b, g, room[at[0] :], first), head_of(v, b, g, room[at[1] :], first)
             for r in range(0, length, block):
                 n = min(block, length - r)
                 m = before + r + n
@@ -169,7 +197,7 @@ def forward(
                 gemm(NT, (n, m, width), scale, from_row(qs, r), ks, ZERO, matrix)
                 soften(weights, n, m, sums[row : row + n])
                 gemm(NN, (n, tall, m), ONE, matrix, vs, ZERO, from_row(ys, r))
-            put_back(y, b, h, room[ends[0] :])
+            put_back(y, b, h, room[at[2] :])
 
 
 @kernel(*[VIEW] * 4, FLOAT, INTEGER, TRUTH, filled(1), given(1), *[filled(1)] * 2, *[RESULT] * 3)
@@ -191,44 +219,32 @@ def backward(
 ) -> None:
     """Gradients of `forward`; d is room for a block, `room` for twice the heads of bfloat16.
 
-    From the last block of a head down: that one sees all keys, so it writes what the others add to. The
-    heads that share keys add to each other's in their order.
+    From the last block of a head down: that one sees all keys, so it writes what the others, and then the
+    heads that share them, add to.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     blocks = -(-length // block)
     of_head = weights_before(blocks - 1, block, before) + (length - (blocks - 1) * block) * k.shape[1]
-    sizes = np.array([length * width, length * tall, k.shape[1] * width, k.shape[1] * tall] * 2)
-    ends = np.cumsum(sizes)
     for b in range(batch):
         for h in range(heads):
-            g, first = h // shared, h % shared == 0
-            qs, dys = head_of(q, b, h, room, True), head_of(dy, b, h, room[ends[0] :], True)
-            ks = head_of(k, b, g, room[ends[1] :], first)
-            vs = head_of(v, b, g, room[ends[2] :], first)
-            dqs = head_of(dq, b, h, room[ends[3] :], False)
-            dks, dvs = head_of(dk, b, g, room[ends[5] :], False), head_of(dv, b, g, room[ends[6] :], False)
+            dys, qs, ks, vs, dqs, dks, dvs = heads_of((dy, q, k, v), (dq, dk, dv), b, h, room)
             for number in range(blocks - 1, -1, -1):
-                r = number * block
-                n = min(block, length - r)
+                r, n = number * block, min(block, length - number * block)
                 m = before + r + n
-                row = (b * heads + h) * length + r
                 start = (b * heads + h) * of_head + weights_before(number, block, before) if keep else 0
                 weights = p[start : start + n * m]
                 matrix, slope = (weights.ctypes.data, m), (d.ctypes.data, m)
-                beta = ZERO if number == blocks - 1 and first else ONE
+                beta = ZERO if number == blocks - 1 and h % shared == 0 else ONE
                 if not keep:
                     gemm(NT, (n, m, width), scale, from_row(qs, r), ks, ZERO, matrix)
-                    soften_again(weights, n, m, sums[row : row + n])
+                    soften_again(weights, n, m, sums[(b * heads + h) * length + r :])
                 gemm(TN, (m, tall, n), ONE, matrix, from_row(dys, r), beta, dvs)
                 gemm(NT, (n, m, tall), ONE, from_row(dys, r), vs, ZERO, slope)
                 slopes(weights, d, n, m)
                 gemm(NN, (n, width, m), scale, slope, ks, ZERO, from_row(dqs, r))
                 gemm(TN, (m, width, n), scale, slope, from_row(qs, r), beta, dks)
-            put_back(dq, b, h, room[ends[3] :])
-            if h % shared == shared - 1:
-                put_back(dk, b, g, room[ends[5] :])
-                put_back(dv, b, g, room[ends[6] :])
+            put_heads_back((dq, dk, dv), b, h, cuts(q, k, v), room)
 
 
 def rowwise(x: Array) -> Array:
@@ -236,12 +252,6 @@ def rowwise(x: Array) -> Array:
     (down, right), size = (x.strides[1], x.strides[3]), x.itemsize
     is_fine = right == size and down % size == 0 and down >= size * x.shape[3]
     return bits(x if is_fine else np.ascontiguousarray(x))
-
-
-def head_room(q: Array, k: Array, v: Array, times: int = 1) -> Array:
-    """Room for a head of q, k, v and the result in float32; none where they are that."""
-    each = (q.shape[1] + k.shape[1]) * (q.shape[3] + v.shape[3])
-    return recycled((times * each if q.dtype == BFLOAT16 else 0,))
 
 
 def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
@@ -255,8 +265,9 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
     y = recycled((batch, length, heads, v.shape[3]), q.dtype)
     p = recycled((batch * heads * size if keep else BLOCK * k.shape[1],))
     sums = recycled((batch * heads * length,))
+    room = recycled((head_room(q, k, v),))
     views = rowwise(q), rowwise(k), rowwise(v)
-    forward(*views, f4(scale), BLOCK, keep, bits(y), p, sums, head_room(q, k, v))
+    forward(*views, f4(scale), BLOCK, keep, bits(y), p, sums, room)
     return y, (p if keep else None, sums)
 
 
@@ -269,7 +280,7 @@ def causal_attention_backward(
         return found
     weights, sums = kept
     keep = head_weights(q.shape[1], k.shape[1]) <= KEPT_WEIGHTS
-    d, room = recycled((BLOCK * k.shape[1],)), head_room(q, k, v, times=2)
+    d, room = recycled((BLOCK * k.shape[1],)), recycled((2 * head_room(q, k, v),))
     p = recycled((BLOCK * k.shape[1],)) if weights is None else weights
     results = gradients_like(q, k, v, recycled)
     views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
