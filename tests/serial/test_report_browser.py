@@ -412,7 +412,10 @@ def test_drag_zooms_all_charts_and_can_be_reset(show, back):
     if back == "button":
         click(browser, "#reset")
     else:
-        double_click(browser)
+        for _ in range(5):  # on a busy machine the second click may come too late to make it a double one
+            double_click(browser)
+            if steps_of(browser) == whole:
+                break
     assert steps_of(browser) == whole
 
 
