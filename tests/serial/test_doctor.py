@@ -33,6 +33,7 @@ from zero_mpi.doctor import (
     clocks,
     compute,
     gpu,
+    kernels,
     links,
     mpi_library,
     other_processes,
@@ -255,6 +256,26 @@ def test_a_slow_host_is_named():
     assert (uneven.verdict, uneven.value) == (NOTE, "c at 47 % of the median: all ranks wait for it")
     assert compute.rows([1e11, 6e10], place((0,), (1,)))[1].value.startswith("b at 60 %")
     assert [row.verdict for row in compute.rows([1e11, 9e10], place((0,), (1,)))] == [OK, OK]
+
+
+def test_products_of_bfloat16_are_told_beside_those_of_float32(tmp_path):
+    row = kernels.low_row([4e11, 3.8e11, 4.2e11], 2e11, ("oneDNN 3.2.0", ""))
+    assert row.value == "oneDNN 3.2.0: 400 GFLOP/s a rank, 2.0 times fp32"
+    row = kernels.low_row([0.0, 0.0], 2e11, ("", "no oneDNN was found"))
+    assert (row.verdict, row.value) == (OK, "--precision bf16 would be slower than fp32: no oneDNN was found")
+    (tmp_path / "cpuinfo").write_text("model name : One\nflags\t\t: fpu avx2 avx512f avx512_bf16\n")
+    assert kernels.units(tmp_path / "cpuinfo") == ["avx512_bf16", "avx512f", "avx2"]
+    assert kernels.units(tmp_path / "none") == []
+
+
+def test_a_library_that_is_held_below_the_processor_is_named():
+    assert kernels.pinned(["avx2"], {}, "openblas") == []
+    (row,) = kernels.pinned(["avx512f", "avx2"], {"OPENBLAS_CORETYPE": "Haswell"}, "openblas 0.3 Haswell")
+    assert row.verdict == NOTE
+    assert (row.what, row.value) == (
+        "OPENBLAS_CORETYPE", "Haswell, on a processor with avx512f, avx2; BLAS: openblas 0.3 Haswell"
+    )  # fmt: skip
+    assert row.remedy.startswith("take OPENBLAS_CORETYPE out of the environment")
 
 
 def test_a_clock_that_is_off_is_named():
@@ -705,7 +726,7 @@ from zero_mpi.doctor.command import main
 from zero_mpi.environment import launch_rank
 
 if launch_rank() == 1:
-    compute.rate = lambda seconds: time.sleep(60)
+    compute.rate = lambda *given: time.sleep(60)
 main()
 """
 

@@ -86,6 +86,59 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
 
 
 @needs_library
+def test_arrays_may_lie_in_any_way(by_library, monkeypatch):
+    """Backwards, every other row, by columns: what the library does not take as it lies is copied."""
+    x, w, b, plus = drawn(12, 14), drawn(10, 14), drawn(10), drawn(12, 10)
+    cases = [
+        (x[::-1], w[::-1], b[::-1], plus[::-1]),
+        (x[:, ::-1], w[:, ::-1], b, np.asfortranarray(plus)),
+        (np.asfortranarray(x), np.asfortranarray(w), np.repeat(b, 2)[::2], np.repeat(plus, 2, 1)[:, ::2]),
+    ]
+    found = [ops.linear(*case) for case in cases]
+    monkeypatch.undo()
+    for ours, case in zip(found, cases, strict=True):
+        assert_near(ours, low_precision.defined.linear(*case))
+
+
+@needs_library
+def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch):
+    x, w, dw = drawn(5, 9), drawn(4, 9), np.ones((4, 9), np.float32)
+
+    def refuses(*given):
+        raise onednn.OneDNNError("not implemented")
+
+    monkeypatch.setattr(LIBRARY, "_products", {})
+    monkeypatch.setattr(onednn.Product, "__init__", refuses)
+    assert_near(ops.linear(x, w), low_precision.defined.linear(x, w))
+    ops.linear_backward_w(ops.linear(x, w), x, dw)
+    expected = np.ones((4, 9), np.float32)
+    low_precision.defined.linear_backward_w(ops.linear(x, w), x, expected)
+    assert_near(dw, expected)
+
+
+@needs_library
+@pytest.mark.parametrize("rows_at_once", [3, 1000])
+@pytest.mark.parametrize("kind", [BF, np.float32])
+def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library, monkeypatch):
+    """The gradient of logits is rounded before it is multiplied: 2^-9 of the largest products."""
+    monkeypatch.setattr(reference, "LOGITS_BYTES", rows_at_once * 50 * 4)
+    x, w, b, targets = drawn(2, 5, 24), drawn(50, 24), drawn(50), np.arange(10).reshape(2, 5) * 4
+    dw = np.ones((50, 24), kind)
+    loss, dx = ops.linear_cross_entropy(x, w, b, targets, 0.1, dw)
+    alone, nothing = ops.linear_cross_entropy(x, w, b, targets, 0.1, need_dx=False)
+    monkeypatch.undo()
+    expected = np.ones((50, 24), kind)
+    there, slope = low_precision.defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
+    assert loss == alone == pytest.approx(there, rel=1e-6)
+    assert nothing is None
+    assert (dx.dtype, dw.dtype) == (BF, kind)
+    for ours, theirs in ((dx, slope), (dw, expected)):
+        a, b = ours.astype(np.float32), theirs.astype(np.float32)
+        assert np.abs(a - b).max() <= 2.0**-7 * np.abs(b).max()
+        assert np.abs(a - b).mean() <= 2.0**-9 * np.abs(b).max()
+
+
+@needs_library
 def test_the_same_product_has_the_same_bits_wherever_it_lies():
     """Every rank has its micro-batches elsewhere in memory, and a row is one of more or of fewer."""
     x, w = drawn(96, 200), drawn(72, 200)

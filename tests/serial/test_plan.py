@@ -12,7 +12,7 @@ import pytest
 from jobs import COMPILED, run_job
 from thinned import thinned
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm import kinds
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.device import arrays
@@ -56,7 +56,12 @@ def recycled_bytes(case, monkeypatch):
     monkeypatch.setattr(arrays._host, "_blocks", [])
     strategy = strategy_named(case.strategy_name)
     module = ShardedModule(
-        case.model.stages(case.recompute), SerialComm(), strategy, prefetch=case.prefetch, frozen=case.frozen
+        case.model.stages(case.recompute),
+        SerialComm(),
+        strategy,
+        prefetch=case.prefetch,
+        frozen=case.frozen,
+        precision=case.precision,
     )
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, case.rounds.micro_batches)
@@ -94,6 +99,17 @@ def test_fakes_of_other_sizes_and_settings(name, changes, monkeypatch):
     model = replace(MODELS[name], context_length=1024, vocab_size=4321)
     case = Case(model, **{"batch_size": 4, "micro_batch": 2} | changes)
     assert simulate(case).recycled == recycled_bytes(case, monkeypatch)
+
+
+@needs_numba
+@pytest.mark.skipif(not ops.bfloat16_products()[0], reason=ops.bfloat16_products()[1])
+@pytest.mark.parametrize("changes", [{}, {"context": 700, "micro_batch": 1}, {"strategy_name": "no-shard"}])
+@pytest.mark.parametrize("name", MODELS)
+def test_fakes_of_bfloat16_take_what_its_kernels_take(name, changes, monkeypatch):
+    model = replace(MODELS[name], context_length=1024, vocab_size=4321)
+    case = Case(model, **{"batch_size": 4, "micro_batch": 2, "precision_name": "bf16"} | changes)
+    wide = replace(case, precision_name="fp32")
+    assert simulate(case).recycled == recycled_bytes(case, monkeypatch) < simulate(wide).recycled
 
 
 @needs_numba
@@ -227,7 +243,7 @@ RSS = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops, ops
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
@@ -286,7 +302,7 @@ def test_resident_memory_is_the_plan_s(strategy, rounds, tmp_path):
 
 HELD = """
 import json, sys
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.launch.world import run
 from zero_mpi.models import GPT2
@@ -578,6 +594,11 @@ def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert machine["between"] == {"alpha": 5e-5, "beta": 8e-9}
     assert (machine["flops"], machine["memory"]) == (6e10, 1 << 25)
+    for rate, precision, expected in [(3e11, "bf16", 3e11), (3e11, "fp32", 7e10), (0, "bf16", 7e10)]:
+        known = found | {"bf16_flops_per_second_per_rank": rate}
+        (tmp_path / "doctor.json").write_text(json.dumps(known))
+        flags = ["--doctor", tmp_path / "doctor.json", "--precision", precision]
+        assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected
 
 
 def test_a_sweep_as_numbers(tmp_path):

@@ -119,7 +119,17 @@ def test_kernels_round_as_the_definition_does():
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
+TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each of the rows below, most of them often
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
+
+
+def added(operation, *given, kind):
+    """What an operation adds its sums to."""
+    dw = np.ones((33, 48), kind)
+    operation(*given, dw)
+    return dw
+
+
 CALLS = {
     "add": lambda o: o.add(X, X[::-1]),
     "gelu": lambda o: o.gelu(X),
@@ -128,6 +138,13 @@ CALLS = {
     "swiglu_backward": lambda o: o.swiglu_backward(X[:, ::-1], X, X[::-1]),
     "rms_norm": lambda o: o.rms_norm(X, W, 1e-5),
     "layer_norm": lambda o: o.layer_norm(X, W, B, 1e-5),
+    "embedding_backward": lambda o: [
+        added(o.embedding_backward, TOKENS, X, kind=kind) for kind in (BF, np.float32)
+    ],
+    "positions": lambda o: o.positions(X, GATE),
+    "positions_backward": lambda o: [
+        added(o.positions_backward, X[:, ::-1], kind=kind) for kind in (BF, np.float32)
+    ],
     "rope": lambda o: [
         o.rope(X.reshape(5, 33, 2, 24), np.cos(ANGLES), np.sin(ANGLES), flag) for flag in (True, False)
     ],
@@ -167,6 +184,30 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
         assert ours.dtype != BF or np.mean(a != b) < (0.1 if name.startswith("gelu") else 0.002)
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "shared", "width"), [(2, 70, 4, 2, 32), (1, 400, 1, 1, 24), (1, 1, 2, 1, 8)]
+)
+def test_attention_of_bfloat16_is_what_is_defined(batch, length, heads, shared, width):
+    """Weights kept, computed again, and of a single position; q, k and v are columns of one array."""
+    pytest.importorskip("numba")
+    ops.prepare()
+    joint = drawn(BF, batch, length, (heads + 2 * shared) * width)
+    q, k, v = (
+        part.reshape(batch, length, -1, width)
+        for part in np.split(joint, [heads * width, (heads + shared) * width], axis=-1)
+    )
+    dy = drawn(BF, batch, length, heads, width)
+    results = []
+    for operations in (ops, low_precision.defined):
+        y, kept = operations.causal_attention(q, k, v, width**-0.5)
+        results.append((y, *operations.causal_attention_backward(dy, q, k, v, kept, width**-0.5)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype == BF
+        a, b = ours.astype(np.float32), theirs.astype(np.float32)
+        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=2e-5)
+        assert np.mean(a != b) < 0.01
+
+
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
     """Neither copies nor the reference: the kernels themselves."""
     pytest.importorskip("numba")
@@ -178,9 +219,8 @@ def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
         CALLS[name](ops)
     assert {operation.__name__ for operation in cpu.OF_BFLOAT16} == {
         *(name for name in CALLS if not name.startswith("norm")),
-        "rms_norm_backward",
-        "layer_norm_backward",
-    } | {name for name in vars(ops) if name.startswith("linear") and "cross" not in name}
+        *("rms_norm_backward", "layer_norm_backward", "causal_attention", "causal_attention_backward"),
+    } | {name for name in vars(ops) if name.startswith("linear")}
 
 
 def test_numbers_that_are_not_finite_stay_so():

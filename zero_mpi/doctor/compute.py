@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,14 +20,19 @@ EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # of the median host's rate
 
 
-def rate(seconds: float) -> float:
-    """Floating-point operations a second of this rank in products, over `seconds`."""
+def float32_product() -> Callable[[], object]:
+    """A product of matrices of EDGE by BLAS."""
     a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32) for seed in (1, 2))
     out = np.empty_like(a)
-    np.matmul(a, b, out=out)  # starts the library's threads
+    return lambda: np.matmul(a, b, out=out)
+
+
+def rate(seconds: float, product: Callable[[], object]) -> float:
+    """Floating-point operations a second of this rank in such products, over `seconds`."""
+    product()  # starts the library's threads
     begun, count = time.perf_counter(), 0
     while time.perf_counter() - begun < seconds:
-        np.matmul(a, b, out=out)
+        product()
         count += 1
     return count * 2.0 * EDGE**3 / (time.perf_counter() - begun)
 
@@ -61,7 +67,7 @@ def gigaflops(rate: float) -> str:
 def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
     """Measure on all ranks at once; notes `flops_per_second_per_rank`, the median. Collective."""
     where.comm.barrier()
-    rates = where.gather(rate(seconds))
+    rates = where.gather(rate(seconds, float32_product()))
     figures["flops_per_second_per_rank"] = statistics.median(rates)
     figures["flops_per_second_slowest_rank"] = min(rates)
     return rows(rates, where)

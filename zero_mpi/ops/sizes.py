@@ -54,6 +54,11 @@ def head_weights(length: int, total: int) -> int:
     return whole + (length - (blocks - 1) * BLOCK) * total
 
 
+def head_room(q: Array, k: Array, v: Array) -> int:
+    """Elements of a head of q, k, v and the result, which a CPU widens to float32 if they are low."""
+    return (q.shape[1] + k.shape[1]) * (q.shape[3] + v.shape[3]) if q.dtype.itemsize == 2 else 0
+
+
 def column_lines(rows: int) -> int:
     """Lines of partial sums over so many rows."""
     return min(COLUMN_LINES, -(-rows // COLUMN_ROWS))

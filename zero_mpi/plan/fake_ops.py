@@ -2,7 +2,8 @@
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
 order, or on a GPU what `ops.gpu` takes; what differs is in `workspaces`. Results have the type of their
-inputs, statistics are float32. (On the host low types are a reference, whose float32 copies are not counted.)
+inputs, statistics are float32. (Of the host's low types bfloat16 is counted as computed with; where float32
+copies do, for float16 or without a library of products, the copies are not counted.)
 """
 
 from __future__ import annotations

@@ -208,6 +208,9 @@ def check_layout(case: Case) -> None:
 def find_machine(own: dict[str, Any], case: Case) -> tuple[Machine, tuple[str, ...]]:
     """The machine's numbers, and which of them are known rather than assumed."""
     numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    of_bf16 = numbers.pop("bf16_flops", 0.0)
+    if of_bf16 and case.precision_name == "bf16":
+        numbers["flops"] = of_bf16
     if case.on_gpu:  # what a doctor measures of computing is the host's
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}

@@ -55,6 +55,7 @@ DOCTOR = {  # flag -> where the doctor has it
     "alpha": ("links", "between", "alpha_seconds"),
     "beta": ("links", "between", "beta_seconds_per_byte"),
     "flops": ("flops_per_second_per_rank",),
+    "bf16_flops": ("bf16_flops_per_second_per_rank",),
     "memory": ("memory_bytes_per_rank",),
 }
 MOST_DOCTOR = 16 << 20  # bytes of a doctor's JSON

@@ -33,6 +33,7 @@ class Compiled:
         y = memory.take((batch, length, heads, v.shape[3]), q.dtype)
         p = memory.take((batch * heads * size if keep else sizes.BLOCK * k.shape[1],))
         sums = memory.take((batch * heads * length,))
+        memory.take((sizes.head_room(q, k, v),))
         return y, (p if keep else None, sums)
 
     def attention_backward(
@@ -40,7 +41,8 @@ class Compiled:
     ) -> tuple[Gradients, bool]:
         """dq, dk and dv; whether the weights are computed again."""
         again = kept[0] is None
-        rooms = [memory.take((sizes.BLOCK * k.shape[1],)) for _ in range(1 + again)]
+        of_block, of_heads = sizes.BLOCK * k.shape[1], 2 * sizes.head_room(q, k, v)
+        rooms = [memory.take((size,)) for size in [of_block, of_heads, *[of_block] * again]]
         gradients = sizes.gradients_like(q, k, v, memory.take)
         del rooms
         return gradients, again
@@ -52,7 +54,7 @@ class Compiled:
     def logits(self, memory: FakeMemory, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
         """A chunk of logits, and dx."""
         rows = x.size // x.shape[-1]
-        logits = memory.take((chunk_rows(rows, w.shape[0]), w.shape[0]), x.dtype)
+        logits = memory.take((chunk_rows(rows, w.shape[0]), w.shape[0]))
         return logits, memory.take(x.shape, x.dtype) if need_dx else None
 
     def norm_sums(self, memory: FakeMemory, x: Array, count: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World
+from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.fake_array import FakeMemory
 from zero_mpi.plan.simulate import Simulator
@@ -31,9 +32,10 @@ BLOCK = 64  # rows of random numbers, which are repeated: making all of them wou
 def measure(world: World, dtype: Any) -> float:
     """Floating-point operations a second of all ranks together, in products of `dtype`. Collective.
 
-    On the host products are float32 always: those of lower types are computed in it.
+    On the host products of a low type are float32's where nothing multiplies it.
     """
-    kind = np.dtype(np.float32) if device.in_use() is device.HOST else dtype
+    multiplies = device.in_use() is not device.HOST or (dtype == BFLOAT16 and ops.bfloat16_products()[0])
+    kind = dtype if multiplies else np.dtype(np.float32)
     world.comm.barrier()  # all begin together: ranks share cores, caches and power
     return math.fsum(world.comm.allgather_object(rate(kind)))
 

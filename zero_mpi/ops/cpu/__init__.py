@@ -55,6 +55,9 @@ OPERATIONS = (
 # Those that compute with bfloat16 themselves; the others are given float32 copies (`low_precision`).
 OF_BFLOAT16 = (
     add,
+    causal_attention,
+    causal_attention_backward,
+    embedding_backward,
     gelu,
     gelu_backward,
     layer_norm,
@@ -63,6 +66,9 @@ OF_BFLOAT16 = (
     linear_backward_b,
     linear_backward_w,
     linear_backward_x,
+    linear_cross_entropy,
+    positions,
+    positions_backward,
     rms_norm,
     rms_norm_backward,
     rope,

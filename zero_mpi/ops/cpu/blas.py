@@ -21,7 +21,7 @@ from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import FLOAT, filled, given, helper, kernel
+from zero_mpi.ops.cpu.jit import FLOAT, ONE, ZERO, filled, given, helper, kernel
 
 SYMBOL = "zero_mpi_sgemm"
 EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # as builds of OpenBLAS name it
@@ -124,10 +124,21 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
     gemm((turn_a, turn_b), (m, n, k), np.float32(1), left, right, beta, (c.ctypes.data, ldc))
 
 
+def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
+    """Return c after computing c = a b, + c if `adds`, of float32 matrices as `multiply` takes them."""
+    multiply(a, b, ONE if adds else ZERO, c)
+    return c
+
+
 def by_rows(x: Array) -> bool:
     """Whether BLAS takes a matrix where it lies: contiguous rows that do not overlap. Results must be so."""
     (down, right), size = x.strides, x.itemsize
     return bool(x.flags.c_contiguous or (right == size and down >= size * x.shape[1] and down % size == 0))
+
+
+def by_row(x: Array) -> Array:
+    """A matrix whose rows are as BLAS takes them, or a copy that has such."""
+    return x if by_rows(x) else np.ascontiguousarray(x)
 
 
 def fitting(x: Array) -> Array:

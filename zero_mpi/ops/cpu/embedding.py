@@ -7,7 +7,24 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import FLOAT32, INTEGER, filled, given, kernel, matrix
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    EITHER,
+    FLOAT32,
+    INTEGER,
+    LOW,
+    ZERO,
+    alike,
+    bits,
+    filled,
+    given,
+    kernel,
+    matrix,
+    narrow,
+    wide,
+)
+from zero_mpi.ops.cpu.sums import adds_into
+from zero_mpi.ops.low_precision import defined
 
 
 @kernel(given(1, INTEGER), INTEGER, returns=INTEGER)
@@ -19,7 +36,7 @@ def first_outside(ids: Array, count: int) -> int:
     return -1
 
 
-@kernel(given(1, INTEGER), given(2), filled(2))
+@kernel(given(1, INTEGER), given(2, EITHER), filled(2, EITHER))
 def copy_rows(ids: Array, w: Array, y: Array) -> None:
     """Copy rows: y[i] = w[ids[i]]."""
     for i in range(ids.size):
@@ -35,6 +52,45 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
         row, total = dy[i], dw[ids[i]]
         for j in range(dy.shape[1]):
             total[j] += row[j]
+
+
+@kernel(*[given(1, INTEGER)] * 2, given(2, LOW), filled(2, EITHER))
+def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
+    """dw[ids[i]] += the sum of its dy[order[i]], rounded once; `ids` ascend."""
+    total = np.zeros(dy.shape[1], np.float32)
+    for i in range(ids.size):
+        row, out = dy[order[i]], dw[ids[i]]
+        for j in range(total.size):
+            total[j] += wide(row[j])
+        if i + 1 == ids.size or ids[i + 1] != ids[i]:
+            for j in range(total.size):
+                out[j] = narrow(dw, wide(out[j]) + total[j])
+            total[:] = ZERO
+
+
+@kernel(given(3, LOW), given(2, LOW), filled(3, LOW))
+def add_positions(x: Array, w: Array, y: Array) -> None:
+    """y (B, T, C) = x + w (T, C) of bfloat16."""
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            row, place, out = x[b, t], w[t], y[b, t]
+            for j in range(row.size):
+                out[j] = narrow(y, wide(row[j]) + wide(place[j]))
+
+
+@kernel(given(3, LOW), filled(2, EITHER))
+def add_sums_of_positions(dy: Array, dw: Array) -> None:
+    """dw (T, C) += the sum of dy (B, T, C) over sequences, rounded once."""
+    total = np.zeros(dy.shape[2], np.float32)
+    for t in range(dy.shape[1]):
+        total[:] = ZERO
+        for b in range(dy.shape[0]):
+            row = dy[b, t]
+            for j in range(total.size):
+                total[j] += wide(row[j])
+        out = dw[t]
+        for j in range(total.size):
+            out[j] = narrow(dw, wide(out[j]) + total[j])
 
 
 @kernel(given(3), filled(2))
@@ -57,31 +113,43 @@ def checked(ids: Array, count: int) -> Array:
 
 def embedding(tokens: Array, w: Array) -> Array:
     """`reference.embedding`."""
-    if w.dtype != FLOAT32:
+    if not alike(w):
         return reference.embedding(tokens, w)
-    y = recycled((*tokens.shape, w.shape[1]))
+    y = recycled((*tokens.shape, w.shape[1]), w.dtype)
     copy_rows(checked(tokens, w.shape[0]), matrix(w), matrix(y))
     return y
 
 
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """`reference.embedding_backward`; rows of one token in their order, each onto what is there."""
+    if dy.dtype == BFLOAT16 and adds_into(dw):
+        ids = checked(tokens, dw.shape[0])
+        order = np.argsort(ids, kind="stable")
+        add_sums_of_rows(ids[order], order, matrix(dy), bits(dw))
+        return
     if not dy.dtype == dw.dtype == FLOAT32 or not dw.flags.c_contiguous:
-        reference.embedding_backward(tokens, dy, dw)
+        defined.embedding_backward(tokens, dy, dw)
         return
     add_rows(checked(tokens, dw.shape[0]), matrix(dy), dw)
 
 
 def positions(x: Array, w: Array) -> Array:
     """`reference.positions`."""
-    if not x.dtype == w.dtype == FLOAT32:
-        return reference.positions(x, w)
-    return np.add(x, w, out=recycled(x.shape))
+    if not alike(x, w):
+        return defined.positions(x, w)
+    y = recycled(x.shape, x.dtype)
+    if x.dtype == FLOAT32:
+        return np.add(x, w, out=y)
+    add_positions(bits(np.ascontiguousarray(x)), matrix(w), bits(y))
+    return y
 
 
 def positions_backward(dy: Array, dw: Array) -> None:
     """`reference.positions_backward`."""
+    if dy.dtype == BFLOAT16 and adds_into(dw):
+        add_sums_of_positions(bits(np.ascontiguousarray(dy)), bits(dw))
+        return
     if not dy.dtype == dw.dtype == FLOAT32 or not dw.flags.c_contiguous:
-        reference.positions_backward(dy, dw)
+        defined.positions_backward(dy, dw)
         return
     sum_positions(np.ascontiguousarray(dy), dw)

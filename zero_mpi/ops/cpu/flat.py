@@ -12,16 +12,31 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import DOUBLE, FLOAT, INTEGER, filled, given, kernel, single
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    DOUBLE,
+    FLOAT,
+    INTEGER,
+    LOW,
+    bits,
+    filled,
+    given,
+    kernel,
+    narrow,
+    single,
+)
+
+NOTHING = np.zeros(0, np.uint16)
 
 
-@kernel(filled(1), given(1), filled(1), filled(1), given(1), *[FLOAT] * 8, liberties=False)
+@kernel(filled(1), given(1), filled(1), filled(1), given(1), filled(1, LOW), *[FLOAT] * 8, liberties=False)
 def update(
     p: Array,
     g: Array,
     m: Array,
     v: Array,
     keep: Array,
+    low: Array,
     scale: float,
     beta1: float,
     rest1: float,
@@ -31,7 +46,10 @@ def update(
     eps: float,
     rate: float,
 ) -> None:
-    """The update of `reference.adamw`, element by element; keep (n,): of each of n runs of one length."""
+    """The update of `reference.adamw`, element by element; keep (n,): of each of n runs of one length.
+
+    low: p rounded to bfloat16, while it is in cache; empty where nobody wants it.
+    """
     if keep.size == 0:
         return
     length = p.size // keep.size
@@ -45,6 +63,10 @@ def update(
             mr[i] = first
             vr[i] = second
             pr[i] = pr[i] * kept - rate * (first / (np.sqrt(second) / root_c2 + eps))
+        if low.size:
+            rounded = low[here]
+            for i in range(pr.size):
+                rounded[i] = narrow(low, pr[i])
 
 
 @kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
@@ -82,8 +104,10 @@ def adamw(
     root_c2 = math.sqrt(1.0 - beta2**step)
     rate = lr / (1.0 - beta1**step)
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
-    update(p, g, m, v, (1.0 - lr * decay).astype(np.float32), *np.array(numbers, np.float32))
-    if low is not None:
+    kept = (1.0 - lr * decay).astype(np.float32)
+    by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous
+    update(p, g, m, v, kept, bits(low) if by_kernel else NOTHING, *np.array(numbers, np.float32))
+    if low is not None and not by_kernel:
         low[...] = p
 
 

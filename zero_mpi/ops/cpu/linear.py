@@ -5,19 +5,20 @@ Products of float32 are BLAS's, those of bfloat16 oneDNN's. Without it they are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import onednn
-from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
+from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting, times
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     EITHER,
     FLOAT32,
-    ONE,
-    ZERO,
     alike,
     filled,
     flat,
@@ -29,7 +30,6 @@ from zero_mpi.ops.cpu.jit import (
     single,
     wide,
 )
-from zero_mpi.ops.cpu.onednn import OneDNN
 from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
 from zero_mpi.ops.low_precision import defined, on_copies
 from zero_mpi.ops.reference import rows
@@ -65,26 +65,34 @@ def add_columns(x: Array, out: Array) -> None:
     out += lanes[LANES]
 
 
-def library_for(*arrays: Array | None) -> OneDNN | None:
-    """What multiplies these in bfloat16, if all are of it and there is a library; None: float32 copies do."""
+def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
+    """What multiplies these: `blas.times`, `OneDNN.multiply` for bfloat16, or None if nothing does."""
     given = [array for array in arrays if array is not None]
-    return onednn.load()[0] if all(x.dtype == BFLOAT16 and x.size for x in given) else None
+    if single(*given):
+        return times
+    library = onednn.load()[0] if all(x.dtype == BFLOAT16 and x.size for x in given) else None
+    return None if library is None else library.multiply
+
+
+def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
+    """What nothing multiplies as it is: low precision on float32 copies, anything else by the definition."""
+    if given[0].dtype == BFLOAT16:
+        return on_copies(operation, *given)
+    return getattr(reference, operation.__name__)(*given)
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
     """`reference.linear`."""
+    multiplies = multiplier(x, w, b, plus)
+    if multiplies is None:
+        return otherwise(linear, x, w, b, plus)
+    y = recycled((*x.shape[:-1], w.shape[0]), x.dtype)
+    a, out = fitting(rows(x)), rows(y)
     if x.dtype == BFLOAT16:
-        library = library_for(x, w, b, plus)
-        if library is None:
-            return on_copies(linear, x, w, b, plus)
-        y, beside = recycled((*x.shape[:-1], w.shape[0]), BFLOAT16), None if plus is None else rows(plus)
-        library.multiply(fitting(rows(x)), fitting(w).T, rows(y), bias=b, plus=beside)
+        bias = None if b is None else np.ascontiguousarray(b)
+        multiplies(a, fitting(w).T, out, bias=bias, plus=None if plus is None else by_row(rows(plus)))
         return y
-    if not x.dtype == w.dtype == FLOAT32 or not (plus is None or single(plus)):
-        return reference.linear(x, w, b, plus)
-    y = recycled((*x.shape[:-1], w.shape[0]))
-    out = rows(y)
-    multiply(fitting(rows(x)), fitting(w).T, ZERO, out)
+    multiplies(a, fitting(w).T, out)
     if plus is None:
         if b is not None:
             add_row(flat(b), out)
@@ -97,33 +105,21 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     """`reference.linear_backward_x`."""
-    is_whole = into is None or into.flags.c_contiguous
-    if dy.dtype == BFLOAT16:
-        library = library_for(dy, w, into) if is_whole else None
-        if library is None:
-            return on_copies(linear_backward_x, dy, w, into)
-        dx = recycled((*dy.shape[:-1], w.shape[1]), BFLOAT16) if into is None else into
-        library.multiply(fitting(rows(dy)), fitting(w), rows(dx), adds=into is not None)
-        return dx
-    if not dy.dtype == w.dtype == FLOAT32 or not is_whole:
-        return reference.linear_backward_x(dy, w, into)
-    dx = recycled((*dy.shape[:-1], w.shape[1])) if into is None else into
-    multiply(fitting(rows(dy)), fitting(w), ZERO if into is None else ONE, rows(dx))
+    multiplies = multiplier(dy, w, into) if into is None or into.flags.c_contiguous else None
+    if multiplies is None:
+        return otherwise(linear_backward_x, dy, w, into)
+    dx = recycled((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
+    multiplies(fitting(rows(dy)), fitting(w), rows(dx), adds=into is not None)
     return dx
 
 
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """`reference.linear_backward_w`."""
-    if dy.dtype == BFLOAT16:
-        library = library_for(dy, x) if dw.dtype in (BFLOAT16, FLOAT32) and by_rows(dw) else None
-        if library is None:
-            on_copies(linear_backward_w, dy, x, dw)
-        else:
-            library.multiply(fitting(rows(dy)).T, fitting(rows(x)), dw, adds=True)
-    elif not dy.dtype == x.dtype == dw.dtype == FLOAT32 or not by_rows(dw):
-        reference.linear_backward_w(dy, x, dw)
+    multiplies = multiplier(dy, x) if dw.dtype in (dy.dtype, FLOAT32) and by_rows(dw) else None
+    if multiplies is None:
+        otherwise(linear_backward_w, dy, x, dw)
     else:
-        multiply(fitting(rows(dy)).T, fitting(rows(x)), ONE, dw)
+        multiplies(fitting(rows(dy)).T, fitting(rows(x)), dw, adds=True)
 
 
 def linear_backward_b(dy: Array, db: Array) -> None:

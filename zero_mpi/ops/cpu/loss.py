@@ -1,7 +1,8 @@
 """Cross-entropy on CPUs: logits become their gradient in place, row by row, while a row is in cache.
 
 `linear_cross_entropy` does the head's product, the loss and both gradients for a chunk of rows at a time, so
-that no more than one chunk of logits exists, however large the vocabulary is.
+that no more than one chunk of logits exists, however large the vocabulary is. In bfloat16 logits are float32,
+their gradient is rounded where they lie, and dw once a chunk.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.blas import by_rows, fitting, multiply
+from zero_mpi.ops.cpu.blas import by_rows, fitting
 from zero_mpi.ops.cpu.embedding import checked
 from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
     DOUBLE,
     FLOAT,
     FLOAT32,
     INTEGER,
-    ONE,
+    LOW,
     TRUTH,
     ZERO,
     exponential,
@@ -27,21 +29,28 @@ from zero_mpi.ops.cpu.jit import (
     flat,
     given,
     kernel,
+    narrow,
     row_most,
     single,
 )
-from zero_mpi.ops.cpu.linear import add_columns, add_row
+from zero_mpi.ops.cpu.linear import add_columns, add_row, multiplier, otherwise
+from zero_mpi.ops.low_precision import widened
 from zero_mpi.ops.reference import chunk_rows, rows
 
+Loss = tuple[np.float64, Array | None]
+NOTHING = np.zeros((0, 0), np.uint16)  # in the place of an array that nobody wants
 
-@kernel(filled(2), given(1, INTEGER), FLOAT, TRUTH, returns=DOUBLE)
-def consume_logits(z: Array, targets: Array, scale: float, gradient: bool) -> float:
+
+@kernel(filled(2), filled(2, LOW), given(1, INTEGER), FLOAT, TRUTH, returns=DOUBLE)
+def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
     """Sum of -log softmax(z)[target] over rows; with `gradient`, z becomes that sum's gradient times scale.
 
-    Without it z is left as it is.
+    Without it z is left as it is. low: z as halves of its elements, or nothing. In the former case the first
+    half of each row becomes the gradient in bfloat16, and z is of no more use.
     """
     n, width = z.shape
     total = 0.0
+    rounded = np.empty(width if low.size else 0, np.uint16)
     for i in range(n):
         row = z[i]
         most = row_most(row)
@@ -56,6 +65,10 @@ def consume_logits(z: Array, targets: Array, scale: float, gradient: bool) -> fl
             for j in range(width):
                 row[j] *= share
             row[targets[i]] -= scale
+            if rounded.size:
+                for j in range(width):
+                    rounded[j] = narrow(rounded, row[j])
+                low[i, :width] = rounded
         else:
             for j in range(width):
                 weight += exponential(row[j] - most)
@@ -69,8 +82,14 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
         return reference.cross_entropy(logits, targets, scale)
     dlogits = recycled(logits.shape)
     np.copyto(dlogits, logits)
-    total = consume_logits(rows(dlogits), checked(targets, logits.shape[-1]), f4(scale), True)
+    total = consume_logits(rows(dlogits), NOTHING, checked(targets, logits.shape[-1]), f4(scale), True)
     return np.float64(total * scale), dlogits
+
+
+def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
+    """Whether the gradients of a head's parameters can be added where they lie."""
+    fits = dw is None or (by_rows(dw) and dw.dtype in (x.dtype, FLOAT32))
+    return fits and (db is None or x.dtype == db.dtype == FLOAT32)
 
 
 def linear_cross_entropy(
@@ -82,32 +101,31 @@ def linear_cross_entropy(
     dw: Array | None = None,
     db: Array | None = None,
     need_dx: bool = True,
-) -> tuple[np.float64, Array | None]:
+) -> Loss:
     """`reference.linear_cross_entropy`."""
-    if (
-        not x.dtype == w.dtype == FLOAT32
-        or (dw is not None and not by_rows(dw))
-        or not (db is None or db.dtype == FLOAT32)
-    ):
-        return reference.linear_cross_entropy(x, w, b, targets, scale, dw, db, need_dx)
+    multiplies = multiplier(x, w, b) if can_add(x, dw, db) else None
+    if multiplies is None:
+        found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
+        return found
     inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0])
     n, vocabulary = inputs.shape[0], w.shape[0]
     step = chunk_rows(n, vocabulary)
     room = recycled((step, vocabulary))
-    dx = recycled(x.shape) if need_dx else None
-    gradient = need_dx or dw is not None or db is not None
+    dx = recycled(x.shape, x.dtype) if need_dx else None
+    gradient, bias = need_dx or dw is not None or db is not None, None if b is None else flat(widened(b))
     total = 0.0
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
-        z = room[: part.stop - start]
-        multiply(inputs[part], weights.T, ZERO, z)
-        if b is not None:
-            add_row(flat(b), z)
-        total += consume_logits(z, ids[part], f4(scale), gradient)
+        z = multiplies(inputs[part], weights.T, room[: part.stop - start])
+        if bias is not None:
+            add_row(bias, z)
+        low = NOTHING if x.dtype == FLOAT32 or not gradient else z.view(np.uint16)
+        total += consume_logits(z, low, ids[part], f4(scale), gradient)
+        slopes = low.view(BFLOAT16)[:, :vocabulary] if low.size else z
         if dw is not None:
-            multiply(z.T, inputs[part], ONE, dw)
+            multiplies(slopes.T, inputs[part], dw, adds=True)
         if db is not None:
             add_columns(z, db)
         if dx is not None:
-            multiply(z, weights, ZERO, rows(dx)[part])
+            multiplies(slopes, weights, rows(dx)[part])
     return np.float64(total * scale), dx

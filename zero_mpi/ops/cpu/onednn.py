@@ -95,7 +95,7 @@ class OneDNN:
             raise OneDNNError("this processor, or $ONEDNN_MAX_CPU_ISA, has no bfloat16 units for it")
         self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
         self.stream = self.made("stream_create", self.engine, IN_ORDER)
-        self._products: dict[Key, Product] = {}
+        self._products: dict[Key, Product | None] = {}
         self._post_operation = 0
         share_threads()
         self._try_all()
@@ -121,10 +121,10 @@ class OneDNN:
         plus: Array | None = None,
         adds: bool = False,
     ) -> Array:
-        """Return c (M, N) = a (M, K) b (K, N) + bias (N,) + plus (M, N), + c if `adds`.
+        """Return c after computing c (M, N) = a (M, K) b (K, N) + bias (N,) + plus (M, N), + c if `adds`.
 
         a, b, bias and plus are bfloat16, c that or float32; a and b, or their transposes, have rows of unit
-        stride that do not overlap. Raises OneDNNError.
+        stride that do not overlap. What a library has no product for is computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -132,10 +132,15 @@ class OneDNN:
         if plus is not None:
             arrays[self._post_operation | SECOND_SOURCE] = plus
         key = (adds, *((what, x.shape, x.strides, x.dtype) for what, x in arrays.items()))
-        product = self._products.get(key)
-        if product is None:
-            product = self._products[key] = Product(self, arrays, adds)
-        product(arrays)
+        if key not in self._products:
+            with contextlib.suppress(OneDNNError):
+                self._products[key] = Product(self, arrays, adds)
+        product = self._products.setdefault(key, None)
+        if product is not None:
+            product(arrays)
+        else:
+            addends = [x.astype(np.float32) for x in (bias, plus, c if adds else None) if x is not None]
+            c[...] = sum(addends, a.astype(np.float32) @ b.astype(np.float32))
         return c
 
     # ------------------------------------------------------------------------------ the C interface
@@ -184,6 +189,8 @@ class OneDNN:
                     # Half a place of bfloat16, and what another order of a sum may do.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
+                if None in self._products.values():
+                    raise OneDNNError("it has no products of bfloat16")
             except OneDNNError as error:
                 problem = error
             else:
@@ -198,12 +205,11 @@ class OneDNN:
             shapes = (m, k), (n, k), (m, n)
             x, w, plus = (random.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
             a, b, p = (array.astype(np.float32) for array in (x, w, plus))
-            y = np.zeros((m, n), BFLOAT16)
+            y, dx, dw = np.zeros((m, n), BFLOAT16), np.ones((m, k), BFLOAT16), np.ones((n, k), np.float32)
+            one = np.float32(1)
             yield "forward", self.multiply(x, w.T, y, bias=plus[0], plus=plus), a @ b.T + p[0] + p
-            dx, start = np.ones((m, k), BFLOAT16), np.float32(1)
-            yield "to inputs", self.multiply(plus, w, dx, adds=True), p @ b + start
-            dw = np.ones((n, k), np.float32)
-            yield "to weights", self.multiply(plus.T, x, dw, adds=True), p.T @ a + start
+            yield "to inputs", self.multiply(plus, w, dx, adds=True), p @ b + one
+            yield "to weights", self.multiply(plus.T, x, dw, adds=True), p.T @ a + one
 
 
 def share_threads() -> None:

@@ -1,0 +1,83 @@
+"""What multiplies matrices here: a BLAS that is held below the processor, and products of bfloat16."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import ops
+from zero_mpi.doctor import compute
+from zero_mpi.doctor.ranks import Ranks
+from zero_mpi.doctor.verdicts import Row, assessed
+from zero_mpi.launch.consistency import blas
+from zero_mpi.ops.low_precision import BFLOAT16
+
+PINS = ("OPENBLAS_CORETYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # of x86-64, the best first, as Linux names them
+
+
+def units(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The processor's units for products, the best first; empty where the system does not tell."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return [unit for unit in UNITS if unit in flags]
+
+
+def bfloat16_product() -> Callable[[], object] | None:
+    """A product as those of `compute.rate`, if anything multiplies bfloat16."""
+    if not ops.bfloat16_products()[0]:
+        return None
+    from zero_mpi.ops.cpu import onednn
+
+    kind: Any = BFLOAT16
+    edge = compute.EDGE
+    a, b = (np.random.default_rng(seed).random((edge, edge), np.float32).astype(kind) for seed in (1, 2))
+    out, library = np.empty_like(a), onednn.load()[0]
+    return None if library is None else lambda: library.multiply(a, b, out)
+
+
+def pinned(found: list[str], environ: dict[str, str], library: str) -> list[Row]:
+    """A row for each variable that holds a library below what the processor has."""
+    there = ", ".join(found) or "units that are not known"
+    return [
+        assessed(
+            name,
+            f"{environ[name]}, on a processor with {there}; BLAS: {library}",
+            fine=False,
+            remedy=f"take {name} out of the environment, unless it is meant: products may be half as fast",
+        )
+        for name in PINS
+        if environ.get(name)
+    ]
+
+
+def low_row(rates: list[float], wide: float, about: tuple[str, str]) -> Row:
+    """The row of bfloat16: rates of ranks, 0 where nothing multiplies it, and the median of float32."""
+    library, reason = about
+    if not min(rates):
+        return Row(
+            "bf16", f"--precision bf16 would be slower than fp32: {reason or 'some ranks have no library'}"
+        )
+    median = statistics.median(rates)
+    return Row(
+        "bf16", f"{library}: {compute.gigaflops(median)} GFLOP/s a rank, {median / wide:.1f} times fp32"
+    )
+
+
+def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
+    """Measure products of bfloat16 on all ranks at once, after those of float32. Collective."""
+    product = bfloat16_product()
+    where.comm.barrier()
+    rates = where.gather(0.0 if product is None else compute.rate(seconds, product))
+    figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
+    wide: Any = figures["flops_per_second_per_rank"]
+    rows = [low_row(rates, wide, ops.bfloat16_products())]
+    return [*rows, *pinned(units(), dict(os.environ), blas())]
