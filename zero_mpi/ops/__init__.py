@@ -117,7 +117,7 @@ def prepare(say: Callable[[str], object] | None = None) -> None:
 
     for operation in cpu.OPERATIONS:
         name = operation.__name__
-        native = (low_precision.BFLOAT16,) if operation in cpu.OF_BFLOAT16 else ()
+        native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
         globals()[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
     code_cache.mark_complete()
     _prepared = True

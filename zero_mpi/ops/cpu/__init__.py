@@ -1,9 +1,8 @@
 """The operations for `numpy.ndarray`, compiled: importing this package compiles or loads all kernels.
 
-Inputs in float32 are computed here, by OF_BFLOAT16 in bfloat16 as well; whatever else comes goes to the
-reference. A kernel runs on one thread,
-and BLAS on as many as the rank has. Compiled code is kept in a folder named after versions, processor and
-source (`ops.code_cache`); one rank of a node fills it before the others look.
+Inputs in float32 or bfloat16 are computed here; whatever else comes goes to the reference. A kernel runs on
+one thread, and BLAS on as many as the rank has. Compiled code is kept in a folder named after versions,
+processor and source (`ops.code_cache`); one rank of a node fills it before the others look.
 
 Results lie in recycled memory (`device.arrays`), so a step allocates nothing large after the first two.
 Products call the OpenBLAS that NumPy has loaded, and add gradients straight into the flat buffer. Kernels
@@ -52,26 +51,5 @@ OPERATIONS = (
     swiglu,
     swiglu_backward,
 )
-# Those that compute with bfloat16 themselves; the others are given float32 copies (`low_precision`).
-OF_BFLOAT16 = (
-    add,
-    causal_attention,
-    causal_attention_backward,
-    embedding_backward,
-    gelu,
-    gelu_backward,
-    layer_norm,
-    layer_norm_backward,
-    linear,
-    linear_backward_b,
-    linear_backward_w,
-    linear_backward_x,
-    linear_cross_entropy,
-    positions,
-    positions_backward,
-    rms_norm,
-    rms_norm_backward,
-    rope,
-    swiglu,
-    swiglu_backward,
-)
+# What is given float32 copies of bfloat16 (`low_precision`); the others compute with it themselves.
+ON_COPIES = (cross_entropy,)
