@@ -177,6 +177,26 @@ def test_a_library_that_computes_wrongly_is_not_used(monkeypatch):
         onednn.OneDNN(next(iter(onednn.candidates())))
 
 
+THREADS = """
+import numpy
+from threadpoolctl import threadpool_info, threadpool_limits
+threadpool_limits(1)
+from zero_mpi import ops
+ops.bfloat16_products()
+print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"])
+"""
+
+
+@needs_library
+def test_it_takes_as_many_threads_as_the_rank_has():
+    """Another BLAS that kernels were linked to was not told either: it is not asked."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], env=kept, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[1]\n", done.stderr
+
+
 PRINTED = """
 import ml_dtypes, numpy as np
 from zero_mpi import ops

@@ -213,9 +213,12 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Give the library as many threads as BLAS has: it was not there to be told."""
+    """Give the library as many threads as BLAS has: it was not there to be told.
+
+    The least of several BLAS: one that was loaded later (SciPy's) was not told either.
+    """
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
-    ThreadpoolController().limit(limits=max(threads, default=1), user_api="openmp")
+    ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 
 
 def candidates() -> Iterator[str]:
