@@ -99,3 +99,13 @@ def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)
+
+
+def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:
+    """What Linux tells of the first processor under a name, such as "flags"; empty where it does not."""
+    try:
+        with open(cpuinfo) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")

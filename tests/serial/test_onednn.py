@@ -178,11 +178,11 @@ def test_a_library_that_computes_wrongly_is_not_used(monkeypatch):
 
 
 THREADS = """
-import numpy
+import ml_dtypes
 from threadpoolctl import threadpool_info, threadpool_limits
 threadpool_limits(1)
 from zero_mpi import ops
-ops.bfloat16_products()
+ops.low_products(ml_dtypes.bfloat16)
 print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"])
 """
 
@@ -201,7 +201,7 @@ PRINTED = """
 import ml_dtypes, numpy as np
 from zero_mpi import ops
 x = np.arange(35, dtype=np.float32).reshape(5, 7).astype(ml_dtypes.bfloat16)
-print(ops.bfloat16_products())
+print(ops.low_products(ml_dtypes.bfloat16))
 print(ops.linear(x, x).astype(np.float32).tolist())
 """
 

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from jobs import COMPILED, run_job
@@ -102,7 +103,9 @@ def test_fakes_of_other_sizes_and_settings(name, changes, monkeypatch):
 
 
 @needs_numba
-@pytest.mark.skipif(not ops.bfloat16_products()[0], reason=ops.bfloat16_products()[1])
+@pytest.mark.skipif(
+    not ops.low_products(ml_dtypes.bfloat16)[0], reason=ops.low_products(ml_dtypes.bfloat16)[1]
+)
 @pytest.mark.parametrize("changes", [{}, {"context": 700, "micro_batch": 1}, {"strategy_name": "no-shard"}])
 @pytest.mark.parametrize("name", MODELS)
 def test_fakes_of_bfloat16_take_what_its_kernels_take(name, changes, monkeypatch):
@@ -242,6 +245,7 @@ def test_a_file_gives_the_sizes(trained, tmp_path, capsys):
 RSS = """
 import resource, sys
 from pathlib import Path
+import ml_dtypes
 import numpy as np
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops, ops
 from zero_mpi.comm.mpi import MPIComm
@@ -308,6 +312,7 @@ from zero_mpi.launch.world import run
 from zero_mpi.models import GPT2
 from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.precision import precision_named
+import ml_dtypes
 import numpy as np
 from zero_mpi.nn import CrossEntropy
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import ops
+from zero_mpi import environment, ops
 from zero_mpi.doctor import compute
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
@@ -23,17 +23,13 @@ UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # of x86-64, the best fi
 
 def units(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """The processor's units for products, the best first; empty where the system does not tell."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return []
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    flags = environment.of_processor("flags", cpuinfo).split()
     return [unit for unit in UNITS if unit in flags]
 
 
 def bfloat16_product() -> Callable[[], object] | None:
     """A product as those of `compute.rate`, if anything multiplies bfloat16."""
-    if not ops.bfloat16_products()[0]:
+    if not ops.low_products(BFLOAT16)[0]:
         return None
     from zero_mpi.ops.cpu import onednn
 
@@ -79,5 +75,5 @@ def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Ro
     rates = where.gather(0.0 if product is None else compute.rate(seconds, product))
     figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
     wide: Any = figures["flops_per_second_per_rank"]
-    rows = [low_row(rates, wide, ops.bfloat16_products())]
+    rows = [low_row(rates, wide, ops.low_products(BFLOAT16))]
     return [*rows, *pinned(units(), dict(os.environ), blas())]

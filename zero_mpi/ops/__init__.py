@@ -71,8 +71,15 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
-def bfloat16_products() -> tuple[str, str]:
-    """(the library of the host's products of bfloat16, ""), or ("", why there is none)."""
+def low_products(kind: Any) -> tuple[str, str]:
+    """What multiplies a low type on the host: (a library, ""), or ("", why float32 copies are multiplied).
+
+    ("", "") where nothing else is needed: for float32, and on a GPU.
+    """
+    if device.in_use() is not device.HOST or kind == np.float32:
+        return "", ""
+    if kind != low_precision.BFLOAT16:
+        return "", "no processor's own are used for it"
     if not _compiles:
         return "", "numba is not installed: pip install 'zero-mpi[fast,onednn]'"
     from zero_mpi.ops.cpu import onednn

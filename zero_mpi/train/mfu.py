@@ -17,7 +17,6 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World
-from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.fake_array import FakeMemory
 from zero_mpi.plan.simulate import Simulator
@@ -34,8 +33,7 @@ def measure(world: World, dtype: Any) -> float:
 
     On the host products of a low type are float32's where nothing multiplies it.
     """
-    multiplies = device.in_use() is not device.HOST or (dtype == BFLOAT16 and ops.bfloat16_products()[0])
-    kind = dtype if multiplies else np.dtype(np.float32)
+    kind = np.dtype(np.float32) if ops.low_products(dtype)[1] else dtype
     world.comm.barrier()  # all begin together: ranks share cores, caches and power
     return math.fsum(world.comm.allgather_object(rate(kind)))
 

@@ -8,13 +8,11 @@ fault is raised on all ranks alike.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from zero_mpi import device, environment, ops
@@ -204,19 +202,12 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     kind = precision_named(config.precision).compute
     machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
     same_bits.check_bits(machines, config.reduction == "exact", notes)
-    notes += slow_products(kind)
+    slow = ops.low_products(kind)[1]
+    if slow:
+        said = f"--precision {config.precision} is slower than fp32 here, for products are float32's"
+        notes.append(log.Caution(f"{said}: {slow}"))
     machine: dict[str, Any] = machines[0][1]
     return machine
-
-
-def slow_products(kind: Any) -> Iterator[log.Caution]:
-    """What is said where the host has no products of a low type: float32 would be faster."""
-    if device.in_use() is not device.HOST or kind == np.float32:
-        return
-    why = "no processor's own are used for it" if kind == np.float16 else ops.bfloat16_products()[1]
-    if why:
-        name = "fp16" if kind == np.float16 else "bf16"
-        yield log.Caution(f"--precision {name} is slower than fp32 here, for products are float32's: {why}")
 
 
 def announce(text: str) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import __version__, device, ops
+from zero_mpi import __version__, device, environment, ops
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.files.text import shown
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.hang_report import named
 from zero_mpi.ops import trial
-from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.telemetry import log
 
 Machine = Mapping[str, Any]
@@ -37,7 +36,7 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
     """
     facts = {
         THREADS: threads,
-        "operations": operations(kind),
+        "operations": ", ".join(filter(None, (ops.backend(), ops.low_products(kind)[0]))),
         "numpy": np.__version__,
         "zero_mpi": __version__,
         "cpu": platform.machine(),
@@ -50,20 +49,9 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
     return facts | {TRIAL: trial.digest(kind)}
 
 
-def operations(kind: Any) -> str:
-    """What computes in a type, with the library of its products where that is another one."""
-    is_low = kind == BFLOAT16 and device.in_use() is device.HOST
-    return ", ".join(filter(None, (ops.backend(), ops.bfloat16_products()[0] if is_low else "")))
-
-
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name as far as the system tells."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------------------------------- between ranks

@@ -138,11 +138,11 @@ def cuts(q: Array, k: Array, v: Array) -> Array:
 
 
 @helper
-def heads_of(given: Any, results: Any, b: int, h: int, room: Array) -> Any:
-    """The heads of (dy, q, k, v) and of (dq, dk, dv) that query head h has to do with."""
+def heads_of(given: Any, results: Any, b: int, h: int, at: Array, room: Array) -> Any:
+    """The heads of (dy, q, k, v) and of (dq, dk, dv) that query head h has to do with; at: `cuts`."""
     dy, q, k, v = given
     dq, dk, dv = results
-    at, shared = cuts(q, k, v), q.shape[2] // k.shape[2]
+    shared = q.shape[2] // k.shape[2]
     g, first = h // shared, h % shared == 0
     dys, qs = head_of(dy, b, h, room[at[2] :], True), head_of(q, b, h, room, True)
     ks, vs = head_of(k, b, g, room[at[0] :], first), head_of(v, b, g, room[at[1] :], first)
@@ -224,11 +224,11 @@ def backward(
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
-    blocks = -(-length // block)
+    at, blocks = cuts(q, k, v), -(-length // block)
     of_head = weights_before(blocks - 1, block, before) + (length - (blocks - 1) * block) * k.shape[1]
     for b in range(batch):
         for h in range(heads):
-            dys, qs, ks, vs, dqs, dks, dvs = heads_of((dy, q, k, v), (dq, dk, dv), b, h, room)
+            dys, qs, ks, vs, dqs, dks, dvs = heads_of((dy, q, k, v), (dq, dk, dv), b, h, at, room)
             for number in range(blocks - 1, -1, -1):
                 r, n = number * block, min(block, length - number * block)
                 m = before + r + n
@@ -244,7 +244,7 @@ def backward(
                 slopes(weights, d, n, m)
                 gemm(NN, (n, width, m), scale, slope, ks, ZERO, from_row(dqs, r))
                 gemm(TN, (m, width, n), scale, slope, from_row(qs, r), beta, dks)
-            put_heads_back((dq, dk, dv), b, h, cuts(q, k, v), room)
+            put_heads_back((dq, dk, dv), b, h, at, room)
 
 
 def rowwise(x: Array) -> Array:
