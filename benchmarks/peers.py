@@ -3,21 +3,26 @@
     python benchmarks/peers.py --workload W1 W3 --rounds 5 --torch-python PYTHON
 
 Every run is a job of its own; a round runs each variant once, in another order each time, so that what else
-the machine does hits all of them. PYTHON is an interpreter with torch 2.13.0 (CPU); ours is the one that runs
-this. Ratios are tokens a second, ours over theirs.
+the machine does hits all of them. Variants are in float32 unless their name ends in bf16; torch's bf16 is
+autocast, that of `fsdp2-low` FSDP2's own policy. The first line names the units of the processor. PYTHON is
+an interpreter with torch 2.13.0 (CPU); ours is the one that runs this. Ratios are tokens a second, ours over
+theirs.
 """
 
 import argparse
 import os
+import platform
 import random
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
-Variant = tuple[str, ...]
+BF16 = " bf16"  # behind the name of a variant
+UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")  # as /proc/cpuinfo has them
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,34 +36,50 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--torch-python", default=sys.executable, help="python with torch")
-    parser.add_argument("--peers", nargs="+", help="only these, such as fsdp2 ddp one-all-cores")
+    parser.add_argument("--peers", nargs="+", help="only these, such as fsdp2 ddp 'one-all-cores bf16'")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     return parser
 
 
-def ours(workload: str, strategy: str, options: argparse.Namespace) -> list[str]:
+def ours(workload: str, strategy: str, precision: str, options: argparse.Namespace) -> list[str]:
     """The command of one of our runs."""
-    flags = ["--workload", workload, "--strategy", strategy, "--steps", str(options.steps)]
-    return step_command(options.ranks, flags)
+    flags = ["--workload", workload, "--strategy", strategy, "--precision", precision]
+    return step_command(options.ranks, [*flags, "--steps", str(options.steps)])
 
 
-def theirs(workload: str, mode: str, ranks: int, threads: int, options: argparse.Namespace) -> list[str]:
+def theirs(
+    workload: str, mode: str, precision: str, ranks: int, threads: int, options: argparse.Namespace
+) -> list[str]:
     """The command of one of torch's runs."""
     flags = ["--workload", workload, "--mode", mode, "--ranks", str(ranks), "--threads", str(threads)]
-    return [options.torch_python, str(HERE / "torch_step.py"), *flags, "--steps", str(options.steps)]
+    flags += ["--precision", precision, "--steps", str(options.steps)]
+    return [options.torch_python, str(HERE / "torch_step.py"), *flags]
 
 
 def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]:
     """Name -> command."""
     cores, ranks = len(os.sched_getaffinity(0)), options.ranks
-    peers = {
-        name: theirs(workload, name, ranks, 1, options) for name in ("fsdp2", "fsdp2-keep", "ddp", "zero")
-    }
-    peers["one-core"] = theirs(workload, "eager", 1, 1, options)
-    peers["one-all-cores"] = theirs(workload, "eager", 1, cores, options)
-    peers["compile-all-cores"] = theirs(workload, "compile", 1, cores, options)
-    chosen = {name: command for name, command in peers.items() if not options.peers or name in options.peers}
-    own = {f"ours {strategy}": ours(workload, strategy, options) for strategy in ("full-shard", "no-shard")}
-    return own | chosen
+    own, peers = {}, {}
+    for precision in options.precision:
+        end = "" if precision == "fp32" else BF16
+        for strategy in ("full-shard", "no-shard"):
+            own[f"ours {strategy}{end}"] = ours(workload, strategy, precision, options)
+        sharded = ("fsdp2", "fsdp2-keep", "ddp", "zero") + (("fsdp2-low",) if end else ())
+        modes = [(mode, mode, ranks, 1) for mode in sharded]
+        modes += [("one-core", "eager", 1, 1), ("one-all-cores", "eager", 1, cores)]
+        modes += [("compile-all-cores", "compile", 1, cores)]
+        for name, mode, processes, threads in modes:
+            peers[name + end] = theirs(workload, mode, precision, processes, threads, options)
+    return own | {name: peer for name, peer in peers.items() if not options.peers or name in options.peers}
+
+
+def processor() -> str:
+    """The processor by name, and which units it has that decide about products."""
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    facts = {name.strip(): value.strip() for name, value in lines}
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    found = [unit for unit in UNITS if unit in flags]
+    return f"{facts.get('model name', platform.machine())}: {' '.join(found) or 'none of ' + ' '.join(UNITS)}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -77,24 +98,24 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[s
 def print_table(workload: str, found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
     """Medians, and ours over theirs."""
     rate = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
-    best = statistics.median(rate["ours full-shard"])
-    print(
-        f"{workload}, {options.ranks} ranks, {options.rounds} rounds; ratio: ours full-shard over the line's"
-    )
-    print(f"{'variant':18} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {'ratio':>6}")
+    own = {name: statistics.median(rate[name]) for name in rate if name.startswith("ours full-shard")}
+    heads = " ".join(f"{name.removeprefix('ours '):>15}" for name in own)
+    print(f"{workload}, {options.ranks} ranks, {options.rounds} rounds; last: ours over the line's tokens/s")
+    print(f"{'variant':22} {'tokens/s':>9} {'min':>8} {'max':>8} {'ms':>9} {'RSS MB':>7} {heads}")
     for name, values in rate.items():
         median, runs = statistics.median(values), found[name]
         ms, memory = (statistics.median(run[key] for run in runs) for key in ("ms", "rss_mb"))
-        print(
-            f"{name:18} {median:9.0f} {min(values):8.0f} {max(values):8.0f} {ms:9.1f} {memory:7.0f} "
-            f"{best / median:6.2f}",
-            flush=True,
-        )
+        ratios = " ".join(f"{best / median:15.2f}" for best in own.values())
+        spread = f"{median:9.0f} {min(values):8.0f} {max(values):8.0f}"
+        print(f"{name:22} {spread} {ms:9.1f} {memory:7.0f} {ratios}", flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
     """One table a workload."""
     options = make_parser().parse_args(arguments)
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # hold a BLAS below what the processor has
+        os.environ.pop(name, None)
+    print(processor())
     for workload in options.workload:
         print_table(workload, measure(workload, options), options)
 

@@ -25,7 +25,8 @@ class Attention(nn.Module):
     def turned(self, x: Any) -> Any:
         """Rotary positions over half-split pairs."""
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)  # so that bfloat16 stays what it is
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def forward(self, x: Any) -> Any:
         """x (B, T, C) -> (B, T, C)."""

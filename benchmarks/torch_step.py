@@ -1,8 +1,9 @@
 """The same training step in PyTorch, the peer: one process, DDP, FSDP2 or ZeroRedundancyOptimizer over gloo.
 
-    python benchmarks/torch_step.py --workload W1 --mode fsdp2 --ranks 2
+    python benchmarks/torch_step.py --workload W1 --mode fsdp2 --ranks 2 --precision bf16
 
-torch is not a dependency of zero_mpi: pip install torch==2.13.0 where this is to run.
+bf16 is torch.autocast; in mode fsdp2-low it is FSDP2's own policy: parameters gathered in bfloat16, reduced
+in float32. torch is not a dependency of zero_mpi: pip install torch==2.13.0 where this is to run.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from typing import Any
 
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
-MODES = ("eager", "compile", "ddp", "fsdp2", "fsdp2-keep", "zero")
+MODES = ("eager", "compile", "ddp", "fsdp2", "fsdp2-keep", "fsdp2-low", "zero")
+PRECISIONS = ("fp32", "bf16")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=MODES, default="eager")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a rank")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     return parser
@@ -35,9 +38,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def distribute(model: Any, mode: str) -> Any:
     """The model as the mode has it."""
-    if mode == "compile":
-        import torch
+    import torch
 
+    if mode == "compile":
         return torch.compile(model)
     if mode in ("ddp", "zero"):
         from torch.nn.parallel import DistributedDataParallel
@@ -45,12 +48,15 @@ def distribute(model: Any, mode: str) -> Any:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if mode.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        settings = {"mesh": mesh, "reshard_after_forward": mode != "fsdp2-keep"}
+        if mode == "fsdp2-low":
+            settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=mode == "fsdp2")
-        fully_shard(model, mesh=mesh, reshard_after_forward=mode == "fsdp2")
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
     return model
 
 
@@ -85,14 +91,16 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(rank)
     shape = (BATCHES, size.batch, size.context + 1)
     data = torch.randint(size.vocabulary, shape, generator=generator)
+    casts = options.precision == "bf16" and options.mode != "fsdp2-low"
     times = []
     for number in range(options.warmup + options.steps):
         if many:
             distributed.barrier()
         begun = time.perf_counter()
         ids = data[number % BATCHES]
-        logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.reshape(-1, size.vocabulary), ids[:, 1:].reshape(-1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            logits = model(ids[:, :-1])
+            loss = F.cross_entropy(logits.reshape(-1, size.vocabulary), ids[:, 1:].reshape(-1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -118,6 +126,7 @@ def report(options: argparse.Namespace, size: Workload, times: list[float], many
         line = {
             "workload": options.workload,
             "mode": options.mode,
+            "precision": options.precision,
             "ranks": options.ranks,
             "ms": 1e3 * median,
         }

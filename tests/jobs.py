@@ -68,8 +68,9 @@ def prepare_process() -> None:
 def clean_environment() -> dict[str, str]:
     """This process's environment without what an outer job or `prepare_process` put into it.
 
-    In it the reference computes, unless a test adds COMPILED: to load compiled operations takes each rank
-    longer than a small job's steps.
+    Python keeps the bytecode of what it imports, whatever a container's image says: to compile the package
+    takes each of two thousand processes as long as the rest of its start. The reference computes, unless a
+    test adds COMPILED: to load compiled operations takes each rank longer than a small job's steps.
     """
     in_job = inside_job()
 
@@ -79,7 +80,7 @@ def clean_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in _set_for_this_process and not of_outer_job(name)
+        if name not in {*_set_for_this_process, "PYTHONDONTWRITEBYTECODE"} and not of_outer_job(name)
     }
     return kept | REFERENCE
 

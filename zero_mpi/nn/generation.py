@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from zero_mpi.nn.layer import Layer, Weights
 
@@ -16,7 +17,6 @@ class Cache:
     entries: dict[int, Any] = field(default_factory=dict)
 
 
-@runtime_checkable
 class Continues(Protocol):
     """A layer whose result depends on other positions than its own, or on where they are."""
 
@@ -25,7 +25,6 @@ class Continues(Protocol):
 
 
 def infer(layer: Layer, p: Weights, x: Any, cache: Cache) -> Any:
-    """y of any layer for the positions that follow those in `cache`."""
-    if isinstance(layer, Continues):
-        return layer.infer(p, x, cache)
-    return layer.forward(p, x)[0]
+    """y of any layer for the positions that follow those in `cache`; see `Continues`."""
+    own: Callable[..., Any] | None = getattr(layer, "infer", None)  # isinstance of a protocol takes 30 us
+    return layer.forward(p, x)[0] if own is None else own(p, x, cache)

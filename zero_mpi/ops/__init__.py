@@ -59,7 +59,8 @@ _compiles = (
     and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
     and find_spec("numba") is not None
 )
-_prepared = _gpu_prepared = False
+_prepared: set[str] = set()  # types whose kernels are loaded
+_gpu_prepared = False
 
 
 def backend() -> str:
@@ -106,28 +107,49 @@ def prepare_gpu() -> None:
     gpu.prepare()
 
 
-def prepare(say: Callable[[str], object] | None = None) -> None:
-    """Compile all kernels for this machine, or load them from the cache; once is enough.
+def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
+    """Compile all kernels of a type for this machine, or load them from the cache; once is enough.
 
     Before it compiles, which takes ten seconds or so, it tells `say` in one line. Where many ranks start at
-    once let one of each node go first: the others then find the cache filled.
+    once let one of each node go first: the others then find the cache filled. Kernels of bfloat16 that were
+    not prepared are when the first such array comes.
     """
-    global _prepared, _gpu_prepared
+    global _gpu_prepared
     if device.in_use().name == "cuda" and not _gpu_prepared:
         _gpu_prepared = True
         prepare_gpu()
-    if _prepared or not _compiles:
+    if _compiles:
+        _load("float32", prepare_cpu, say)
+        if kind == low_precision.BFLOAT16:
+            _load("bfloat16", prepare_low, say)
+
+
+def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | None) -> None:
+    """Load the kernels of a type once, and say so if that will compile them."""
+    if kind in _prepared:
         return
-    if say is not None and not code_cache.is_complete():
+    if say is not None and not code_cache.is_complete(kind):
         say(f"compiling the operations for this processor, once: they are kept in {code_cache.folder()}")
+    load()
+    code_cache.mark_complete(kind)
+    _prepared.add(kind)
+
+
+def prepare_cpu() -> None:
+    """Let compiled operations take the arrays of NumPy."""
     from zero_mpi.ops import cpu
 
     for operation in cpu.OPERATIONS:
         name = operation.__name__
         native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
         globals()[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
-    code_cache.mark_complete()
-    _prepared = True
+
+
+def prepare_low() -> None:
+    """Compile for bfloat16 what was compiled for float32."""
+    from zero_mpi.ops.cpu import jit
+
+    jit.prepare_low()
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete"  # a file that says that all kernels are there
+COMPLETE = "complete-{}"  # a file that says that all kernels of a type are there
 
 
 def installed(package: str) -> str:
@@ -94,14 +94,14 @@ def folder() -> Path:
     return alone
 
 
-def is_complete() -> bool:
-    """Whether all kernels have been compiled into the folder before."""
-    return (folder() / COMPLETE).exists()
+def is_complete(kind: str) -> bool:
+    """Whether all kernels of a type ("float32", "bfloat16") have been compiled into the folder before."""
+    return (folder() / COMPLETE.format(kind)).exists()
 
 
-def mark_complete() -> None:
-    """Write down that the folder is complete."""
+def mark_complete(kind: str) -> None:
+    """Write down that the folder has them all."""
     try:
-        (folder() / COMPLETE).touch()
+        (folder() / COMPLETE.format(kind)).touch()
     except OSError:  # then the next run says that it compiles, and does not
         return

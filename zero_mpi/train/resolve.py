@@ -198,8 +198,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     Returns what rank 0 computes with, for one description of all: where bits agree, names may differ. Raises
     UsageError on all ranks where bits differ in exact mode.
     """
-    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None))
     kind = precision_named(config.precision).compute
+    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
     same_bits.check_bits(machines, config.reduction == "exact", notes)
     slow = ops.low_products(kind)[1]

@@ -1,7 +1,8 @@
 """How kernels are compiled: the types of their arguments, the compiler's liberties, the place of the code.
 
-A kernel is compiled, or loaded from the cache, when its module is imported: for one signature, or where it
-computes in EITHER type for two, float32 and the bits of bfloat16. Inputs are read-only types, so that
+A kernel is compiled, or loaded from the cache, when its module is imported. One that computes in EITHER type
+is compiled for float32 then, and for the bits of bfloat16 with all others when the first such array comes:
+most runs have none. Inputs are read-only types, so that
 gathered weights may be views that nobody can write. Sums may be reassociated and products contracted, which
 fixes the order for a given length and no more; NaN and infinity stay what they are, because a step whose
 gradients are not finite has to be seen.
@@ -9,9 +10,12 @@ gradients are not finite has to be seen.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import llvmlite.binding
 import ml_dtypes
@@ -27,6 +31,8 @@ from zero_mpi.ops.rowsums import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_for_low: list[Callable[[], None]] = []  # what compiles a kernel for bfloat16
+
 LIBERTIES = {"reassoc", "contract", "arcp", "nsz", "afn"}
 FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
 LOW = types.uint16  # the bits of a bfloat16
@@ -34,8 +40,25 @@ WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 EITHER = "float32, or the bits of bfloat16"  # in the place of a type: all such arrays of a call are of one
 
+SECOND_BLAS = "scipy.linalg.cython_blas"
+
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
+
+
+@contextlib.contextmanager
+def out_of_reach(module: str) -> Iterator[None]:
+    """Let an import of a module fail within, unless it was imported before."""
+    hidden = sys.modules.setdefault(module, cast(Any, None)) is None
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[module]
+
+
+with out_of_reach(SECOND_BLAS):  # numba loads it for products that no kernel makes, which takes 0.2 s
+    import numba.np.arraymath
 
 
 def given(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
@@ -49,29 +72,43 @@ def filled(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
 
 
 def signatures(returns: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """The signatures of a kernel: one, or one for each of the two types."""
-    found = [
+    """The signatures of a kernel: for float32, and for bfloat16."""
+    return [
         returns(*(one if isinstance(one, types.Type) else one(either) for one in arguments))
         for either in (FLOAT, LOW)
     ]
-    return found if found[0] != found[1] else found[:1]
 
 
 def kernel(*arguments: Any, returns: Any = types.void, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     """Compile a function for these types of arguments; it runs without the interpreter's lock."""
-    wanted = signatures(returns, arguments)
+    full, low = signatures(returns, arguments)
 
     def compile_kernel(function: F) -> F:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
         try:
-            compiled: F = numba.njit(wanted, fastmath=liberties, nogil=True, cache=True, error_model="numpy")(
+            compiled: Any = numba.njit(full, fastmath=liberties, nogil=True, cache=True, error_model="numpy")(
                 function
             )
         finally:
             numba.config.CACHE_DIR = before
-        return compiled
+        if low != full:
+            _for_low.append(partial(compile_also, compiled, low))
+        return cast(F, compiled)
 
     return compile_kernel
+
+
+def compile_also(compiled: Any, signature: Any) -> None:
+    """Compile a kernel, or load it, for one more signature."""
+    compiled.disable_compile(False)
+    compiled.compile(signature)
+    compiled.disable_compile()
+
+
+def prepare_low() -> None:
+    """Compile or load what computes with bfloat16, once for the process."""
+    while _for_low:
+        _for_low.pop()()
 
 
 def helper(function: F) -> F:
@@ -104,7 +141,10 @@ def alike(*arrays: Array) -> bool:
 
 def bits(x: Array) -> Array:
     """x as kernels take it: bfloat16 by its bits, anything else as it is."""
-    return x.view(np.uint16) if x.dtype == BFLOAT16 else x
+    if x.dtype != BFLOAT16:
+        return x
+    prepare_low()
+    return x.view(np.uint16)
 
 
 def flat(x: Array) -> Array:
