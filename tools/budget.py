@@ -44,7 +44,7 @@ ATTRIBUTES = {
 # Modules of one name in several packages: those of ops mirror each other, a command is called so everywhere,
 # and each folder of transports (shared, nodes, gpu) has its class of `Comm` in `comm`.
 MIRRORS = ("__init__", "__main__", "command", "comm")
-MODULES = ("text",)
+MODULES: tuple[str, ...] = ()
 CLASSES: tuple[str, ...] = ()
 # Words of a private dialect, which no name of a module, class or function may have; DIALECT: those that do.
 BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudge", "patience")

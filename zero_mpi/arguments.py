@@ -13,7 +13,7 @@ from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; of "V" are the low types of ml_dtypes
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file as read_whole
-from zero_mpi.files.text import show, shown
 from zero_mpi.launch.ending import say
 from zero_mpi.launch.world import World, run
 

@@ -7,7 +7,7 @@ import pytest
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi.files.text import readable
+from zero_mpi.files.foreign import readable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events

@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import LONGEST_LINE, one_line, printable, readable, shown
 from zero_mpi.files.open import (
     MOST_LINE,
     check_target,
@@ -17,7 +18,6 @@ from zero_mpi.files.open import (
     read_lines,
 )
 from zero_mpi.files.parse import parse_json, parse_toml
-from zero_mpi.files.text import LONGEST_LINE, one_line, printable, readable, shown
 
 
 def test_control_letters_new_lines_and_halves_of_pairs_are_escapes():

@@ -410,6 +410,7 @@ def test_heads_of_a_file_that_do_not_fit_are_refused(config, changes, message):
         ("rope.scale_linear", np.float32(2)),
         ("expert_count", np.uint32(8)),
         ("attention.clamp_kqv", np.float32(8)),
+        ("rope.scale_linear", True),
     ],
 )
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)

@@ -10,7 +10,7 @@ from thinned import thinned
 
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import printable
+from zero_mpi.files.foreign import printable
 from zero_mpi.launch.hang_report import RankReports, RankState
 from zero_mpi.launch.world import World
 from zero_mpi.report import command

@@ -41,7 +41,7 @@ SMALL_TREE = {
     "comm/mpi.py": "",
     "models/llama.py": "",
     "device/arrays.py": "",
-    "files/text.py": "",
+    "files/foreign.py": "",
     "train/command.py": "",
 }
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from zero_mpi.cli import main
-from zero_mpi.files.text import printable
+from zero_mpi.files.foreign import printable
 from zero_mpi.launch import ending
 from zero_mpi.telemetry import log
 

@@ -19,7 +19,7 @@ from timelines import check_events, event, lasting, save
 from zero_mpi import SerialComm, device
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import printable
+from zero_mpi.files.foreign import printable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
 from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares, straggler

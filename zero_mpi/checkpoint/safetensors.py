@@ -23,9 +23,9 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, checked_range, output
 from zero_mpi.checkpoint.tensor_stream import TensorStream
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text import show
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 32 << 20  # bytes; thousands of times a usual one; bounds time and memory on a hostile file

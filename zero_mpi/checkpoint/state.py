@@ -31,8 +31,8 @@ from zero_mpi.checkpoint.shards import FIRST, SECOND
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.files.text import show
 from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
 from zero_mpi.sharding.sharded_state import fill
 from zero_mpi.sharding.sharded_unit import ShardedUnit

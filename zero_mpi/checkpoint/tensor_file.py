@@ -23,8 +23,8 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file
-from zero_mpi.files.text import show
 
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
 NATIVE = {

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from zero_mpi.errors import naming
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 Buffer = bytes | memoryview
 

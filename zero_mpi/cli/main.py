@@ -7,7 +7,7 @@ import sys
 
 from zero_mpi import environment
 from zero_mpi.cli.parser import nearest, version_lines
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",

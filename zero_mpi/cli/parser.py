@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from zero_mpi import __version__, environment
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import show, shown
+from zero_mpi.files.foreign import show, shown
 
 COLUMN = 24  # where the texts of --help begin
 NEAR = 0.6  # of difflib: the share of letters that two names must have in common

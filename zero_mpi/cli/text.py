@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from zero_mpi.files.text import printable
+from zero_mpi.files.foreign import printable
 
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from zero_mpi.comm.base import Comm
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 T = TypeVar("T")
 Facts = Mapping[str, object]

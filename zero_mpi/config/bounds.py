@@ -10,7 +10,7 @@ from zero_mpi.config import conflicts
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.step_range import step_range
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.precision import precision_named
 
 LEAST = {

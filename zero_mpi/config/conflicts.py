@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 if TYPE_CHECKING:
     from zero_mpi.config.settings import Config

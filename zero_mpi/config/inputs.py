@@ -20,9 +20,9 @@ from zero_mpi.data import (
     tokenizer_from_metadata,
 )
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENIZER, GGUFKeys
 from zero_mpi.files.open import exists, is_file
-from zero_mpi.files.text import shown
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
 from zero_mpi.models.size import check_blocks

@@ -16,7 +16,7 @@ from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.config.toml import write_toml
 from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.atomic import write_whole
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")

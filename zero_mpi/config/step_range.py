@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 
 def step_range(text: str | None, steps: int) -> tuple[int, int] | None:

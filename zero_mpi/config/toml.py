@@ -11,9 +11,9 @@ from zero_mpi.cli.parser import nearest
 from zero_mpi.config.bounds import LARGEST
 from zero_mpi.config.settings import ALIASES, FIELDS, Config
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import LONGEST, show, shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
-from zero_mpi.files.text import LONGEST, show, shown
 
 MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 

@@ -13,8 +13,8 @@ from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
-from zero_mpi.files.text import show
 
 __all__ = [
     "BPETokenizer",

@@ -25,7 +25,7 @@ from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_file import read_token_file
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import LONGEST
+from zero_mpi.files.foreign import LONGEST
 
 Tokens = NDArray[np.integer]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
-from zero_mpi.files.text import shown
 
 _NAME = 40  # letters of a path that are shown where there is little room
 _TOKEN_SUFFIX = ".npy"

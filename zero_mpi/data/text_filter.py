@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_mpi.data.file_kinds import BINARY, is_utf8, kind_of
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 SHOWN_LETTERS = 60  # letters of a name that are shown
 SHOWN_NAMES = 3  # names

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
-from zero_mpi.files.text import shown
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

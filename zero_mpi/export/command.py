@@ -31,9 +31,9 @@ from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export.encode import FILE_TYPES, encoded, encoded_pieces, kind_of
 from zero_mpi.export.huggingface import Outgoing, config_json, outgoing
 from zero_mpi.files.atomic import write_to_disk
+from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, read_file, refusing
-from zero_mpi.files.text import show, shown
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
 

@@ -17,7 +17,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 FILE_TYPES = {  # what can be written, and its number in the key general.file_type

@@ -21,8 +21,8 @@ from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transpose
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
-from zero_mpi.files.text import show
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

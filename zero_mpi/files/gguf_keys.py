@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.errors import FileError
-from zero_mpi.files.text import quoted, shown
+from zero_mpi.files.foreign import quoted, shown
 
 MAX_WHOLE = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
 MOST_SIZE = (1 << 31) - 1  # of a model: sizes are UINT32 there, and llama.cpp counts with INT32

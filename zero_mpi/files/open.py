@@ -14,7 +14,7 @@ from io import FileIO
 from typing import BinaryIO
 
 from zero_mpi.errors import FileError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 
 MOST_JSON = 64 << 20  # bytes of a file that is read whole to be parsed
 READ_AT_ONCE = 1 << 20  # bytes read at once: room for all that may come would cost as much where little comes

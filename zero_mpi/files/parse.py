@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable
 from typing import Any
 
-from zero_mpi.files.text import show, shown
+from zero_mpi.files.foreign import show, shown
 
 MOST_NESTED = 100  # levels of a value; what walks through it by calling itself must not come to an end
 MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, one byte of text may do

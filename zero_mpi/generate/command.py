@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import readable
+from zero_mpi.files.foreign import readable
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World, run
 

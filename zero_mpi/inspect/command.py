@@ -17,7 +17,7 @@ from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import LONGEST, one_line, printable, shown
+from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
 from zero_mpi.inspect.examine import examine
 from zero_mpi.inspect.tensors import Report

@@ -13,7 +13,7 @@ from zero_mpi.checkpoint.state import (
 )
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 from zero_mpi.inspect.pieces import Subject, keys_of
 from zero_mpi.inspect.tensors import Report, Tensor
 

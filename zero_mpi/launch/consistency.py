@@ -22,7 +22,7 @@ from zero_mpi import __version__, environment, ops
 from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
 from zero_mpi.comm.base import Comm
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.launch.ending import BAD_USAGE
 from zero_mpi.launch.hang_report import named
 from zero_mpi.launch.world import World, first_line

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from zero_mpi.files.text import printable
+from zero_mpi.files.foreign import printable
 from zero_mpi.launch import open_mpi_reprieve
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75

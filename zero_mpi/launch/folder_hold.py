@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import reason
-from zero_mpi.files.text import shown
 from zero_mpi.launch.folder_lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
 from zero_mpi.launch.time_limit import find_job
 from zero_mpi.launch.world import World

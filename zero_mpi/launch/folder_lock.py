@@ -25,8 +25,8 @@ from typing import Any
 from uuid import uuid4
 
 from zero_mpi.errors import UsageError, naming
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text import shown
 from zero_mpi.telemetry import log
 
 NAME = ".lock"

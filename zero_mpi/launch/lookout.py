@@ -22,7 +22,7 @@ from pathlib import Path
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.guarded import CollectiveRecords, Started
 from zero_mpi.comm.meter import meters
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 from zero_mpi.launch.hang_report import named
 

@@ -23,7 +23,7 @@ from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.files.text import one_line
+from zero_mpi.files.foreign import one_line
 from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.files.text import show
 from zero_mpi.models.gpt2 import GPT2
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.model_config import Metadata, ModelConfig, Read

@@ -15,8 +15,8 @@ import numpy as np
 from zero_mpi.arguments import came, same_names, whole
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
-from zero_mpi.files.text import shown
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 
 Metadata = Mapping[str, Any]
@@ -105,7 +105,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; True is 1
+NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; so does False, not True
 
 
 class ModelKeys:
@@ -150,7 +150,7 @@ class ModelKeys:
         """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
-            if isinstance(value, np.ndarray | list) or value not in NEUTRAL:
+            if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
                 found = described(value)
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text import shown
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from zero_mpi.cli.text import size
 from zero_mpi.cli.text import write as show
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
-from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.report.columns import LIMIT

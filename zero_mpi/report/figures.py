@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.cli.text import count, elapsed, percent, plain, size
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.report.columns import RECENT, is_number
 from zero_mpi.report.runs import LOST, Run, integer, text
 from zero_mpi.telemetry.status import DONE, FAILED, RUNNING, STOPPED

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.report.colours import class_of
 from zero_mpi.report.figures import Figure, figures, state_line
 from zero_mpi.report.markup import row, safe, scrolling, tag

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from zero_mpi.files.text import LONGEST_LINE, cut, readable
+from zero_mpi.files.foreign import LONGEST_LINE, cut, readable
 
 VOID = ("input", "meta", "link")  # elements without content
 

@@ -20,10 +20,10 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import ID, STATE_DIGEST
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import exists, read_file, read_lines
 from zero_mpi.files.parse import parse_json, parse_toml
-from zero_mpi.files.text import shown
 from zero_mpi.report.columns import LIMIT, Metrics, is_number, read_metrics
 from zero_mpi.telemetry.metrics import METRICS
 from zero_mpi.telemetry.status import NAME as STATUS

@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_mpi.cli.text import elapsed, size
 from zero_mpi.config.settings import FIELDS
-from zero_mpi.files.text import LONGEST_LINE
-from zero_mpi.files.text import shown as shown_text
+from zero_mpi.files.foreign import LONGEST_LINE
+from zero_mpi.files.foreign import shown as shown_text
 from zero_mpi.report.charts import Chart, about, written
 from zero_mpi.report.columns import is_number
 from zero_mpi.report.head import label, swatch

@@ -18,7 +18,7 @@ import numpy as np
 
 from zero_mpi.cli.text import count, power_of_1024
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import LONGEST_LINE, cut, printable, shown
+from zero_mpi.files.foreign import LONGEST_LINE, cut, printable, shown
 from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points, written
 from zero_mpi.report.columns import Floats
 from zero_mpi.report.figures import figures, state_line

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.cli.text import UNITS, power_of_1024
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.report import colours
 from zero_mpi.report.charts import SAVED, Chart, Points, Series, marks, points
 from zero_mpi.report.columns import Floats, Places

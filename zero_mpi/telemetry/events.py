@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.telemetry import log
 
 NAME = "events.jsonl"

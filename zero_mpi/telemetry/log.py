@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from zero_mpi.files.text import one_line, readable
+from zero_mpi.files.foreign import one_line, readable
 
 DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
 LEVELS = (DEBUG, INFO, WARNING, ERROR)

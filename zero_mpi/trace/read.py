@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
 from zero_mpi.trace.stream import PackingError, members
 from zero_mpi.trace.trace_events import FIRST

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from zero_mpi.files.text import shown
+from zero_mpi.files.foreign import shown
 from zero_mpi.trace.breakdown import (
     COLUMNS,
     Share,

@@ -28,8 +28,8 @@ from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target, is_file, refusing
-from zero_mpi.files.text import shown
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.trace_events import as_json, events_of

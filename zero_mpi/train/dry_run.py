@@ -21,8 +21,8 @@ from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, Windows, named
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
-from zero_mpi.files.text import shown
 from zero_mpi.launch.world import World
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case

@@ -28,7 +28,7 @@ from zero_mpi.checkpoint.gguf.index import (
     padded,
 )
 from zero_mpi.checkpoint.tensor_file import TensorSpec
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 ARCHITECTURE_KEY = "general.architecture"
 VERSION = 3

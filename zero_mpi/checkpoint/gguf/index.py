@@ -18,7 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.errors import FileError
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 Metadata = dict[str, Any]
 """Keys in file order, values with the exact type of the file: `str`, `bool`, a NumPy scalar of the

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from zero_mpi.checkpoint.gguf.index import GGUFError, Index, Metadata, TensorInfo, read_index
 from zero_mpi.checkpoint.tensor_file import StoredFile, checked_range, output
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import open_file
-from zero_mpi.files.text import show
 
 SPLIT = "split."
 PLACE, COUNT, TOTAL = "split.no", "split.count", "split.tensors.count"

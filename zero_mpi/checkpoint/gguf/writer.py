@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file
 from zero_mpi.checkpoint.gguf.index import GGUFError
 from zero_mpi.checkpoint.tensor_stream import TensorStream
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 
 class GGUFStream(TensorStream):

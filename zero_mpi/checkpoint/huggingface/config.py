@@ -17,9 +17,9 @@ import numpy.typing as npt
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.names import FAMILIES
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text import quoted, shown
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",

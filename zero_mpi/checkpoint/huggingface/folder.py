@@ -33,8 +33,8 @@ from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
 from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.open import read_file
-from zero_mpi.files.text import show
 
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one

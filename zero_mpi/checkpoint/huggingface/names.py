@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zero_mpi.errors import FileError
-from zero_mpi.files.text import show
+from zero_mpi.files.foreign import show
 
 
 class Order(Enum):

@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import pre_tokenizer
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, TOKENS, TYPES, GGUFKeys
-from zero_mpi.files.text import show, shown
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENIZER, TOKENS, GGUFKeys
-from zero_mpi.files.text import show
 
 _BYTES = 256
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types

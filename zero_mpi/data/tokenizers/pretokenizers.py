@@ -10,7 +10,7 @@ another splitting text would be read wrong and nobody would notice, so an unknow
 from typing import Any, NamedTuple
 
 from zero_mpi.errors import UsageError
-from zero_mpi.files.text import show, shown
+from zero_mpi.files.foreign import show, shown
 
 # Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
 # some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows

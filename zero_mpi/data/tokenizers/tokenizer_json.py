@@ -27,10 +27,10 @@ from zero_mpi.data.tokenizers.bpe import (
 )
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text import quoted, show, shown
 
 _KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here
