@@ -43,7 +43,7 @@ setup-%: $(VENV)/.has-% ;
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
 	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
-	@echo 'make test     set up, then run the suite: serial, then on 1, 3 and more ranks'
+	@echo 'make test     set up, then run the suite: serial and on several ranks, every claim once'
 	@echo 'make test-all as make test, and what is more of the same: everything on more ranks, more random cases'
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
 	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'

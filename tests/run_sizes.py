@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
 
-    python tests/run_sizes.py [--quick] [-n 1,2,3,4,8] [--lanes 2] [PATH...] [-- PYTEST OPTION...]
+    python tests/run_sizes.py [--quick] [-n 1,2,3,4,8] [--lanes 3] [PATH...] [-- PYTEST OPTION...]
 
-With --quick, which is `make test`, what is only more of the same stays out: see tests/conftest.py; and
-tests/gpu runs at one and at three ranks.
+With --quick, which is `make test`, what is only more of the same stays out: see tests/conftest.py.
 
-As many parts as there are lanes run at a time: one process leaves a core idle, and so do ranks that wait.
-The files of tests/serial are shared out to a dozen processes, which stay small: many tests fork.
+As many parts as there are lanes run at a time, which is one more than there are cores: tests wait a third of
+their time. Parts with several ranks take turns with the others, so that few of them run at once. The files of tests/serial are shared out to a dozen processes, which stay small: many tests fork.
 A line for each part with the reasons of its skips, its slowest tests, the end of its output where it failed,
 and one last line `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end,
 none failed, and something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
@@ -31,15 +30,16 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
-GPU_SIZES, QUICK_GPU_SIZES = (1, 2, 3), (1, 3)  # pretend streams are threads
+GPU_SIZES = (1, 2, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
-LANES = 2
+LANES = min(len(os.sched_getaffinity(0)) + 1, 8)
 SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]
@@ -123,14 +123,15 @@ def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None
     sys.stdout.flush()
 
 
-def parts(sizes: list[int], paths: list[str], gpu_sizes: tuple[int, ...] = GPU_SIZES) -> list[Part]:
-    """The parts that paths amount to; 0 ranks stand for one process without a launcher."""
+def parts(sizes: list[int], paths: list[str]) -> list[Part]:
+    """The parts that paths amount to, in turns; 0 ranks stand for one process without a launcher."""
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
-    found = [(name, 0, files) for name, files in share_out(serial)]
-    found += [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
-    return found + [(f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks in gpu_sizes]
+    alone = [(name, 0, files) for name, files in share_out(serial)]
+    many = [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
+    many += [(f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks in GPU_SIZES]
+    return [part for both in zip_longest(alone, many) for part in both if part is not None]
 
 
 def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
@@ -219,7 +220,7 @@ def main() -> int:
     """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
     sizes = [int(size) for size in args.sizes.split(",")]
-    found = parts(sizes, args.paths, QUICK_GPU_SIZES if args.quick else GPU_SIZES)
+    found = parts(sizes, args.paths)
     limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
     total, failed = count(run_parts(found, args.lanes, options, limit, deadline))

@@ -63,6 +63,7 @@ def pools_stay():
     arrays._pools.update(pools)
 
 
+@pytest.mark.world(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -87,6 +88,7 @@ def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name,
     assert memory.parameters == sum(array.nbytes for array in kept)
 
 
+@pytest.mark.world(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_that_are_large_enough_to_be_recycled(gpu, own_attention, name):
     sizes = {"block_count": 1, "embedding_length": 128, "context_length": 128}
@@ -98,6 +100,7 @@ def test_sums_that_are_large_enough_to_be_recycled(gpu, own_attention, name):
     assert seen.recycled == train(case, 1)[2]
 
 
+@pytest.mark.world(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_cudnn_takes(gpu, monkeypatch, name):
     from zero_mpi.ops.gpu.sdpa import sdpa
@@ -111,6 +114,7 @@ def test_what_cudnn_takes(gpu, monkeypatch, name):
     assert sdpa()[0].cudnn.calls.built > built
 
 
+@pytest.mark.world(1)
 @pytest.mark.parametrize("how", ["moments", "state"])
 def test_what_is_offloaded(gpu, own_attention, how):
     case = Case(MODELS["gpt2"], device="cuda", precision_name="bf16", offload=how, context=48)

@@ -177,7 +177,7 @@ def test_pairs(one, two):
     assert two == one + 1
 
 
-@pytest.mark.exhaustive(1)
+@pytest.mark.world(1)
 def test_only_alone():
     pass
 
@@ -197,10 +197,10 @@ def test_more():
 @pytest.mark.parametrize(
     ("ranks", "flags", "passed", "left_out"),
     [
-        (1, ["--quick"], 3, {"more of the same: make test-all": 4, "for other world sizes than 1": 1}),
-        (3, ["--quick"], 4, {"more of the same: make test-all": 3, "for other world sizes than 3": 1}),
-        (4, ["--quick"], 1, {"more of the same: make test-all": 7}),
-        (4, [], 8, {}),
+        (1, ["--quick"], 1, {"more of the same: make test-all": 6, "for other world sizes than 1": 1}),
+        (3, ["--quick"], 3, {"more of the same: make test-all": 3, "for other world sizes than 3": 2}),
+        (4, ["--quick"], 1, {"more of the same: make test-all": 6, "for other world sizes than 4": 1}),
+        (4, [], 7, {"for other world sizes than 4": 1}),
     ],
 )
 def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, passed, left_out, tmp_path):

@@ -33,7 +33,7 @@ SETTINGS = [  # (ranks, flags) of the trials, in turn
     (2, ["--async-save"]),
     (3, ["--checkpoint-io", "parallel", "--strategy", "no-shard"]),
 ]
-TRIALS, QUICK_TRIALS = 42, 12
+TRIALS, QUICK_TRIALS = 42, 8
 AT_ONCE = 10.0  # seconds in which a job whose rank was killed must end
 PATIENCE = 40.0  # seconds for a job on a busy machine to start, go on and save twice
 
