@@ -8,8 +8,8 @@
 - A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
-- With --quick what is only more of the same stays out: tests marked `exhaustive`, and whatever runs at several
-  numbers of ranks at all but 3, or the nearest to it. `make test` is quick, `make test-all` is not.
+- With --quick what is only more of the same stays out: tests marked `exhaustive`, and whatever runs at
+  several numbers of ranks at all but 3, or the nearest to it. `make test` is quick, `make test-all` is not.
 """
 
 import atexit
