@@ -7,10 +7,10 @@ With --quick, which is `make test`, what is only more of the same stays out: see
 
 As many parts as there are lanes run at a time, one more than there are cores: tests wait a third of their
 time. Parts with several ranks take turns with the others, so that few of them run at once. The files of
-tests/serial are shared out to a dozen processes, which stay small: many tests fork. A line for each part with
-the reasons of its skips, its slowest tests, the end of its output where it failed, and one last line `N passed,
-N failed, N skipped`. The exit status is 0 only if every part ran to its end, none failed, and something passed.
-A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
+tests/serial are shared out to a dozen processes, which stay small: many tests fork. Each part gives a line
+with the reasons of its skips, its slowest tests, the end of its output where it failed; the last line is `N
+passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, none failed, and
+something passed. A PATH under tests/serial, tests/mpi or tests/gpu runs that part only.
 
 tests/gpu runs on a CuPy without a GPU (tests/pretend), at up to three ranks; with ZERO_MPI_TEST_GPU=1 on the
 one that is installed.
