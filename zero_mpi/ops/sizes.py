@@ -17,6 +17,8 @@ Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and 
 # Attention on the CPU.
 BLOCK = 64  # rows: smaller ones cost calls, larger ones work above the diagonal
 KEPT_WEIGHTS = 64 << 10  # elements of a head's blocks up to which they are kept
+LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
+LOW_TILE = 256 << 10  # elements of scores at a time there, which stay in cache
 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
@@ -47,16 +49,24 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
-def head_weights(length: int, total: int) -> int:
+def head_weights(length: int, total: int, block: int = BLOCK) -> int:
     """Elements of a head's weights, by blocks that end at the diagonal, for T queries of S positions."""
-    blocks, before = -(-length // BLOCK), total - length
-    whole = BLOCK * ((blocks - 1) * before + BLOCK * ((blocks - 1) * blocks // 2))
-    return whole + (length - (blocks - 1) * BLOCK) * total
+    blocks, before = -(-length // block), total - length
+    whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
+    return whole + (length - (blocks - 1) * block) * total
 
 
-def head_room(q: Array, k: Array, v: Array) -> int:
-    """Elements of a head of q, k, v and the result, which a CPU widens to float32 if they are low."""
-    return (q.shape[1] + k.shape[1]) * (q.shape[3] + v.shape[3]) if q.dtype.itemsize == 2 else 0
+def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
+    """(sequences, heads) of T queries of S positions that are computed at a time in bfloat16."""
+    most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
+    return min(batch, max(1, most // heads)), min(most, heads)
+
+
+def low_tile(batch: int, heads: int, length: int, total: int) -> int:
+    """Elements of the scores that are computed at a time in bfloat16, at most; `heads`: of keys."""
+    sequences, together = tile_heads(batch, heads, length, total)
+    last = (length - 1) % LOW_BLOCK + 1
+    return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
 
 
 def column_lines(rows: int) -> int:

@@ -28,22 +28,30 @@ class Compiled:
     def attention(self, memory: FakeMemory, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """y, and what backward takes."""
         batch, length, heads, _ = q.shape
-        size = sizes.head_weights(length, k.shape[1])
+        tile = low_tile(q, k)
+        block = sizes.LOW_BLOCK if tile else sizes.BLOCK
+        size = sizes.head_weights(length, k.shape[1], block)
         keep = size <= sizes.KEPT_WEIGHTS
         y = memory.take((batch, length, heads, v.shape[3]), q.dtype)
-        p = memory.take((batch * heads * size if keep else sizes.BLOCK * k.shape[1],))
-        sums = memory.take((batch * heads * length,))
-        memory.take((sizes.head_room(q, k, v),))
+        p = memory.take((batch * heads * size if keep else tile or block * k.shape[1],), q.dtype)
+        sums, scores = memory.take((batch * heads * length,)), memory.take((tile,))
+        del scores
         return y, (p if keep else None, sums)
 
     def attention_backward(
         self, memory: FakeMemory, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
         """dq, dk and dv; whether the weights are computed again."""
-        again = kept[0] is None
-        of_block, of_heads = sizes.BLOCK * k.shape[1], 2 * sizes.head_room(q, k, v)
-        rooms = [memory.take((size,)) for size in [of_block, of_heads, *[of_block] * again]]
+        again, tile = kept[0] is None, low_tile(q, k)
+        size = tile or sizes.BLOCK * k.shape[1]
+        rooms = [memory.take((size,))]
+        rooms += [memory.take((size,), q.dtype) for _ in range(again + bool(tile))]
         gradients = sizes.gradients_like(q, k, v, memory.take)
+        if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
+            sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
+            for x in (k, v):
+                length = sequences * heads * x.shape[1] * x.shape[3]
+                rooms += [memory.take((length,)), memory.take((length,), x.dtype)]
         del rooms
         return gradients, again
 
@@ -120,6 +128,11 @@ class OnGPU(Compiled):
         keys = memory.take((tokens.size,), np.int64)
         memory.take((2 * sizes.embedding_runs(tokens.size), width))
         del keys
+
+
+def low_tile(q: Array, k: Array) -> int:
+    """Elements of scores that a CPU computes at a time in bfloat16; 0 in float32."""
+    return sizes.low_tile(q.shape[0], k.shape[2], q.shape[1], k.shape[1]) if q.itemsize == 2 else 0
 
 
 def by_cudnn(q: Array) -> bool:

@@ -175,13 +175,6 @@ def wide(context: Any, x: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def is_low(context: Any, x: Any) -> Any:
-    """Whether an array holds the bits of bfloat16; a constant, so that only one branch is compiled."""
-    answer = x.dtype == LOW
-    return TRUTH(x), lambda context, builder, *given: context.get_constant(TRUTH, answer)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
     """What `out` holds for a float32: itself, or the bits of the nearest bfloat16, of two the even one."""
 

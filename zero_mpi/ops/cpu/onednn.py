@@ -69,7 +69,7 @@ class Product:
         """Compute with arrays of the shapes and layouts that it was made for."""
         library = self._library
         for memory, array in zip(self._memories, arrays.values(), strict=True):
-            library.set_handle(memory, array.ctypes.data)
+            library.set_handle(memory, array.__array_interface__["data"][0])  # half the time of .ctypes.data
         library.checked(
             library.execute(self._primitive, library.stream, len(self._arguments), self._arguments), "execute"
         )
@@ -121,10 +121,11 @@ class OneDNN:
         plus: Array | None = None,
         adds: bool = False,
     ) -> Array:
-        """Return c after computing c (M, N) = a (M, K) b (K, N) + bias (N,) + plus (M, N), + c if `adds`.
+        """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
-        a, b, bias and plus are bfloat16, c that or float32; a and b, or their transposes, have rows of unit
-        stride that do not overlap. What a library has no product for is computed on float32 copies.
+        Without `adds`, c is only written. a, b, bias and plus are bfloat16, c that or float32; a and b, or
+        their transposes, have rows of unit stride that do not overlap; bias is for matrices alone. What a
+        library has no product for is computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -157,10 +158,10 @@ class OneDNN:
         return made
 
     def description(self, x: Array) -> Handle:
-        """Shape, strides and type of a matrix."""
+        """Shape, strides and type of an array of matrices."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
-        return self.made("memory_desc_create_with_strides", 2, dims, KINDS[x.dtype], strides)
+        return self.made("memory_desc_create_with_strides", x.ndim, dims, KINDS[x.dtype], strides)
 
     def attributes(self, added: Handle | None, adds: bool) -> Handle | None:
         """What follows a product: another matrix is added, and what the result held before."""

@@ -1,0 +1,258 @@
+"""Causal attention in bfloat16 on CPUs: blocks of rows of many heads at a time, every product by oneDNN.
+
+The blocks are those of `ops.cpu.attention`, but of some heads together: a product by the library costs ten
+microseconds before it begins. Scores and all sums are float32. Weights are rounded to bfloat16 for the
+products with them, and so are the gradients of scores, as kernels of GPUs do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.device.arrays import recycled
+from zero_mpi.device.types import Array
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    FLOAT,
+    LOW,
+    ONE,
+    TRUTH,
+    ZERO,
+    bits,
+    exponential,
+    f4,
+    filled,
+    given,
+    kernel,
+    narrow,
+    row_most,
+    wide,
+)
+from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
+
+Multiply = Callable[..., Array]
+UNSEEN = f4(-3e38)  # a score that no exponential is left of
+EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of rows of some heads: what is computed at once.
+
+    shape            (sequences, heads, n, m): n rows, which see the first m keys at most
+    sequences        of them all
+    queries, keys    heads of q, and those of k and v that they look at
+    rows, seen       of the queries and of the keys
+    weights, sums    where its weights and its rows' sums begin, of all tiles' in order
+    begins, ends     it is the first, or last, that adds to the gradients of its keys
+    """
+
+    shape: tuple[int, int, int, int]
+    sequences: slice
+    queries: slice
+    keys: slice
+    rows: slice
+    seen: slice
+    weights: int
+    sums: int
+    begins: bool
+    ends: bool
+
+    def of_queries(self, x: Array) -> Array:
+        """Its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
+        return x[self.sequences, self.rows, self.queries].transpose(0, 2, 1, 3)
+
+    def of_keys(self, x: Array) -> Array:
+        """Its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
+        return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
+
+    def cut(self, room: Array, start: int = 0) -> Array:
+        """Its matrices of scores or weights in room for several."""
+        return room[start : start + prod(self.shape)].reshape(self.shape)
+
+    def cut_sums(self, sums: Array) -> Array:
+        """The sums of its rows, (sequences, heads, n)."""
+        shape = self.shape[:3]
+        return sums[self.sums : self.sums + prod(shape)].reshape(shape)
+
+
+def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
+    """(sequences, heads of keys) that are computed at a time."""
+    sequences, together = tile_heads(batch, heads, length, total)
+    for b in range(0, batch, sequences):
+        for g in range(0, heads, together):
+            yield slice(b, min(b + sequences, batch)), slice(g, min(g + together, heads))
+
+
+@cache
+def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
+    """The tiles of B sequences of T queries in H heads, of which `shared` each see S keys of one head.
+
+    From the last block of a head down: that one sees all keys, so it writes what the others, and then the
+    heads that share them, add to.
+    """
+    found: list[Tile] = []
+    weights = sums = 0
+    starts = range(0, length, LOW_BLOCK)
+    for sequences, keys in groups(batch, heads // shared, length, total):
+        count = sequences.stop - sequences.start, keys.stop - keys.start
+        for share in range(shared):
+            queries = slice(keys.start * shared + share, keys.stop * shared, shared)
+            for r in reversed(starts):
+                n = min(LOW_BLOCK, length - r)
+                seen = total - length + r + n
+                ends = share == shared - 1 and r == 0
+                begins = share == 0 and r == starts[-1]
+                shape = (*count, n, seen)
+                places = (sequences, queries, keys, slice(r, r + n), slice(seen))
+                found.append(Tile(shape, *places, weights, sums, begins, ends))
+                weights += count[0] * count[1] * n * seen
+                sums += count[0] * count[1] * n
+    return tuple(found)
+
+
+@kernel(given(4), FLOAT, TRUTH, filled(3), filled(4, LOW))
+def soften(s: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
+    """p = the weights of scores s (B, H, n, m), times scale: the last n of m positions, which look back.
+
+    sums (B, H, n): the logarithm of each row's sum of exponentials; what they are if `again`.
+    """
+    batch, heads, n, m = s.shape
+    row = np.empty(m + EVEN, np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(n):
+                seen = m - n + i + 1
+                end = min(m, (seen + EVEN - 1) // EVEN * EVEN)
+                scores, weights = s[b, h, i], p[b, h, i]
+                for j in range(end):
+                    row[j] = scores[j] * scale
+                row[seen:end] = UNSEEN
+                if again:
+                    less, share = sums[b, h, i], ONE
+                    for j in range(end):
+                        row[j] = exponential(row[j] - less)
+                else:
+                    most, weight = row_most(row[:end]), ZERO
+                    for j in range(end):
+                        e = exponential(row[j] - most)
+                        row[j] = e
+                        weight += e
+                    share = ONE / weight
+                    sums[b, h, i] = most + np.log(weight)
+                for j in range(end):
+                    weights[j] = narrow(weights, row[j] * share)
+                weights[end:] = 0
+
+
+@kernel(given(4, LOW), given(4), FLOAT, filled(4, LOW))
+def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
+    """ds = the gradient of scores, p (dp - sum(p dp)) scale, for weights p (B, H, n, m) and theirs, dp."""
+    batch, heads, n, m = p.shape
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(n):
+                end = min(m, (m - n + i + EVEN) // EVEN * EVEN)
+                weights, slope, out = p[b, h, i], dp[b, h, i], ds[b, h, i]
+                along = ZERO
+                for j in range(end):
+                    along += wide(weights[j]) * slope[j]
+                for j in range(end):
+                    out[j] = narrow(out, wide(weights[j]) * (slope[j] - along) * scale)
+                out[end:] = 0
+
+
+@kernel(given(1), filled(1, LOW))
+def lower(x: Array, out: Array) -> None:
+    """Round x to bfloat16, element by element."""
+    for i in range(x.size):
+        out[i] = narrow(out, x[i])
+
+
+def by_heads(x: Array) -> Array:
+    """x (B, T, heads, width), or a copy, whose heads' rows are contiguous."""
+    return x if x.strides[3] == x.itemsize else np.ascontiguousarray(x)
+
+
+def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
+    """(the tiles, elements of the largest)."""
+    (batch, length, heads, _), (total, shared) = q.shape, (k.shape[1], k.shape[2])
+    found = tiles(batch, length, heads, heads // shared, total)
+    return found, low_tile(batch, shared, length, total)
+
+
+def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
+    """y of `reference.causal_attention`, and (weights or None, logarithms of sums)."""
+    batch, length, heads, _ = q.shape
+    found, most = tiles_for(q, k)
+    y = recycled((batch, length, heads, v.shape[3]), q.dtype)
+    size = head_weights(length, k.shape[1], LOW_BLOCK)
+    keep = size <= KEPT_WEIGHTS
+    p = recycled((batch * heads * size if keep else most,), BFLOAT16)
+    sums, s = recycled((batch * heads * length,)), recycled((most,))
+    q, k, v = by_heads(q), by_heads(k), by_heads(v)
+    for tile in found:
+        scores, weights = tile.cut(s), tile.cut(p, tile.weights if keep else 0)
+        multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
+        soften(scores, f4(scale), False, tile.cut_sums(sums), bits(weights))
+        multiplies(weights, tile.of_keys(v), tile.of_queries(y))
+    return y, (p if keep else None, sums)
+
+
+def backward(
+    multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
+) -> tuple[Array, Array, Array]:
+    """Gradients of `forward`."""
+    p, sums = kept
+    found, most = tiles_for(q, k)
+    s, slope = recycled((most,)), recycled((most,), BFLOAT16)
+    again = None if p is not None else recycled((most,), BFLOAT16)
+    dq, dk, dv = results = gradients_like(q, k, v, recycled)
+    to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
+    dy, q, k, v = by_heads(dy), by_heads(q), by_heads(k), by_heads(v)
+    for tile in found:
+        scores, ds, dys = tile.cut(s), tile.cut(slope), tile.of_queries(dy)
+        if again is None:
+            weights = tile.cut(p, tile.weights)
+        else:
+            weights = tile.cut(again)
+            multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
+            soften(scores, f4(scale), True, tile.cut_sums(sums), bits(weights))
+        to_values.add(multiplies, tile, weights, dys)
+        multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
+        slopes(bits(weights), scores, f4(scale), bits(ds))
+        multiplies(ds, tile.of_keys(k), tile.of_queries(dq))
+        to_keys.add(multiplies, tile, ds, tile.of_queries(q))
+    return results
+
+
+class KeySums:
+    """The gradient of keys or values (B, S, G, width): what several tiles add to is added up in float32."""
+
+    def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
+        self._result, self._room = result, None
+        if not all(tile.begins and tile.ends for tile in found):
+            sequences, heads = found[0].shape[:2]
+            self._shape = sequences, heads, result.shape[1], result.shape[3]
+            size = prod(self._shape)
+            self._room, self._low = recycled((size,)), recycled((size,), BFLOAT16)
+
+    def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
+        """Add weights^T x, of n rows of some heads."""
+        if self._room is None:
+            multiplies(weights.swapaxes(2, 3), x, tile.of_keys(self._result))
+            return
+        shape = (*tile.shape[:2], *self._shape[2:])
+        size = prod(shape)
+        sums = self._room[:size].reshape(shape)
+        multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not tile.begins)
+        if tile.ends:
+            lower(self._room[:size], bits(self._low[:size]))
+            given = self._result[tile.sequences, :, tile.keys]
+            given[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)
