@@ -208,7 +208,7 @@ def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) ->
 def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward`."""
+    """The gradients of q, k and v by `forward`."""
     p, sums = kept
     found, most = tiles_for(q, k)
     s, slope = recycled((most,)), recycled((most,), BFLOAT16)
