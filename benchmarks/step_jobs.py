@@ -10,11 +10,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def step_command(ranks: int, flags: Sequence[str]) -> list[str]:
-    """`mpirun -n ranks python step.py FLAGS --json`; mpirun is that beside this python, else that on PATH."""
+def launcher() -> str:
+    """The mpirun beside this python, else that on PATH."""
     beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    return [launcher, "-n", str(ranks), sys.executable, str(HERE / "step.py"), *flags, "--json"]
+    return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+
+
+def step_command(ranks: int, flags: Sequence[str]) -> list[str]:
+    """`mpirun -n ranks python step.py FLAGS --json`."""
+    return [launcher(), "-n", str(ranks), sys.executable, str(HERE / "step.py"), *flags, "--json"]
 
 
 def run_once(command: Sequence[str]) -> dict[str, float] | None:

@@ -117,3 +117,35 @@ def test_collectives_are_timed_by_size(ranks):
 def test_bad_flags_are_one_line(flags, tmp_path):
     status, printed, errors = run_job(2, [SCRIPT, *flags], timeout=30, cwd=tmp_path)
     assert (status, printed, len(errors.splitlines())) == (2, "", 1)
+
+
+@needs_mpiexec
+def test_losses_of_two_precisions_are_compared(tmp_path):
+    (tmp_path / "text").write_text("what is read here is of no matter " * 200)
+    flags = ["--workload", "W3", "--steps", "3", "--ranks", "1", "--", "--data", str(tmp_path / "text")]
+    command = [sys.executable, BENCHMARKS / "losses.py", *flags, "--layers", "1", "--eval-windows", "2"]
+    status, printed, errors = run_command(command, timeout=50)
+    assert (status, errors) == (0, "")
+    found = re.fullmatch(
+        r"W3: 3 steps, losses 5\.\d+ to \d\.\d+, at most (0\.\d+) apart \(step \d\); "
+        r"validation (\d\.\d+) fp32, (\d\.\d+) bf16, [+-]\d\.\d+ %\n",
+        printed,
+    )
+    assert found, printed
+    apart, *held_out = map(float, found.groups())
+    assert apart < 0.01
+    assert held_out[0] == pytest.approx(held_out[1], rel=0.005)
+
+
+def test_peers_are_in_both_precisions_and_the_units_of_the_processor_are_named():
+    ask = "import peers; o = peers.make_parser().parse_args([]); print(*peers.variants('W3', o), sep='|'); "
+    ask += "print(peers.processor())"
+    status, printed, errors = run_command([sys.executable, "-c", ask], timeout=50, cwd=BENCHMARKS)
+    assert (status, errors) == (0, "")
+    names, processor = printed.splitlines()
+    own = ["ours full-shard", "ours no-shard", "ours full-shard bf16", "ours no-shard bf16"]
+    assert names.split("|")[:4] == own
+    theirs = {"fsdp2", "ddp", "one-all-cores", "compile-all-cores"}
+    assert {f"{name}{end}" for name in theirs for end in ("", " bf16")} < set(names.split("|"))
+    flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text())
+    assert flags is None or ("avx2" in processor) == ("avx2" in flags[1].split())

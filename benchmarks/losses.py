@@ -1,0 +1,80 @@
+"""How far the losses of a training in bfloat16 are from those in float32, step by step on real text.
+
+    python benchmarks/losses.py --workload W3 W1 --steps 200 --ranks 2
+    python benchmarks/losses.py --init MODEL.gguf --steps 40 -- --context 128 --batch-size 4
+
+Two jobs of zero_mpi.train that differ in --precision only, on its default text unless --data is behind the
+--. One line for each: the largest distance of two losses of a step, and both last validation losses.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from step_jobs import launcher
+from workloads import WORKLOADS
+
+PRECISIONS = ("fp32", "bf16")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--workload", nargs="+", choices=tuple(WORKLOADS), default=[])
+    what.add_argument("--init", help="a model to go on from instead")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("flags", nargs="*", help="of zero_mpi.train, behind --")
+    return parser
+
+
+def workload_flags(name: str, ranks: int) -> list[str]:
+    """The flags of zero_mpi.train that make a workload."""
+    size = WORKLOADS[name]
+    named = {"arch": size.arch, "batch-size": size.batch * ranks, "micro-batch": size.batch, **size.flags}
+    return [text for flag, value in named.items() for text in (f"--{flag.replace('_', '-')}", str(value))]
+
+
+def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]:
+    """Run a training; returns its metrics, step by step."""
+    command = [launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train", "--out", str(out)]
+    command += ["--sample", "0", "--save-every", "0", "--keep", "1", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"losses: {done.stderr.strip().splitlines()[-1]}")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(name: str, flags: Sequence[str], ranks: int) -> None:
+    """Train in both precisions and print how far they are apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [train([*flags, "--precision", kind], ranks, Path(folder, kind)) for kind in PRECISIONS]
+    wide, low = ([line for line in run if "loss" in line] for run in runs)
+    apart, step = max((abs(a["loss"] - b["loss"]), a["step"]) for a, b in zip(wide, low, strict=True))
+    last = [[line["val_loss"] for line in run if line.get("val_loss") is not None][-1] for run in runs]
+    losses = (
+        f"losses {wide[0]['loss']:.4f} to {wide[-1]['loss']:.4f}, at most {apart:.4f} apart (step {step})"
+    )
+    held_out = f"validation {last[0]:.4f} fp32, {last[1]:.4f} bf16, {100 * (last[1] / last[0] - 1):+.3f} %"
+    print(f"{name}: {len(wide)} steps, {losses}; {held_out}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One comparison a workload, or one of a model."""
+    options = make_parser().parse_args(arguments)
+    steps = ["--steps", str(options.steps), *options.flags]
+    for name in options.workload:
+        compare(name, [*workload_flags(name, options.ranks), *steps], options.ranks)
+    if options.init:
+        compare(Path(options.init).name, ["--init", options.init, *steps], options.ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
