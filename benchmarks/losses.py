@@ -9,16 +9,21 @@ Two jobs of zero_mpi.train that differ in --precision only, on its default text 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from step_jobs import launcher
-from workloads import WORKLOADS
+from workloads import LR, WORKLOADS
 
 PRECISIONS = ("fp32", "bf16")
+BYTES = 256
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,11 +40,25 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def workload_flags(name: str, ranks: int) -> list[str]:
-    """The flags of zero_mpi.train that make a workload."""
+def workload_flags(name: str, ranks: int, folder: str) -> list[str]:
+    """The flags of zero_mpi.train that make a workload; text of bytes has the vocabulary of bytes."""
     size = WORKLOADS[name]
     named = {"arch": size.arch, "batch-size": size.batch * ranks, "micro-batch": size.batch, **size.flags}
+    named["lr"] = LR
+    if size.vocabulary == BYTES:
+        del named["vocab_size"]
+    else:
+        named["data"] = write_words(Path(folder, "words.npy"), size.vocabulary)
     return [text for flag, value in named.items() for text in (f"--{flag.replace('_', '-')}", str(value))]
+
+
+def write_words(path: Path, vocabulary: int) -> Path:
+    """A token file of the words of Python's own library, by how often they come; the rarest share a token."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    words = re.findall(r"\w+|\s+|.", "".join(source.read_text(errors="replace") for source in sources))
+    ids = {word: min(place, vocabulary - 1) for place, (word, _) in enumerate(Counter(words).most_common())}
+    np.save(path, np.array([ids[word] for word in words], np.uint16))
+    return path
 
 
 def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]:
@@ -52,10 +71,10 @@ def train(flags: Sequence[str], ranks: int, out: Path) -> list[dict[str, float]]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def compare(name: str, flags: Sequence[str], ranks: int) -> None:
+def compare(name: str, flags: Sequence[str], ranks: int, folder: str) -> None:
     """Train in both precisions and print how far they are apart."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [train([*flags, "--precision", kind], ranks, Path(folder, kind)) for kind in PRECISIONS]
+    outs = [(kind, Path(folder, f"{name}-{kind}")) for kind in PRECISIONS]
+    runs = [train([*flags, "--precision", kind], ranks, out) for kind, out in outs]
     wide, low = ([line for line in run if "loss" in line] for run in runs)
     apart, step = max((abs(a["loss"] - b["loss"]), a["step"]) for a, b in zip(wide, low, strict=True))
     last = [[line["val_loss"] for line in run if line.get("val_loss") is not None][-1] for run in runs]
@@ -70,10 +89,12 @@ def main(arguments: Sequence[str]) -> None:
     """One comparison a workload, or one of a model."""
     options = make_parser().parse_args(arguments)
     steps = ["--steps", str(options.steps), *options.flags]
-    for name in options.workload:
-        compare(name, [*workload_flags(name, options.ranks), *steps], options.ranks)
-    if options.init:
-        compare(Path(options.init).name, ["--init", options.init, *steps], options.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.workload:
+            flags = workload_flags(name, options.ranks, folder)
+            compare(name, [*flags, *steps], options.ranks, folder)
+        if options.init:
+            compare(Path(options.init).name, ["--init", options.init, *steps], options.ranks, folder)
 
 
 if __name__ == "__main__":
