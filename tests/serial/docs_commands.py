@@ -244,6 +244,9 @@ MEASURING: dict[str, How] = {
     "python benchmarks/peers.py --workload W2 --rounds 1 --steps 4 --torch-python PYTHON": NO_TORCH,
     "python benchmarks/peers.py --workload W2 --rounds 3 --steps 4 --peers ddp fsdp2 "
     "--torch-python PYTHON": NO_TORCH,
+    "python benchmarks/losses.py --workload W3 W1 --ranks 1": ByTest(
+        f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
+    ),
     "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
     "--transport shared mpi --reduction exact fast": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
