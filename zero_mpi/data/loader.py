@@ -45,7 +45,7 @@ def window_of(sample: int | NDArray[np.int64], windows: int, seed: int) -> int |
     """The window (0..windows-1) behind each global sample index; every epoch has each window once."""
     epochs, positions = np.divmod(np.asarray(sample, dtype=np.int64), windows)
     found = np.empty_like(positions)
-    for epoch in np.unique(epochs).tolist():
+    for epoch in sorted(set(epochs.ravel().tolist())):  # np.unique would import numpy.ma, 30 ms of a start
         here = epochs == epoch
         found[here] = _epoch_order(windows, seed, epoch)[positions[here]]
     return found if isinstance(sample, np.ndarray) else int(found)
