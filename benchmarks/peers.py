@@ -11,18 +11,18 @@ theirs.
 
 import argparse
 import os
-import platform
 import random
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
+from zero_mpi.doctor import kernels
+from zero_mpi.train import same_bits
+
 BF16 = " bf16"  # behind the name of a variant
-UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")  # as /proc/cpuinfo has them
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,11 +75,7 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
 
 def processor() -> str:
     """The processor by name, and which units it has that decide about products."""
-    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
-    facts = {name.strip(): value.strip() for name, value in lines}
-    flags = facts.get("flags", facts.get("Features", "")).split()
-    found = [unit for unit in UNITS if unit in flags]
-    return f"{facts.get('model name', platform.machine())}: {' '.join(found) or 'none of ' + ' '.join(UNITS)}"
+    return f"{same_bits.processor()}: {' '.join(kernels.units()) or 'no units that are known'}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

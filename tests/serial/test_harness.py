@@ -213,6 +213,17 @@ def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, pas
     assert {reason: int(count) for count, reason in said} == left_out
 
 
+def test_quick_leaves_out_no_test_of_one_process_but_the_exhaustive(tmp_path):
+    make_suite(tmp_path, WORLD_TESTS)
+    more = "import pytest\n\n\n@pytest.mark.exhaustive\ndef test_more():\n    pass\n"
+    (tmp_path / "tests" / "serial" / "test_more.py").write_text(more)
+    status, output, _ = run_command(
+        [sys.executable, *PYTEST, "--quick", "tests/serial"], cwd=tmp_path, timeout=30
+    )
+    assert status == 0, output
+    assert "1 passed, 1 deselected" in output
+
+
 def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):
     make_suite(tmp_path, WORLD_TESTS)
     status, output, _ = run_command([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, timeout=30)

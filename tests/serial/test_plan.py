@@ -245,7 +245,6 @@ def test_a_file_gives_the_sizes(trained, tmp_path, capsys):
 RSS = """
 import resource, sys
 from pathlib import Path
-import ml_dtypes
 import numpy as np
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops, ops
 from zero_mpi.comm.mpi import MPIComm
@@ -312,7 +311,6 @@ from zero_mpi.launch.world import run
 from zero_mpi.models import GPT2
 from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.precision import precision_named
-import ml_dtypes
 import numpy as np
 from zero_mpi.nn import CrossEntropy
 

@@ -21,6 +21,7 @@ from zero_mpi.ops.cpu.jit import (
     INTEGER,
     ONE,
     TRUTH,
+    UNSEEN,
     ZERO,
     exponential,
     f4,
@@ -33,8 +34,6 @@ from zero_mpi.ops.cpu.jit import (
 )
 from zero_mpi.ops.cpu.linear import multiplier, otherwise
 from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
-
-UNSEEN = f4(-3e38)  # a score that no exponential is left of; loops over whole blocks have no odd ends
 
 VIEW = given(4, layout="A")
 ROOM = filled(4, layout="A")

@@ -23,6 +23,7 @@ from zero_mpi.ops.cpu.jit import (
     LOW,
     ONE,
     TRUTH,
+    UNSEEN,
     ZERO,
     bits,
     exponential,
@@ -37,7 +38,6 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
 
 Multiply = Callable[..., Array]
-UNSEEN = f4(-3e38)  # a score that no exponential is left of
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
 
 
@@ -182,9 +182,8 @@ def by_heads(x: Array) -> Array:
 
 def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
     """(the tiles, elements of the largest)."""
-    (batch, length, heads, _), (total, shared) = q.shape, (k.shape[1], k.shape[2])
-    found = tiles(batch, length, heads, heads // shared, total)
-    return found, low_tile(batch, shared, length, total)
+    (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
+    return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
 
 
 def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:

@@ -44,6 +44,7 @@ SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
+UNSEEN = f4(-3e38)  # a score that no exponential is left of, so that loops over whole blocks have no odd ends
 
 
 @contextlib.contextmanager
