@@ -123,7 +123,7 @@ class Config:
         "from the GPU to the host's memory: moments; or state, with the fp32 parameters of bf16",
         choices=("none", "moments", "state"),
     )
-    threads: str | None = flag(None, str, "machine", "of BLAS per rank, auto: its cores (default: 1)")
+    threads: str | None = flag(None, str, "machine", "per rank, auto: its cores (default: 1)")
 
     save_every: int | None = flag(
         None, int, "records", "steps between checkpoints; 0: at the end only (default: every ten minutes)"

@@ -39,6 +39,7 @@ from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.ops import threads as kernel_threads
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, tensorboard
 from zero_mpi.train import memory_check, same_bits
@@ -158,14 +159,15 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
 
 
 def set_threads(config: Config) -> int:
-    """Set the BLAS threads of this rank and return their number; exact mode has one unless told otherwise."""
+    """Set the threads of this rank and return their number; exact mode has one unless told otherwise."""
     wanted = threads_within(thread_count(config.threads))
     if wanted is None and environment.threads_were_set:
-        return max((pool["num_threads"] for pool in threadpool_info()), default=1)
-    if wanted == 0:
-        wanted = environment.cores_per_rank()
-    threadpool_limits(wanted or 1)
-    return wanted or 1
+        found = max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    else:
+        found = (environment.cores_per_rank() if wanted == 0 else wanted) or 1
+        threadpool_limits(found)
+    kernel_threads.use(found)
+    return found
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:

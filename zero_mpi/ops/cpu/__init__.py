@@ -1,8 +1,9 @@
 """The operations for `numpy.ndarray`, compiled: importing this package compiles or loads all kernels.
 
 Inputs in float32 or bfloat16 are computed here; whatever else comes goes to the reference. A kernel runs on
-one thread, and BLAS on as many as the rank has. Compiled code is kept in a folder named after versions,
-processor and source (`ops.code_cache`); one rank of a node fills it before the others look.
+one thread; its rows are shared out to as many as the rank has (`ops.threads`). Compiled code is kept in a
+folder named after versions, processor and source (`ops.code_cache`); one rank of a node fills it before the
+others look.
 
 Results lie in recycled memory (`device.arrays`), so a step allocates nothing large after the first two.
 Products call the OpenBLAS that NumPy has loaded, and add gradients straight into the flat buffer. Kernels

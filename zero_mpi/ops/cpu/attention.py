@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
+from zero_mpi.ops import threads
 from zero_mpi.ops.cpu import attention_bf16
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (
@@ -187,9 +188,17 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
     size = head_weights(length, k.shape[1])
     keep = size <= KEPT_WEIGHTS
     y = recycled((batch, length, heads, v.shape[3]))
-    p = recycled((batch * heads * size if keep else BLOCK * k.shape[1],))
-    sums = recycled((batch * heads * length,))
-    forward(rowwise(q), rowwise(k), rowwise(v), f4(scale), BLOCK, keep, y, p, sums)
+    of_one = heads * size if keep else BLOCK * k.shape[1]
+    p = recycled((of_one * (batch if keep else min(threads.in_use(), batch)),))
+    sums = recycled((batch, heads * length))
+    qs, ks, vs = rowwise(q), rowwise(k), rowwise(v)
+
+    def work(part: slice, number: int) -> None:
+        room = p[of_one * (part.start if keep else number) :]
+        rows = sums[part].reshape(-1)
+        forward(qs[part], ks[part], vs[part], f4(scale), BLOCK, keep, y[part], room, rows)
+
+    threads.in_numbered_parts((batch, heads, size), work)
     return y, (p if keep else None, sums)
 
 
@@ -204,10 +213,19 @@ def causal_attention_backward(
     if not single(q):
         return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
     weights, sums = kept
-    keep = head_weights(q.shape[1], k.shape[1]) <= KEPT_WEIGHTS
-    d = recycled((BLOCK * k.shape[1],))
-    p = recycled((BLOCK * k.shape[1],)) if weights is None else weights
-    dq, dk, dv = gradients_like(q, k, v, recycled)
-    q, k, v = rowwise(q), rowwise(k), rowwise(v)
-    backward(rowwise(dy), q, k, v, f4(scale), BLOCK, keep, p, sums, d, dq, dk, dv)
-    return dq, dk, dv
+    size, block = head_weights(q.shape[1], k.shape[1]), BLOCK * k.shape[1]
+    keep, rooms = weights is not None, min(threads.in_use(), len(q))
+    d = recycled((rooms * block,))
+    p = weights if keep else recycled((rooms * block,))
+    results = gradients_like(q, k, v, recycled)
+    views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
+    of_one = q.shape[2] * size if keep else block
+
+    def work(part: slice, number: int) -> None:
+        dys, qs, ks, vs = (x[part] for x in views)
+        dq, dk, dv = (x[part] for x in results)
+        room, rows = p[of_one * (part.start if keep else number) :], sums[part].reshape(-1)
+        backward(dys, qs, ks, vs, f4(scale), BLOCK, keep, room, rows, d[block * number :], dq, dk, dv)
+
+    threads.in_numbered_parts((len(q), q.shape[2], size), work)
+    return results

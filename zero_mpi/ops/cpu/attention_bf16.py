@@ -36,6 +36,7 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
+from zero_mpi.ops.threads import in_parts
 
 Multiply = Callable[..., Array]
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
@@ -168,6 +169,31 @@ def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
                 out[end:] = 0
 
 
+def one_by_one(*arrays: Array) -> list[Array]:
+    """Arrays (B, H, ...) as kernels take them, (B H, 1, ...): heads in one row, to be shared out."""
+    return [bits(x).reshape(-1, 1, *x.shape[2:]) for x in arrays]
+
+
+def soften_heads(s: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
+    """`soften`, the heads shared out."""
+    scores, totals, weights = one_by_one(s, sums, p)
+
+    def work(part: slice) -> None:
+        soften(scores[part], f4(scale), again, totals[part], weights[part])
+
+    in_parts(scores.shape, work)
+
+
+def slopes_of_heads(p: Array, dp: Array, scale: float, ds: Array) -> None:
+    """`slopes`, the heads shared out."""
+    weights, slope, out = one_by_one(p, dp, ds)
+
+    def work(part: slice) -> None:
+        slopes(weights[part], slope[part], f4(scale), out[part])
+
+    in_parts(weights.shape, work)
+
+
 @kernel(given(1), filled(1, LOW))
 def lower(x: Array, out: Array) -> None:
     """Round x to bfloat16, element by element."""
@@ -199,7 +225,7 @@ def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) ->
     for tile in found:
         scores, weights = tile.cut(s), tile.cut(p, tile.weights if keep else 0)
         multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-        soften(scores, f4(scale), False, tile.cut_sums(sums), bits(weights))
+        soften_heads(scores, scale, False, tile.cut_sums(sums), weights)
         multiplies(weights, tile.of_keys(v), tile.of_queries(y))
     return y, (p if keep else None, sums)
 
@@ -222,10 +248,10 @@ def backward(
         else:
             weights = tile.cut(again)
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-            soften(scores, f4(scale), True, tile.cut_sums(sums), bits(weights))
+            soften_heads(scores, scale, True, tile.cut_sums(sums), weights)
         to_values.add(multiplies, tile, weights, dys)
         multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
-        slopes(bits(weights), scores, f4(scale), bits(ds))
+        slopes_of_heads(weights, scores, scale, ds)
         multiplies(ds, tile.of_keys(k), tile.of_queries(dq))
         to_keys.add(multiplies, tile, ds, tile.of_queries(q))
     return results

@@ -30,6 +30,7 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 from zero_mpi.ops.low_precision import defined
+from zero_mpi.ops.threads import flat_parts, in_parts
 
 TWICE_SCALE = f4(2 * reference.GELU_SCALE)
 CUBIC, THRICE_CUBIC = f4(reference.GELU_CUBIC), f4(3 * reference.GELU_CUBIC)
@@ -112,7 +113,7 @@ def add(x: Array, y: Array) -> Array:
     z = recycled(x.shape, x.dtype)
     if x.dtype == FLOAT32:
         return np.add(x, y, out=z)
-    add_low(flat(x), flat(y), flat(z))
+    flat_parts(add_low, flat(x), flat(y), flat(z))
     return z
 
 
@@ -121,7 +122,7 @@ def gelu(x: Array) -> Array:
     if not alike(x):
         return defined.gelu(x)
     y = recycled(x.shape, x.dtype)
-    gelu_forward(flat(x), flat(y))
+    flat_parts(gelu_forward, flat(x), flat(y))
     return y
 
 
@@ -130,7 +131,7 @@ def gelu_backward(dy: Array, x: Array) -> Array:
     if not alike(dy, x):
         return defined.gelu_backward(dy, x)
     dx = recycled(x.shape, x.dtype)
-    gelu_gradient(flat(dy), flat(x), flat(dx))
+    flat_parts(gelu_gradient, flat(dy), flat(x), flat(dx))
     return dx
 
 
@@ -139,7 +140,7 @@ def swiglu(gate: Array, up: Array) -> Array:
     if not alike(gate, up):
         return defined.swiglu(gate, up)
     y = recycled(gate.shape, gate.dtype)
-    swiglu_forward(flat(gate), flat(up), flat(y))
+    flat_parts(swiglu_forward, flat(gate), flat(up), flat(y))
     return y
 
 
@@ -149,7 +150,7 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
         both: tuple[Array, Array] = defined.swiglu_backward(dy, gate, up)
         return both
     dgate, dup = recycled(gate.shape, gate.dtype), recycled(gate.shape, gate.dtype)
-    swiglu_gradient(flat(dy), flat(gate), flat(up), flat(dgate), flat(dup))
+    flat_parts(swiglu_gradient, flat(dy), flat(gate), flat(up), flat(dgate), flat(dup))
     return dgate, dup
 
 
@@ -162,5 +163,6 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
         y[...] = x
     if x.size:
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-        turn_pairs(bits(y.reshape(-1, *x.shape[2:])), cos, sin, interleaved)
+        pairs = bits(y.reshape(-1, *x.shape[2:]))
+        in_parts(pairs.shape, lambda part: turn_pairs(pairs[part], cos, sin, interleaved), len(cos))
     return y

@@ -25,6 +25,7 @@ from zero_mpi.ops.cpu.jit import (
     narrow,
     single,
 )
+from zero_mpi.ops.threads import in_parts
 
 NOTHING = np.zeros(0, np.uint16)
 
@@ -106,7 +107,14 @@ def adamw(
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
     kept = (1.0 - lr * decay).astype(np.float32)
     by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous
-    update(p, g, m, v, kept, bits(low) if by_kernel else NOTHING, *np.array(numbers, np.float32))
+    rounded, rest = bits(low) if by_kernel and low is not None else NOTHING, np.array(numbers, np.float32)
+    run = p.size // max(kept.size, 1)
+
+    def work(runs: slice) -> None:
+        here = slice(runs.start * run, runs.stop * run)
+        update(p[here], g[here], m[here], v[here], kept[runs], rounded[here], *rest)
+
+    in_parts((kept.size, run), work)
     if low is not None and not by_kernel:
         low[...] = p
 
@@ -116,5 +124,5 @@ def chunk_squares(g: Array, chunk: int) -> Array:
     if not single(g) or not g.flags.c_contiguous:
         return reference.chunk_squares(g, chunk)
     sums = np.empty(g.size // chunk, np.float64)
-    add_squares(g, chunk, sums)
+    in_parts((sums.size, chunk), lambda part: add_squares(g[part.start * chunk :], chunk, sums[part]))
     return sums

@@ -34,6 +34,7 @@ from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
 from zero_mpi.ops.low_precision import defined, on_copies
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.rowsums import LANES
+from zero_mpi.ops.threads import in_parts, with_sums
 
 
 @kernel(given(1), filled(2))
@@ -95,9 +96,11 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
     multiplies(a, fitting(w).T, out)
     if plus is None:
         if b is not None:
-            add_row(flat(b), out)
+            bias = flat(b)
+            in_parts(out.shape, lambda part: add_row(bias, out[part]))
     elif b is not None:
-        add_row_and(flat(b), matrix(plus), out)
+        bias, more = flat(b), matrix(plus)
+        in_parts(out.shape, lambda part: add_row_and(bias, more[part], out[part]))
     else:
         np.add(y, plus, out=y)
     return y
@@ -128,5 +131,6 @@ def linear_backward_b(dy: Array, db: Array) -> None:
         defined.linear_backward_b(dy, db)
         return
     sums = sums_for(db, db)
-    add_columns(matrix(dy), sums)
+    columns = matrix(dy)
+    with_sums(columns.shape, lambda part, total: add_columns(columns[part], total), sums)
     add_sums(sums, db)

@@ -36,6 +36,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.cpu.linear import add_columns, add_row, multiplier, otherwise
 from zero_mpi.ops.low_precision import widened
 from zero_mpi.ops.reference import chunk_rows, rows
+from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
 NOTHING = np.zeros((0, 0), np.uint16)  # in the place of an array that nobody wants
@@ -76,13 +77,23 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     return total
 
 
+def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
+    """`consume_logits`, its rows shared out."""
+
+    def work(part: slice) -> float:
+        lows = low[part] if low.size else low
+        return consume_logits(z[part], lows, targets[part], f4(scale), gradient)
+
+    return sum(in_parts(z.shape, work))
+
+
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float64, Array]:
     """`reference.cross_entropy`."""
     if not single(logits):
         return reference.cross_entropy(logits, targets, scale)
     dlogits = recycled(logits.shape)
     np.copyto(dlogits, logits)
-    total = consume_logits(rows(dlogits), NOTHING, checked(targets, logits.shape[-1]), f4(scale), True)
+    total = consume(rows(dlogits), NOTHING, checked(targets, logits.shape[-1]), scale, True)
     return np.float64(total * scale), dlogits
 
 
@@ -120,12 +131,12 @@ def linear_cross_entropy(
         if bias is not None:
             add_row(bias, z)
         low = NOTHING if x.dtype == FLOAT32 or not gradient else z.view(np.uint16)
-        total += consume_logits(z, low, ids[part], f4(scale), gradient)
+        total += consume(z, low, ids[part], scale, gradient)
         slopes = low.view(BFLOAT16)[:, :vocabulary] if low.size else z
         if dw is not None:
             multiplies(slopes.T, inputs[part], dw, adds=True)
         if db is not None:
-            add_columns(z, db)
+            with_sums(z.shape, lambda part, total, z=z: add_columns(z[part], total), db)
         if dx is not None:
             multiplies(slopes, weights, rows(dx)[part])
     return np.float64(total * scale), dx

@@ -27,6 +27,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
 from zero_mpi.ops.low_precision import defined
 from zero_mpi.ops.rowsums import LANES
+from zero_mpi.ops.threads import in_parts, with_sums
 
 
 @kernel(given(2, EITHER), given(1, EITHER), FLOAT, filled(2, EITHER), filled(1))
@@ -147,7 +148,8 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
         found: tuple[Array, Array] = defined.rms_norm(x, w, eps)
         return found
     y, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1))
-    rms_forward(matrix(x), flat(w), f4(eps), matrix(y), flat(r))
+    xs, ws, ys, rs = matrix(x), flat(w), matrix(y), flat(r)
+    in_parts(xs.shape, lambda part: rms_forward(xs[part], ws, f4(eps), ys[part], rs[part]))
     return y, r
 
 
@@ -163,7 +165,12 @@ def rms_norm_backward(
     if not kernels_take(dy, x, w, plus, dw):
         return defined.rms_norm_backward(dy, x, w, r, dw, plus)
     dx, d, sums = recycled(x.shape, x.dtype), matrix(dy), sums_for(dw, w)
-    rms_backward(d, matrix(x), flat(w), flat(r), *addend(plus, d), matrix(dx), sums)
+    (adds, p), xs, ws, rs, dxs = addend(plus, d), matrix(x), flat(w), flat(r), matrix(dx)
+
+    def work(part: slice, dw: Array) -> None:
+        rms_backward(d[part], xs[part], ws, rs[part], adds, p[part], dxs[part], dw)
+
+    with_sums(d.shape, work, sums)
     add_sums(sums, dw)
     return dx
 
@@ -174,7 +181,8 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
         found: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
         return found
     y, mean, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
-    layer_forward(matrix(x), flat(w), flat(b), f4(eps), matrix(y), flat(mean), flat(r))
+    xs, ys, means, rs, both = matrix(x), matrix(y), flat(mean), flat(r), (flat(w), flat(b), f4(eps))
+    in_parts(xs.shape, lambda part: layer_forward(xs[part], *both, ys[part], means[part], rs[part]))
     return y, mean, r
 
 
@@ -193,7 +201,14 @@ def layer_norm_backward(
         return defined.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
     dx, d = recycled(x.shape, x.dtype), matrix(dy)
     sums = sums_for(dw, w), sums_for(db, w)
-    layer_backward(d, matrix(x), flat(w), flat(mean), flat(r), *addend(plus, d), matrix(dx), *sums)
+    (adds, p), xs, ws, dxs = addend(plus, d), matrix(x), flat(w), matrix(dx)
+    means, rs = flat(mean), flat(r)
+
+    def work(part: slice, dw: Array, db: Array) -> None:
+        rows = d[part], xs[part], ws, means[part], rs[part]
+        layer_backward(*rows, adds, p[part], dxs[part], dw, db)
+
+    with_sums(d.shape, work, *sums)
     add_sums(sums[0], dw)
     add_sums(sums[1], db)
     return dx

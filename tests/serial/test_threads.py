@@ -1,0 +1,77 @@
+"""Kernels whose rows several threads share out: the bits of one thread, but for sums over rows."""
+
+import numpy as np
+import pytest
+from test_cpu_ops import close, numbers
+
+from zero_mpi import ops
+from zero_mpi.ops import threads, trial
+from zero_mpi.ops.low_precision import BFLOAT16
+
+SUMS = 12  # of the trial's results: gradients of biases and norms, which are sums over rows
+
+
+@pytest.fixture
+def of_threads(monkeypatch):
+    """Sets the number of threads, and how little is shared out; one thread afterwards."""
+    monkeypatch.setattr(threads, "LEAST", 64)
+    yield threads.use
+    threads.use(1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_operations_have_the_bits_of_one_thread_but_for_sums_over_rows(of_threads, count):
+    ops.prepare(kind=BFLOAT16)
+    alone = [np.array(result) for result in trial.results(BFLOAT16)]
+    of_threads(count)
+    shared, again = ([np.array(result) for result in trial.results(BFLOAT16)] for _ in range(2))
+    assert [x.tobytes() for x in shared] == [x.tobytes() for x in again]
+    differ = [(x, y) for x, y in zip(alone, shared, strict=True) if x.tobytes() != y.tobytes()]
+    assert 0 < len(differ) <= SUMS
+    for x, y in differ:
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        assert (abs(a - b) <= (2.0**-8 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a))).all()
+
+
+@pytest.mark.parametrize("length", [70, 400])
+def test_attention_of_several_sequences_is_shared_out(of_threads, length):
+    """Weights kept, and computed again in a room for each thread."""
+    q, k, v, dy = (numbers(5, length, 2, 16, seed=seed) for seed in range(4))
+
+    def once():
+        y, kept = ops.causal_attention(q, k, v, 0.25)
+        return [x.tobytes() for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.25))]
+
+    alone = once()
+    of_threads(3)
+    assert once() == alone
+
+
+def test_a_head_s_loss_is_the_sum_of_its_parts(of_threads):
+    x, w, targets = numbers(60, 16, seed=1), numbers(300, 16, seed=2), np.arange(60) % 300
+    alone = ops.linear_cross_entropy(x, w, None, targets, 0.5)
+    of_threads(2)
+    shared = ops.linear_cross_entropy(x, w, None, targets, 0.5)
+    close(shared[0], alone[0])
+    assert shared[1].tobytes() == alone[1].tobytes()
+
+
+def test_parts_are_equal_runs_of_whole_rows(of_threads):
+    of_threads(3)
+    assert threads.cut((10, 64)) == [slice(0, 3), slice(3, 6), slice(6, 10)]
+    assert threads.cut((2, 64)) == [slice(0, 1), slice(1, 2)], "no more parts than rows"
+    assert threads.cut((10, 12)) == [slice(0, 10)], "too little"
+    assert threads.cut((1000,), 256) == [slice(0, 256), slice(256, 512), slice(512, 1000)]
+    assert threads.in_parts((3, 64), lambda part: part.start) == [0, 1, 2]
+    assert threads.in_numbered_parts((4, 64), lambda part, number: number) == [0, 1, 2]
+
+
+def test_an_error_of_any_part_is_raised(of_threads):
+    of_threads(2)
+
+    def work(part):
+        if part.start == 0:
+            raise ValueError("of the first part")
+
+    with pytest.raises(ValueError, match="of the first part"):
+        threads.in_parts((2, 64), work)
