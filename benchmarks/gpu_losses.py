@@ -46,7 +46,7 @@ def make_parser() -> Parser:
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     parser.add_argument("--strategy", default="full-shard")
     parser.add_argument("--offload", choices=("none", "moments"), default="none")
-    parser.add_argument("--threads", help="BLAS threads a rank")
+    parser.add_argument("--threads", help="threads a rank")
     return parser
 
 

@@ -38,6 +38,7 @@ from zero_mpi.doctor import (
     mpi_library,
     other_processes,
     output_folder,
+    ranks_or_threads,
     shared_memory,
     system_limits,
     verdicts,
@@ -166,6 +167,24 @@ def test_a_launcher_of_another_mpi_is_bad():
     assert not mpi_library.speaks(1, environ | {"OMPI_COMM_WORLD_RANK": "2"})
     assert mpi_library.started(1, {}) == Row("launcher", "none, 1 rank")
     assert mpi_library.speaks(1, {})
+
+
+def test_ranks_or_threads_says_which_was_faster(tmp_path):
+    assert ranks_or_threads.choices(8, 8, parts=2) == [4, 8], "a rank a host, and one a part of its memory"
+    assert ranks_or_threads.choices(8, 16, parts=3) == [8]
+    assert ranks_or_threads.choices(1, 8, parts=1) == ranks_or_threads.choices(8, 4, parts=1) == []
+    (ranks,) = ranks_or_threads.row({1: 1000.0, 4: 930.0, 8: 800.0}, 8)
+    assert (ranks.verdict, ranks.value.partition(" (")[0]) == (
+        OK,
+        "8 ranks x 1 thread 1.00, 2 ranks x 4 threads 0.93, 1 rank x 8 threads 0.80",
+    )
+    (threads,) = ranks_or_threads.row({1: 1000.0, 2: 1100.0}, 2)
+    assert threads.verdict == NOTE
+    assert threads.remedy.startswith("start 1 rank x 2 threads with --threads 2;")
+    assert ranks_or_threads.row({}, 1) == []
+    for name in ("node0", "node1", "possible"):
+        (tmp_path / name).mkdir()
+    assert (ranks_or_threads.domains(tmp_path), ranks_or_threads.domains(tmp_path / "none")) == (2, 1)
 
 
 @pytest.mark.parametrize("name", mpi_library.ASYNC_PROGRESS)
@@ -661,8 +680,8 @@ def test_what_can_go_wrong_in_one_job(tmp_path):
     assert told["run folder"]["verdict"] == BAD
     assert said.count("a job would fail") == 1
     if CORES > 1:  # OpenBLAS takes no more threads than cores, each of two ranks as many
-        assert re.match(r"\d+ for each rank, but \d+ cores? for each of 2 ", told["BLAS threads"]["value"])
-        assert "unset OPENBLAS_NUM_THREADS" in told["BLAS threads"]["remedy"]
+        assert re.match(r"\d+ for each rank, but \d+ cores? for each of 2 ", told["threads"]["value"])
+        assert "unset OPENBLAS_NUM_THREADS" in told["threads"]["remedy"]
     assert told["progress threads"]["remedy"] == "unset MPICH_ASYNC_PROGRESS"
     name = platform.node()
     assert [host["name"] for host in found["hosts"]] == [name, f"{name} (2)"]

@@ -12,9 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from threadpoolctl import threadpool_info
-
-from zero_mpi import environment
+from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, span
 from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
@@ -38,7 +36,7 @@ BIND = (
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs: the cores that it may use, its BLAS threads, who chose them, whether it yields."""
+    """Where a rank runs: the cores that it may use, its threads, who chose them, whether it yields."""
 
     cores: tuple[int, ...]
     threads: int
@@ -72,7 +70,7 @@ def yielding(library: str) -> tuple[str, ...]:
 
 def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
     """This rank's seat."""
-    threads = max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    threads = ops.use_threads()
     yields = all(set_in(environ, name) for name in yielding(library))
     return Seat(tuple(sorted(os.sched_getaffinity(0))), threads, environment.threads_were_set, yields)
 
@@ -148,8 +146,8 @@ def heaped(node: NodeSeats) -> Iterator[str]:
 
 
 def threads(found: list[NodeSeats]) -> Row:
-    """Whether the BLAS threads of a host's ranks fit its cores."""
-    title = "BLAS threads"
+    """Whether the threads of a host's ranks fit its cores."""
+    title = "threads"
     value = f"{span(seat.threads for node in found for seat in node.seats)} for each rank"
     for node in found:
         room = max(1, len(node.cores) // len(node.ranks))

@@ -32,6 +32,7 @@ from zero_mpi.doctor import (
     mpi_library,
     other_processes,
     output_folder,
+    ranks_or_threads,
     shared_memory,
     system_limits,
 )
@@ -51,7 +52,8 @@ THOROUGH, QUICK = (4, 0.06, 0.5), (32, 0.02, 0.2)  # growth of sizes; seconds fo
 FIGURES = """\
 The file of --json holds all rows and, for programs: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
 flops_per_second_per_rank (fp32, the median rank, all at once), bf16_flops_per_second_per_rank (0 where
-nothing multiplies bf16 faster than fp32), and links.node and links.between (null where
+nothing multiplies bf16 faster than fp32), tokens_per_second_by_threads (of the first host, by threads a
+rank; empty where nothing was tried), and links.node and links.between (null where
 there are none) with alpha_seconds and beta_seconds_per_byte: a collective takes alpha * messages +
 beta * bytes. Messages are those that follow each other: the depth of a tree in a gather, one in a reduction,
 which goes straight to the owners. Bytes are those that a rank gives to others (in a node) or that leave a
@@ -168,6 +170,7 @@ def examine(found: Examination) -> None:
     found.part("clocks", lambda: clocks.section(where))
     found.part("speed of products", lambda: compute.section(where, for_products, figures))
     found.part("bf16 and BLAS", lambda: kernels.section(where, for_products, figures))
+    found.part("ranks or threads", lambda: ranks_or_threads.section(where, for_products, figures))
     effort = links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
     found.part("gathers and reductions", lambda: links.section(where, effort, figures))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from zero_mpi import ops
 from zero_mpi.cli.text import few
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
@@ -20,11 +22,11 @@ EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # of the median host's rate
 
 
-def float32_product() -> Callable[[], object]:
-    """A product of matrices of EDGE by BLAS."""
-    a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32) for seed in (1, 2))
-    out = np.empty_like(a)
-    return lambda: np.matmul(a, b, out=out)
+def square_product(kind: Any) -> Callable[[], object]:
+    """A product of matrices of EDGE, by what layers use."""
+    a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32).astype(kind) for seed in (1, 2))
+    out = np.zeros_like(a)
+    return lambda: ops.linear_backward_x(a, b, out)
 
 
 def rate(seconds: float, product: Callable[[], object]) -> float:
@@ -66,8 +68,9 @@ def gigaflops(rate: float) -> str:
 
 def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
     """Measure on all ranks at once; notes `flops_per_second_per_rank`, the median. Collective."""
+    where.world.node_by_node(ops.prepare)
     where.comm.barrier()
-    rates = where.gather(rate(seconds, float32_product()))
+    rates = where.gather(rate(seconds, square_product(np.float32)))
     figures["flops_per_second_per_rank"] = statistics.median(rates)
     figures["flops_per_second_slowest_rank"] = min(rates)
     return rows(rates, where)

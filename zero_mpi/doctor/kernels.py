@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from zero_mpi import environment, ops
 from zero_mpi.doctor import compute
@@ -25,19 +22,6 @@ def units(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """The processor's units for products, the best first; empty where the system does not tell."""
     flags = environment.of_processor("flags", cpuinfo).split()
     return [unit for unit in UNITS if unit in flags]
-
-
-def bfloat16_product() -> Callable[[], object] | None:
-    """A product as those of `compute.rate`, if anything multiplies bfloat16."""
-    if not ops.low_products(BFLOAT16)[0]:
-        return None
-    from zero_mpi.ops.cpu import onednn
-
-    kind: Any = BFLOAT16
-    edge = compute.EDGE
-    a, b = (np.random.default_rng(seed).random((edge, edge), np.float32).astype(kind) for seed in (1, 2))
-    out, library = np.empty_like(a), onednn.load()[0]
-    return None if library is None else lambda: library.multiply(a, b, out)
 
 
 def pinned(found: list[str], environ: dict[str, str], library: str) -> list[Row]:
@@ -70,9 +54,9 @@ def low_row(rates: list[float], wide: float, about: tuple[str, str]) -> Row:
 
 def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
     """Measure products of bfloat16 on all ranks at once, after those of float32. Collective."""
-    product = bfloat16_product()
+    there = bool(ops.low_products(BFLOAT16)[0])
     where.comm.barrier()
-    rates = where.gather(0.0 if product is None else compute.rate(seconds, product))
+    rates = where.gather(compute.rate(seconds, compute.square_product(BFLOAT16)) if there else 0.0)
     figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
     wide: Any = figures["flops_per_second_per_rank"]
     rows = [low_row(rates, wide, ops.low_products(BFLOAT16))]

@@ -13,9 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from threadpoolctl import threadpool_limits
-
-from zero_mpi import environment
+from zero_mpi import environment, ops
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.inputs import tokenizer_of
@@ -51,8 +49,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if world.size > 1:
         raise UsageError("generation runs in one process: leave mpirun out")
     check(options)
-    if not environment.threads_were_set:
-        threadpool_limits(environment.cores())
+    ops.use_threads(None if environment.threads_were_set else environment.cores())
     path = options.model
     model = TextModel(open_weights(path))
     tokenizer = tokenizer_of(model.file, model.config)

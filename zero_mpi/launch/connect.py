@@ -22,9 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from threadpoolctl import threadpool_limits
-
-from zero_mpi import environment
+from zero_mpi import ops
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
@@ -46,7 +44,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     """Messages between the ranks that a launcher has started; a `SerialComm` for a process by itself.
 
     So the same lines run under mpirun, as plain Python, in a notebook, and where no MPI is installed. It
-    starts MPI where there is one. A rank computes with one BLAS thread unless the environment says
+    starts MPI where there is one. A rank computes on one thread unless the environment says
     otherwise, also where numpy was imported before zero_mpi. Collective.
 
     timeout   seconds that a rank may wait for others before the job ends with status 86 and says where each
@@ -59,8 +57,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     UsageError. Raises UsageError if a launcher has started this process and there is no MPI, or no room for
     it in /dev/shm; ValueError for a timeout that is no number of seconds.
     """
-    if not environment.threads_were_set:
-        threadpool_limits(1)
+    ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
     if world.size == 1:
         settings(timeout, check)

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-from zero_mpi import device
-from zero_mpi.ops import code_cache, low_precision, reference
+from zero_mpi import device, environment
+from zero_mpi.ops import code_cache, low_precision, reference, threads
 
 
 def _dispatched(definition: Callable[..., Any]) -> Any:
@@ -133,6 +134,19 @@ def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | No
     load()
     code_cache.mark_complete(kind)
     _prepared.add(kind)
+
+
+def use_threads(count: int | None = None) -> int:
+    """Compute on so many threads in this process, by default on those that the environment's variables name.
+
+    Where the reference computes they are the library's that multiplies for NumPy. Returns how many.
+    """
+    if count is None:
+        count = threads.of_libraries() if environment.threads_were_set else 1
+    threads.use(count if _compiles else 1)
+    if not _compiles:
+        threadpool_limits(count)
+    return count
 
 
 def prepare_cpu() -> None:

@@ -1,50 +1,61 @@
-"""Compiled kernels on several threads: rows that do not need each other are shared out.
+"""The threads of a rank: what it computes is cut into parts that do not need each other.
 
-A kernel runs on one thread and lets go of the interpreter's lock, so Python's own threads are enough. Parts
-are equal runs of rows, one for each thread, and the thread that asks takes the last one. What is computed
-for a row by itself has the same bits on any number of threads; sums over rows are added up part by part, in
-the order of the rows.
+A kernel or a product runs on one thread and lets go of the interpreter's lock, so Python's own threads are
+enough, and the libraries of products get one each: threads of theirs would spin on the cores that ours want.
+Parts are equal runs of rows, one for each thread, and the thread that asks takes the last one. What is
+computed for a row by itself has the same bits on any number of threads; sums over rows are added up part by
+part, in the order of the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from zero_mpi.device.types import Array
 
 T = TypeVar("T")
 
-LEAST = 1 << 14  # elements a part: to wake a thread takes some ten microseconds
+LEAST = 1 << 16  # elements a part: to wake a thread and hear of it takes fifty microseconds
+LEAST_PRODUCT = 1 << 22  # multiplications a part: so many take as long
+EVEN_ROWS = 16  # of parts of a matrix: kernels of libraries take so many at a time
 EVEN = 256  # elements that parts of flat arrays are multiples of: whole vectors, as in one loop over all
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
 
 
+@cache
+def of_libraries() -> int:
+    """Threads that libraries of products took by themselves, which is before `use` was ever called."""
+    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+
+
 def use(count: int) -> None:
-    """Let kernels of this process run on so many threads."""
+    """Cut what this process computes from now on for so many threads."""
     global _threads, _pool
+    of_libraries()
+    threadpool_limits(1)
     if _pool is not None:
         _pool.shutdown()
     _threads = count
-    _pool = ThreadPoolExecutor(count - 1, "zero_mpi-kernels") if count > 1 else None
-
-
-def in_use() -> int:
-    """How many there are."""
-    return _threads
+    _pool = ThreadPoolExecutor(count - 1, "zero_mpi-compute") if count > 1 else None
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
     """Equal parts of the rows of such an array, multiples of `even`; one part where there is little."""
-    rows = shape[0]
-    parts = min(_threads, rows // even, prod(shape) // LEAST)
+    return slices(shape[0], prod(shape) // LEAST, even)
+
+
+def slices(rows: int, most: int, even: int) -> list[slice]:
+    """Rows in equal parts, multiples of `even`: one a thread, and `most` at most."""
+    parts = min(_threads, rows // even, most)
     if parts < 2:
         return [slice(0, rows)]
     ends = [rows * part // parts // even * even for part in range(1, parts)] + [rows]
@@ -78,6 +89,34 @@ def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
         kernel(*arrays)
         return
     in_parts(arrays[0].shape, lambda part: kernel(*(array[part] for array in arrays)), EVEN)
+
+
+def shared(product: Callable[..., Array]) -> Callable[..., Array]:
+    """A product(a, b, c, bias=, plus=, adds=) of matrices, or of many at a time, that all threads compute.
+
+    Of one matrix c its rows are cut, or where it is wide its columns; of many, these.
+    """
+    if _threads == 1:
+        return product
+
+    def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
+        lead = c.shape[:-2] or c.shape
+        axis = lead.index(max(lead))
+        parts = slices(c.shape[axis], c.size * a.shape[-1] // LEAST_PRODUCT, EVEN_ROWS if c.ndim == 2 else 1)
+        run([partial(product, **piece(part, axis, a=a, b=b, c=c, **more)) for part in parts])
+        return c
+
+    return multiply
+
+
+def piece(part: slice, axis: int, **of: Any) -> dict[str, Any]:
+    """What a product is given to compute a part of c (..., M, N) along an axis of it."""
+    place, lead, rows, columns = (slice(None),) * axis + (part,), of["c"].ndim > 2, axis == 0, axis == 1
+    cuts = {"a": lead or rows, "b": lead or columns, "c": True, "plus": True, "bias": columns}
+    return {
+        name: x[part if name == "bias" else place] if x is not None and cuts.get(name) else x
+        for name, x in of.items()
+    }
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threadpoolctl import threadpool_info, threadpool_limits
-
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description
@@ -39,7 +37,6 @@ from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.ops import threads as kernel_threads
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, tensorboard
 from zero_mpi.train import memory_check, same_bits
@@ -54,7 +51,7 @@ class RunSpec:
     """What a run is to be, the same on all ranks but for the text, which rank 0 has.
 
     config       the flags, with the sizes of the model of `--init`
-    threads      of BLAS, on this rank
+    threads      that this rank computes on
     init         where the first weights come from, if not from random numbers
     tokenizer    of the text; None: the data are ids
     checkpoint   to go on from
@@ -161,13 +158,7 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
 def set_threads(config: Config) -> int:
     """Set the threads of this rank and return their number; exact mode has one unless told otherwise."""
     wanted = threads_within(thread_count(config.threads))
-    if wanted is None and environment.threads_were_set:
-        found = max((pool["num_threads"] for pool in threadpool_info()), default=1)
-    else:
-        found = (environment.cores_per_rank() if wanted == 0 else wanted) or 1
-        threadpool_limits(found)
-    kernel_threads.use(found)
-    return found
+    return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:

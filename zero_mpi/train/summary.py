@@ -51,7 +51,7 @@ class Start:
 
     @property
     def threads(self) -> int:
-        """The BLAS threads of a rank."""
+        """How many threads a rank computes on."""
         return int(self.session.description.machine["threads"])
 
     @property

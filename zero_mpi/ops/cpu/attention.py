@@ -8,6 +8,7 @@ memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is for `atten
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
 from zero_mpi.ops.cpu import attention_bf16
+from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (
     FLOAT,
@@ -33,7 +35,7 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
-from zero_mpi.ops.cpu.linear import multiplier, otherwise
+from zero_mpi.ops.cpu.linear import otherwise, product_of
 from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
 
 VIEW = given(4, layout="A")
@@ -178,27 +180,27 @@ def rowwise(x: Array) -> Array:
 
 def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
     """`reference.causal_attention`, which keeps (weights or room for a block, logarithms of sums)."""
-    multiplies = multiplier(q, k, v)
+    multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
         found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale)
         return found
     if not single(q):
         return attention_bf16.forward(multiplies, q, k, v, scale)
-    batch, length, heads, _ = q.shape
-    size = head_weights(length, k.shape[1])
+    (batch, length, heads, _), total = q.shape, k.shape[1]
+    size, parts = head_weights(length, total), shares(q, k)
     keep = size <= KEPT_WEIGHTS
     y = recycled((batch, length, heads, v.shape[3]))
-    of_one = heads * size if keep else BLOCK * k.shape[1]
-    p = recycled((of_one * (batch if keep else min(threads.in_use(), batch)),))
-    sums = recycled((batch, heads * length))
-    qs, ks, vs = rowwise(q), rowwise(k), rowwise(v)
+    p = recycled((batch * heads * size if keep else len(parts) * BLOCK * total,))
+    sums = recycled((batch * heads * length,))
+    views, step = (rowwise(q), rowwise(k), rowwise(v)), f4(scale)
 
-    def work(part: slice, number: int) -> None:
-        room = p[of_one * (part.start if keep else number) :]
-        rows = sums[part].reshape(-1)
-        forward(qs[part], ks[part], vs[part], f4(scale), BLOCK, keep, y[part], room, rows)
+    def work(share: HeadShare) -> None:
+        room = p[share.before * size if keep else share.number * BLOCK * total :]
+        of_rows = sums[share.before * length :]
+        (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
+        forward(qs, ks, vs, step, BLOCK, keep, ys, room, of_rows)
 
-    threads.in_numbered_parts((batch, heads, size), work)
+    threads.run([partial(work, share) for share in parts])
     return y, (p if keep else None, sums)
 
 
@@ -206,26 +208,24 @@ def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """`reference.causal_attention_backward`."""
-    multiplies = multiplier(dy, q, k, v)
+    multiplies = product_of(dy, q, k, v)
     if multiplies is None or not isinstance(kept, tuple):
         found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
         return found
     if not single(q):
         return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
-    weights, sums = kept
-    size, block = head_weights(q.shape[1], k.shape[1]), BLOCK * k.shape[1]
-    keep, rooms = weights is not None, min(threads.in_use(), len(q))
-    d = recycled((rooms * block,))
-    p = weights if keep else recycled((rooms * block,))
+    (weights, sums), (length, total), parts = kept, (q.shape[1], k.shape[1]), shares(q, k)
+    size, block, keep = head_weights(length, total), BLOCK * total, weights is not None
+    d = recycled((len(parts) * block,))
+    p = weights if keep else recycled((len(parts) * block,))
     results = gradients_like(q, k, v, recycled)
-    views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
-    of_one = q.shape[2] * size if keep else block
+    views, step = (rowwise(dy), rowwise(q), rowwise(k), rowwise(v)), f4(scale)
 
-    def work(part: slice, number: int) -> None:
-        dys, qs, ks, vs = (x[part] for x in views)
-        dq, dk, dv = (x[part] for x in results)
-        room, rows = p[of_one * (part.start if keep else number) :], sums[part].reshape(-1)
-        backward(dys, qs, ks, vs, f4(scale), BLOCK, keep, room, rows, d[block * number :], dq, dk, dv)
+    def work(share: HeadShare) -> None:
+        room = p[share.before * size if keep else share.number * block :]
+        of_rows, slope = sums[share.before * length :], d[share.number * block :]
+        dys, qs, ks, vs = share.cut(*views)
+        backward(dys, qs, ks, vs, step, BLOCK, keep, room, of_rows, slope, *share.cut(*results))
 
-    threads.in_numbered_parts((len(q), q.shape[2], size), work)
+    threads.run([partial(work, share) for share in parts])
     return results

@@ -7,9 +7,9 @@ products with them, and so are the gradients of scores, as kernels of GPUs do it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
+from zero_mpi.ops import threads
+from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     FLOAT,
@@ -36,7 +38,6 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
-from zero_mpi.ops.threads import in_parts
 
 Multiply = Callable[..., Array]
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
@@ -169,31 +170,6 @@ def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
                 out[end:] = 0
 
 
-def one_by_one(*arrays: Array) -> list[Array]:
-    """Arrays (B, H, ...) as kernels take them, (B H, 1, ...): heads in one row, to be shared out."""
-    return [bits(x).reshape(-1, 1, *x.shape[2:]) for x in arrays]
-
-
-def soften_heads(s: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
-    """`soften`, the heads shared out."""
-    scores, totals, weights = one_by_one(s, sums, p)
-
-    def work(part: slice) -> None:
-        soften(scores[part], f4(scale), again, totals[part], weights[part])
-
-    in_parts(scores.shape, work)
-
-
-def slopes_of_heads(p: Array, dp: Array, scale: float, ds: Array) -> None:
-    """`slopes`, the heads shared out."""
-    weights, slope, out = one_by_one(p, dp, ds)
-
-    def work(part: slice) -> None:
-        slopes(weights[part], slope[part], f4(scale), out[part])
-
-    in_parts(weights.shape, work)
-
-
 @kernel(given(1), filled(1, LOW))
 def lower(x: Array, out: Array) -> None:
     """Round x to bfloat16, element by element."""
@@ -215,46 +191,83 @@ def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
 def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
     """y of `reference.causal_attention`, and (weights or None, logarithms of sums)."""
     batch, length, heads, _ = q.shape
-    found, most = tiles_for(q, k)
+    parts, views = shares(q, k), (by_heads(q), by_heads(k), by_heads(v))
+    most = largest(parts, q, k)
     y = recycled((batch, length, heads, v.shape[3]), q.dtype)
     size = head_weights(length, k.shape[1], LOW_BLOCK)
     keep = size <= KEPT_WEIGHTS
-    p = recycled((batch * heads * size if keep else most,), BFLOAT16)
-    sums, s = recycled((batch * heads * length,)), recycled((most,))
-    q, k, v = by_heads(q), by_heads(k), by_heads(v)
-    for tile in found:
-        scores, weights = tile.cut(s), tile.cut(p, tile.weights if keep else 0)
-        multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-        soften_heads(scores, scale, False, tile.cut_sums(sums), weights)
-        multiplies(weights, tile.of_keys(v), tile.of_queries(y))
+    p = recycled((batch * heads * size if keep else len(parts) * most,), BFLOAT16)
+    sums, s = recycled((batch * heads * length,)), recycled((len(parts) * most,))
+
+    def work(share: HeadShare) -> None:
+        (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
+        room, of_rows = s[share.number * most :], sums[share.before * length :]
+        kept = p[share.before * size if keep else share.number * most :]
+        for tile in tiles_for(qs, ks)[0]:
+            scores, weights = tile.cut(room), tile.cut(kept, tile.weights if keep else 0)
+            multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
+            soften(scores, f4(scale), False, tile.cut_sums(of_rows), bits(weights))
+            multiplies(weights, tile.of_keys(vs), tile.of_queries(ys))
+
+    threads.run([partial(work, share) for share in parts])
     return y, (p if keep else None, sums)
+
+
+def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
+    """Elements of the largest tile of any share."""
+    return max(tiles_for(*share.cut(q, k))[1] for share in parts)
 
 
 def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v by `forward`."""
-    p, sums = kept
-    found, most = tiles_for(q, k)
-    s, slope = recycled((most,)), recycled((most,), BFLOAT16)
-    again = None if p is not None else recycled((most,), BFLOAT16)
-    dq, dk, dv = results = gradients_like(q, k, v, recycled)
+    (p, sums), parts = kept, shares(q, k)
+    size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
+    s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
+    again = None if p is not None else recycled((len(parts) * most,), BFLOAT16)
+    results = gradients_like(q, k, v, recycled)
+    views = by_heads(dy), by_heads(q), by_heads(k), by_heads(v)
+
+    def of_share(share: HeadShare) -> Callable[[], None]:
+        start = share.number * most
+        weights = p[share.before * size :] if again is None else again[start:]
+        room = Room(s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], again is None)
+        return partial(backward_of, multiplies, share.cut(*views), room, share.cut(*results), scale)
+
+    threads.run([of_share(share) for share in parts])
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What backward of a share works in: scores, their gradients, weights (all, if `kept`), sums of rows."""
+
+    scores: Array
+    slopes: Array
+    weights: Array
+    sums: Array
+    kept: bool
+
+
+def backward_of(
+    multiplies: Multiply, views: Sequence[Array], room: Room, results: Sequence[Array], scale: float
+) -> None:
+    """Write results dq, dk, dv of one share, of views dy, q, k and v."""
+    (dy, q, k, v), (dq, dk, dv) = views, results
+    found = tiles_for(q, k)[0]
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
-    dy, q, k, v = by_heads(dy), by_heads(q), by_heads(k), by_heads(v)
     for tile in found:
-        scores, ds, dys = tile.cut(s), tile.cut(slope), tile.of_queries(dy)
-        if again is None:
-            weights = tile.cut(p, tile.weights)
-        else:
-            weights = tile.cut(again)
+        scores, ds, dys = tile.cut(room.scores), tile.cut(room.slopes), tile.of_queries(dy)
+        weights = tile.cut(room.weights, tile.weights if room.kept else 0)
+        if not room.kept:
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-            soften_heads(scores, scale, True, tile.cut_sums(sums), weights)
+            soften(scores, f4(scale), True, tile.cut_sums(room.sums), bits(weights))
         to_values.add(multiplies, tile, weights, dys)
         multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
-        slopes_of_heads(weights, scores, scale, ds)
+        slopes(bits(weights), scores, f4(scale), bits(ds))
         multiplies(ds, tile.of_keys(k), tile.of_queries(dq))
         to_keys.add(multiplies, tile, ds, tile.of_queries(q))
-    return results
 
 
 class KeySums:

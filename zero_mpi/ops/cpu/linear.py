@@ -34,7 +34,7 @@ from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
 from zero_mpi.ops.low_precision import defined, on_copies
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.rowsums import LANES
-from zero_mpi.ops.threads import in_parts, with_sums
+from zero_mpi.ops.threads import in_parts, shared, with_sums
 
 
 @kernel(given(1), filled(2))
@@ -66,13 +66,19 @@ def add_columns(x: Array, out: Array) -> None:
     out += lanes[LANES]
 
 
-def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
+def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
     """What multiplies these: `blas.times`, `OneDNN.multiply` for bfloat16, or None if nothing does."""
     given = [array for array in arrays if array is not None]
     if single(*given):
         return times
     library = onednn.load()[0] if all(x.dtype == BFLOAT16 and x.size for x in given) else None
     return None if library is None else library.multiply
+
+
+def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
+    """`product_of` these, on all threads."""
+    product = product_of(*arrays)
+    return None if product is None else shared(product)
 
 
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import os
+import threading
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
@@ -50,7 +51,7 @@ class Product:
     """c = a b of fixed shapes, layouts and types: a primitive, and the memory objects to point at arrays."""
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
-        self._library, self._memories = library, list[Handle]()
+        self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
         arguments = []
         descriptions = {what: library.description(array) for what, array in arrays.items()}
         for what, description in descriptions.items():
@@ -70,14 +71,22 @@ class Product:
         library = self._library
         for memory, array in zip(self._memories, arrays.values(), strict=True):
             library.set_handle(memory, array.__array_interface__["data"][0])  # half the time of .ctypes.data
-        library.checked(
-            library.execute(self._primitive, library.stream, len(self._arguments), self._arguments), "execute"
-        )
-        library.wait(library.stream)
+        status = library.execute(self._primitive, self._stream, len(self._arguments), self._arguments)
+        library.checked(status, "execute")
+        library.wait(self._stream)
+
+
+class OfThread(threading.local):
+    """What each thread has of its own: a stream, and products by shape, for these hold what they point at."""
+
+    def __init__(self, library: OneDNN) -> None:
+        share_threads()
+        self.stream = library.made("stream_create", library.engine, IN_ORDER)
+        self.products: dict[Key, Product | None] = {}
 
 
 class OneDNN:
-    """A library of oneDNN that has been loaded, and its products by shape."""
+    """A library of oneDNN that has been loaded, and its products."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -94,10 +103,8 @@ class OneDNN:
         if not isa & BF16_UNITS:
             raise OneDNNError("this processor, or $ONEDNN_MAX_CPU_ISA, has no bfloat16 units for it")
         self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
-        self.stream = self.made("stream_create", self.engine, IN_ORDER)
-        self._products: dict[Key, Product | None] = {}
+        self.own = OfThread(self)
         self._post_operation = 0
-        share_threads()
         self._try_all()
 
     @property
@@ -133,10 +140,11 @@ class OneDNN:
         if plus is not None:
             arrays[self._post_operation | SECOND_SOURCE] = plus
         key = (adds, *((what, x.shape, x.strides, x.dtype) for what, x in arrays.items()))
-        if key not in self._products:
+        products = self.own.products
+        if key not in products:
             with contextlib.suppress(OneDNNError):
-                self._products[key] = Product(self, arrays, adds)
-        product = self._products.setdefault(key, None)
+                products[key] = Product(self, arrays, adds)
+        product = products.setdefault(key, None)
         if product is not None:
             product(arrays)
         else:
@@ -184,18 +192,18 @@ class OneDNN:
         """Find out where arguments of post-operations begin; raises OneDNNError for a wrong product."""
         problem: Exception | None = None
         for self._post_operation in POST_OPERATION:
-            self._products.clear()
+            self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
                     # Half a place of bfloat16, and what another order of a sum may do.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
-                if None in self._products.values():
+                if None in self.own.products.values():
                     raise OneDNNError("it has no products of bfloat16")
             except OneDNNError as error:
                 problem = error
             else:
-                self._products.clear()
+                self.own.products.clear()
                 return
         raise OneDNNError(str(problem))
 
@@ -214,7 +222,7 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Give the library as many threads as BLAS has: it was not there to be told.
+    """Give the library as many threads as BLAS has, in products that this thread starts: it was not told.
 
     The least of several BLAS: one that was loaded later (SciPy's) was not told either.
     """

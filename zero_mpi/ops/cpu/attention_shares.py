@@ -1,0 +1,56 @@
+"""How attention is shared out to the threads of a rank: each does all of it for some heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_mpi.device.types import Array
+from zero_mpi.ops import threads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """What one thread does of attention: some sequences, and of them some heads of keys with their queries.
+
+    number      among the shares
+    before      pairs of a sequence and a head of queries in the shares before it
+    sequences   which of the batch
+    heads       which of the heads of keys
+    shared      heads of queries for each of them
+    keys        heads of keys in all
+    """
+
+    number: int
+    before: int
+    sequences: slice
+    heads: slice
+    shared: int
+    keys: int
+
+    def cut(self, *arrays: Array) -> list[Array]:
+        """Its part of arrays (B, T, heads of queries or of keys, width), as views."""
+        return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
+
+    def of(self, times: int) -> slice:
+        """Its heads, where each of the keys' stands for so many."""
+        return slice(self.heads.start * times, self.heads.stop * times)
+
+
+def shares(q: Array, k: Array) -> list[HeadShare]:
+    """What each thread does: whole sequences, or where those would leave threads idle, heads of all."""
+    (batch, length, heads, _), keys = q.shape, k.shape[2]
+    size, shared = length * k.shape[1], heads // keys
+    by_sequences = threads.cut((batch, heads, size))
+    by_heads = threads.cut((keys, batch, shared, size))
+    if busy(by_sequences) >= busy(by_heads):
+        before = [part.start * heads for part in by_sequences]
+        both = [(part, slice(0, keys)) for part in by_sequences]
+    else:
+        before = [part.start * shared * batch for part in by_heads]
+        both = [(slice(0, batch), part) for part in by_heads]
+    return [HeadShare(number, before[number], *part, shared, keys) for number, part in enumerate(both)]
+
+
+def busy(parts: list[slice]) -> float:
+    """How many threads work on average until the one with the most is done."""
+    return float(parts[-1].stop / max(part.stop - part.start for part in parts))
