@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import zero_mpi.models
 import zero_mpi.nn
 from zero_mpi import nn
 from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
+from zero_mpi.models.lora import TARGETS, LoRA
 from zero_mpi.nn.compose import Wrapper
 from zero_mpi.nn.fusions import (
     AddsInBackward,
@@ -30,6 +31,7 @@ from zero_mpi.nn.fusions import (
     loss_alone,
     loss_and_backward,
 )
+from zero_mpi.nn.layer import Composite
 
 STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
 TOLERANCE = 1e-7
@@ -108,6 +110,11 @@ def gpt2(tied: bool) -> GPT2:
     return GPT2(**SIZES, head_count=3, tied=tied)
 
 
+def with_adapters(config: ModelConfig, *targets: str) -> ModelConfig:
+    """The model with adapters of rank 3 that count one and a half times."""
+    return replace(config, lora=LoRA(3, 4.5, targets or TARGETS))
+
+
 def block(config: ModelConfig) -> nn.Layer:
     """The model's first block."""
     return next(stage.layer for stage in config.stages() if stage.scope == "blk.0")
@@ -170,6 +177,9 @@ CASES = [
     whole("gpt2", gpt2(False)),
     whole("gpt2, tied", gpt2(True)),
     whole("gpt2, tied, recompute", gpt2(True), recompute=True),
+    whole("llama, adapters", with_adapters(llama(False, BIASES))),
+    whole("qwen2, tied, adapters, recompute", with_adapters(qwen2(True)), recompute=True),
+    whole("gpt2, adapters of some", with_adapters(gpt2(False), "blk.*.attn_qkv.weight", "blk.0.ffn_*")),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -456,7 +466,7 @@ def layer_classes() -> Iterator[type[nn.Layer]]:
 
 
 def test_every_layer_class_has_a_case():
-    abstract = {Wrapper, AddsInForward, AddsInBackward}
+    abstract = {Wrapper, Composite, AddsInForward, AddsInBackward}
     covered = {type(case.layer) for case in CASES}
     missing = {cls.__qualname__ for cls in layer_classes()} - {cls.__qualname__ for cls in covered | abstract}
     assert not missing, f"add a case for {', '.join(sorted(missing))}"

@@ -7,7 +7,7 @@ describe it, and how to read itself back from such keys. Sizes are named as in G
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
+from zero_mpi.models.lora import LoRA
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 
 Metadata = Mapping[str, Any]
@@ -38,6 +39,7 @@ class ModelConfig:
     feed_forward_length: int
     head_count: int
     tied: bool
+    lora: LoRA | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
@@ -53,7 +55,7 @@ class ModelConfig:
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
-        """The stages in order of computation."""
+        """The stages in order of computation, without adapters."""
         raise NotImplementedError
 
     def metadata(self) -> dict[str, Any]:
@@ -69,16 +71,17 @@ class ModelConfig:
 
     def stages(self, recompute: bool = False) -> list[Stage]:
         """The stages; with `recompute` each block keeps only its input for backward."""
+        stages = self.layers() if self.lora is None else self.lora.adapt(self.layers())
         if not recompute:
-            return self.layers()
+            return stages
         return [
             Stage(stage.scope, Recompute(stage.layer)) if stage.scope.startswith("blk.") else stage
-            for stage in self.layers()
+            for stage in stages
         ]
 
     def params(self) -> dict[str, Param]:
-        """All parameters by name, in the order of the file."""
-        return stage_params(self.layers())
+        """All parameters by name, adapters included, in the order of the file."""
+        return stage_params(self.stages())
 
     def constants(self) -> dict[str, Array]:
         """Tensors of the file, float32, that are no parameters: never trained, written as they were read."""
@@ -86,7 +89,8 @@ class ModelConfig:
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Raise UsageError unless a file's tensors are exactly this model's, naming what differs."""
-        wanted = {name: part.shape for name, part in (self.params() | self.constants()).items()}
+        params = stage_params(self.layers())
+        wanted = {name: part.shape for name, part in (params | self.constants()).items()}
         missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
         if missing or surplus:
             raise UsageError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear
 
 
@@ -21,15 +22,15 @@ class GELU(Layer):
         return ops.gelu_backward(dy, saved)
 
 
-class SwiGLU(Layer):
+class SwiGLU(Composite):
     """silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `PREFIX.ffn_up` (F, C): (..., C) -> (..., F)."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
         self.gate = Linear(f"{prefix}.ffn_gate", inputs, outputs, bias=bias)
         self.up = Linear(f"{prefix}.ffn_up", inputs, outputs, bias=bias)
 
-    def params(self) -> dict[str, Param]:
-        return self.gate.params() | self.up.params()
+    def parts(self) -> Sequence[Layer]:
+        return self.gate, self.up
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         gate, _ = self.gate.forward(p, x)

@@ -8,6 +8,7 @@ heads, D and E the widths of a key and of a value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
 from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.norm import RMSNorm
 
@@ -51,7 +52,7 @@ def merge(x: Any) -> Any:
     return x.reshape(*x.shape[:2], -1)
 
 
-class ProjectQKV(Layer):
+class ProjectQKV(Composite):
     """x (B, T, C) -> (q, k, v) by `PREFIX.attn_q`, `.attn_k`, `.attn_v`."""
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
@@ -61,8 +62,8 @@ class ProjectQKV(Layer):
             for letter, columns in zip("qkv", heads.widths, strict=True)
         ]
 
-    def params(self) -> dict[str, Param]:
-        return {name: param for linear in self.linears for name, param in linear.params().items()}
+    def parts(self) -> Sequence[Layer]:
+        return self.linears
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self.heads.split(*(linear.forward(p, x)[0] for linear in self.linears)), x
@@ -74,15 +75,15 @@ class ProjectQKV(Layer):
         return dx
 
 
-class FusedQKV(Layer):
+class FusedQKV(Composite):
     """x (B, T, C) -> (q, k, v) by one matrix `PREFIX.attn_qkv`, whose rows are q's, then k's, then v's."""
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
         self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias)
 
-    def params(self) -> dict[str, Param]:
-        return self.linear.params()
+    def parts(self) -> Sequence[Layer]:
+        return [self.linear]
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         qkv, _ = self.linear.forward(p, x)
@@ -96,7 +97,7 @@ class FusedQKV(Layer):
         return self.linear.backward(p, saved, joined, g)
 
 
-class QKNorm(Layer):
+class QKNorm(Composite):
     """(q, k, v) with q and k normalized head by head, by `PREFIX.attn_q_norm` and `.attn_k_norm` (D,).
 
     Henry et al., "Query-Key Normalization for Transformers", 2020, here with RMSNorm.
@@ -105,8 +106,8 @@ class QKNorm(Layer):
     def __init__(self, prefix: str, width: int, eps: float) -> None:
         self.norms = [RMSNorm(f"{prefix}.attn_{letter}_norm", width, eps) for letter in "qk"]
 
-    def params(self) -> dict[str, Param]:
-        return {name: param for norm in self.norms for name, param in norm.params().items()}
+    def parts(self) -> Sequence[Layer]:
+        return self.norms
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         *qk, v = x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +17,10 @@ from zero_mpi.nn.fusions import (
     loss_and_backward,
 )
 from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Weights
 
 
-class Chain(AddsInForward, AddsInBackward):
+class Chain(Composite, AddsInForward, AddsInBackward):
     """y = last(... second(first(x)))."""
 
     def __init__(self, *layers: Layer) -> None:
@@ -32,6 +33,9 @@ class Chain(AddsInForward, AddsInBackward):
     def but_last(self) -> Chain | None:
         """All layers before the last one, if there are any."""
         return Chain(*self.layers[:-1]) if self.layers[1:] else None
+
+    def parts(self) -> Sequence[Layer]:
+        return self.layers
 
     def params(self) -> dict[str, Param]:
         found: dict[str, Param] = {}
@@ -82,15 +86,15 @@ class Chain(AddsInForward, AddsInBackward):
         return x
 
 
-class Wrapper(Layer):
+class Wrapper(Composite):
     """A layer around one other layer, whose parameters are its own."""
 
     def __init__(self, inner: Layer) -> None:
         self.inner = inner
         self.backward_reads_params = inner.backward_reads_params
 
-    def params(self) -> dict[str, Param]:
-        return self.inner.params()
+    def parts(self) -> Sequence[Layer]:
+        return [self.inner]
 
 
 class Residual(Wrapper):

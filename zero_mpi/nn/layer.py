@@ -7,7 +7,7 @@ weights and flat gradient buffers then need no more code. Parameter names are GG
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,17 @@ class Layer:
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         """dx; adds the parameters' gradients into g. x and dy stay as they are."""
         raise NotImplementedError
+
+
+class Composite(Layer):
+    """A layer made of others, whose parameters are its own."""
+
+    def parts(self) -> Sequence[Layer]:
+        """The layers that it is made of, in the order of their parameters."""
+        raise NotImplementedError
+
+    def params(self) -> dict[str, Param]:
+        return {name: param for part in self.parts() for name, param in part.params().items()}
 
 
 @dataclass(frozen=True)

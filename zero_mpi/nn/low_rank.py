@@ -1,0 +1,67 @@
+"""A product of low rank beside a matrix: what a projection learns while its weight is frozen.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: y = x W^T + s (x a^T) b^T, with
+a = `NAME.lora_a` (R, C) random and b = `NAME.lora_b` (O, R) zero at the start, where NAME is the weight's
+whole name, as llama.cpp has it. s is the quotient of alpha and R.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.nn.layer import Gradients, Param, Weights
+
+FIRST, SECOND = ".lora_a", ".lora_b"
+
+
+class LowRank:
+    """The adapter of one matrix (O, C), of rank R."""
+
+    def __init__(self, weight: str, shape: tuple[int, ...], rank: int, scale: float) -> None:
+        outputs, inputs = shape
+        self._a, self._b, self._rank, self._scale = weight + FIRST, weight + SECOND, rank, scale
+        self._params = {
+            self._a: Param((rank, inputs), std=inputs**-0.5),
+            self._b: Param((outputs, rank), "zeros"),
+        }
+
+    def params(self) -> dict[str, Param]:
+        """Both matrices."""
+        return self._params
+
+    def add_to(self, y: Any, p: Weights, x: Any) -> Any:
+        """y (..., O) + s (x a^T) b^T for x (..., C)."""
+        return ops.linear(self._narrow(p, x), p[self._b], None, y)
+
+    def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any) -> Any:
+        """dx + s (dy b) a, where dx is added to; the gradients of a and b are added into g.
+
+        x a^T is computed again: it takes R / O of the products of the layer.
+        """
+        if self._b in g:
+            ops.linear_backward_w(dy, self._narrow(p, x), g[self._b])
+        narrow = self._scaled(ops.linear_backward_x(dy, p[self._b]))
+        if self._a in g:
+            ops.linear_backward_w(narrow, x, g[self._a])
+        return ops.linear_backward_x(narrow, p[self._a], dx)
+
+    def _narrow(self, p: Weights, x: Any) -> Any:
+        """s x a^T (..., R)."""
+        return self._scaled(ops.linear(x, p[self._a]))
+
+    def _scaled(self, x: Any) -> Any:
+        """s x (..., R), by a product: every device and type of array has that."""
+        if self._scale == 1:
+            return x
+        return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.is_cupy(x)))
+
+
+@lru_cache(maxsize=32)
+def diagonal(size: int, value: float, dtype: Any, on_gpu: bool) -> Any:
+    """A matrix (size, size) that multiplies by `value`."""
+    place = device.in_use() if on_gpu else device.HOST
+    return place.from_host((value * np.eye(size)).astype(dtype))
