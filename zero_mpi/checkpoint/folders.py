@@ -16,10 +16,18 @@ import re
 import shutil
 from pathlib import Path
 
-MODEL, OPTIMIZER, LATEST = "model.gguf", "optimizer.gguf", "latest"
+from zero_mpi.files.open import exists
+
+MODEL, ADAPTER, OPTIMIZER, LATEST = "model.gguf", "adapter.gguf", "optimizer.gguf", "latest"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.latest\.partial")
 AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
+
+
+def weights_in(folder: Path) -> Path:
+    """The file of a checkpoint with its weights: the model, or what was trained beside one."""
+    adapter = folder / ADAPTER
+    return adapter if exists(adapter) else folder / MODEL
 
 
 def step_folder(out: Path, step: int) -> Path:

@@ -76,7 +76,7 @@ class Saver:
     def save(self, progress: TrainingProgress) -> None:
         """Save the state as it is now. Collective; JobError on all ranks if this or the one before failed."""
         self.wait()
-        parts = parameters_of(self.optimizer), moments_of(self.optimizer)
+        parts = parameters_of(self.optimizer, self.description.is_adapter), moments_of(self.optimizer)
         if not self.background:
             with spans.during(spans.CHECKPOINT, "save", f"step {progress.step}"):
                 self._finished.append(self._write(progress, parts))
@@ -171,10 +171,9 @@ def write_files(
     """
     progress, description = said
     tensors = model_tensors(optimizer, description), moment_tensors(optimizer)
+    weights = folder / description.weights
     contents = (
-        Content(
-            folder / folders.MODEL, description.architecture, tensors[0], parts[0], description.constants
-        ),
+        Content(weights, description.architecture, tensors[0], parts[0], description.constants),
         Content(folder / folders.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
     )
     digests: Digests = {}

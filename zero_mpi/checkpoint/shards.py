@@ -46,12 +46,12 @@ class Contribution:
         return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
 
 
-def parameters_of(optimizer: ShardedAdamW) -> list[Contribution]:
-    """The parameters' slices, views. What is being gathered is waited for."""
-    comm = optimizer.module.comm
-    for unit in optimizer.module.units:
+def parameters_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contribution]:
+    """The parameters' slices, of all or those that are `trained`, views. Waits for what is being gathered."""
+    comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
+    for unit in units:
         unit.wait_gather()
-    return [contribution(comm, "", unit, *unit.parameters.kept) for unit in optimizer.module.units]
+    return [contribution(comm, "", unit, *unit.parameters.kept) for unit in units]
 
 
 def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:

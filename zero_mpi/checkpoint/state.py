@@ -77,7 +77,8 @@ class Description:
 
     model: the GGUF keys of architecture and tokenizer; settings: what must not change on resume; machine:
     what may change but moves bits (threads, library versions); plan: what may change and makes the rest of
-    the run another one (learning rates, steps); constants: tensors of the model that are not trained.
+    the run another one (learning rates, steps); constants: tensors of the model that are not trained;
+    weights: the file of the model, or of adapters alone.
     """
 
     architecture: str
@@ -86,6 +87,12 @@ class Description:
     machine: Mapping[str, Any]
     plan: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Array] = field(default_factory=dict)
+    weights: str = folders.MODEL
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether that is what was trained alone."""
+        return self.weights == folders.ADAPTER
 
 
 # ------------------------------------------------------------------------------------------------- keys
@@ -115,9 +122,10 @@ def stamp(
 
 
 def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of model.gguf in the file's order."""
-    trained = [(name, param.shape) for name, param in optimizer.module.params.items()]
-    return trained + [(name, array.shape) for name, array in description.constants.items()]
+    """(name, shape) of the tensors of the file of weights in the file's order."""
+    module, alone = optimizer.module, description.is_adapter
+    kept = [(name, p.shape) for name, p in module.params.items() if module.is_trainable(name) or not alone]
+    return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
 def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]:
@@ -132,7 +140,7 @@ def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]
 
 def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
     """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
-    model, state = GGUFFile.open(folder / folders.MODEL), GGUFFile.open(folder / folders.OPTIMIZER)
+    model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     check_pair(model, state)
     return model, state
 
@@ -152,7 +160,7 @@ def check_pair(model: WeightSource, state: GGUFFile) -> None:
     ids = [keys_of(file).text(ID) for file in (model, state)]
     if None in ids or ids[0] != ids[1]:
         raise UsageError(
-            f"{state.path.parent}: {folders.MODEL} and {folders.OPTIMIZER} are not of one checkpoint "
+            f"{state.path.parent}: {model.path.name} and {folders.OPTIMIZER} are not of one checkpoint "
             f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
         )
     check_signature(model, state)
@@ -171,7 +179,7 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
     """Raise UsageError unless both files say what was written: sizes, tokenizer, progress, settings, ..."""
     if signature(model.metadata, state.metadata) != state.metadata[ID]:
         raise UsageError(
-            f"{state.path.parent}: {folders.MODEL} or {folders.OPTIMIZER} has a key that is not the one "
+            f"{state.path.parent}: {model.path.name} or {folders.OPTIMIZER} has a key that is not the one "
             "that was written"
         )
     if from_lines(keys_of(model).texts(TENSOR_DIGESTS)) != from_lines(keys_of(state).texts(MODEL_DIGESTS)):
@@ -263,12 +271,13 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
 def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> TrainingProgress:
     """`load_checkpoint` from files whose indices were read already."""
     check_tensors(state, optimizer)
-    optimizer.module.load_slices(finite(model.read, model.path))
+    module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
+    module.load_slices(finite(model.read, model.path), names)
     for unit in optimizer.units:
         load_moments(unit, optimizer.moments[unit.name], state)
     progress = read_progress(state)
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
-    scale = optimizer.module.loss_scale
+    scale = module.loss_scale
     if scale.dynamic and any(key in state.metadata for key in SCALE_COUNTS):
         scale.exponent, scale.good_steps = progress.scale_exponent, progress.scale_steps
     return progress

@@ -26,7 +26,12 @@ class Contradiction(NamedTuple):
     why: str
 
 
+ADAPTERLESS = "of no adapter: give --lora RANK as well"
 CONTRADICTIONS = (
+    Contradiction("lora", lambda c: c.init is None, "of what: give --init BASE.gguf, which stays as it is"),
+    Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
+    Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
+    Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(
         "min_lr",

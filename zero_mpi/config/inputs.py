@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,13 @@ def read_model(init: WeightSource) -> ModelConfig:
     shapes = {name: info.shape for name, info in init.tensors.items()}
     model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
     model.check_tensors(shapes, str(init.path))
+    return model
+
+
+def adapted(config: Config, model: ModelConfig) -> ModelConfig:
+    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing."""
+    model = replace(model, lora=config.adapters)
+    model.params()
     return model
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import defaults
 from zero_mpi.models import ARCHITECTURES
+from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 
 
 def flag(
@@ -51,6 +52,25 @@ class Config:
     freeze: list[str] = flag(
         None, list, "model", "parameters to leave as they are, by their names", fixed=True
     )
+
+    lora: int | None = flag(
+        None, int, "adapter", "train adapters of this rank and leave the model of --init as it is", fixed=True
+    )
+    lora_alpha: float | None = flag(
+        None,
+        float,
+        "adapter",
+        "products count alpha / rank times (default: twice the rank)",
+        fixed=True,
+    )
+    lora_targets: list[str] = flag(
+        None,
+        list,
+        "adapter",
+        "weights that have one (default: all of attention and feed-forward)",
+        fixed=True,
+    )
+    lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to go on from, of the same rank")
 
     data: list[str] = flag(None, list, "data", "text or .npy token files (default: Python's library)")
     tokenizer: str | None = flag(
@@ -165,6 +185,19 @@ class Config:
         for name, value in defaults(self.init).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    @property
+    def adapters(self) -> LoRA | None:
+        """The adapters that are trained, if any."""
+        if self.lora is None:
+            return None
+        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return LoRA(self.lora, alpha, tuple(self.lora_targets or TARGETS))
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that stay as they are."""
+        return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
 
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must keep, beside the model's sizes."""

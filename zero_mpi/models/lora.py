@@ -12,7 +12,7 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
-FROZEN = ("*.weight", "*.bias")  # patterns of all names but those of adapters
+FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
 
 
 @dataclass(frozen=True)

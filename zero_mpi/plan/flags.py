@@ -13,7 +13,7 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.config.bounds import check
 from zero_mpi.config.command_line import make_parser as train_parser
-from zero_mpi.config.inputs import model_from_flags, open_init, open_tokenizer, read_model
+from zero_mpi.config.inputs import adapted, model_from_flags, open_init, open_tokenizer, read_model
 from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
@@ -152,7 +152,7 @@ def find_model(config: Config) -> ModelConfig:
     """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
     init = open_init(config)
     if init is not None:
-        model = read_model(init)
+        model = adapted(config, read_model(init))
         settled(config, model)  # raises where a flag says otherwise
     else:
         tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)
@@ -187,7 +187,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         transport_wanted=config.transport,
         exact_wanted=config.reduction == "exact",
         micro_batch=min(config.micro_batch, config.batch_size),
-        frozen=tuple(config.freeze or ()),
+        frozen=config.frozen,
         precision_name=config.precision,
         device="cuda" if on_gpu else "cpu",
         **{name: getattr(config, name) for name in SAME},

@@ -87,8 +87,8 @@ class ShardedState:
 
     # ------------------------------------------------------------------------------------------- write
 
-    def initialize(self, seed: int) -> None:
-        """Fill parameters by (seed, name): the same values at any number of ranks. Collective.
+    def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
+        """Fill parameters, or those of `names`, by (seed, name): the same at any number of ranks. Collective.
 
         Raises ValueError for a seed that is no whole number, and UsageError where ranks have different ones,
         unless each keeps all parameters: then `DDP.broadcast_parameters` may follow.
@@ -99,7 +99,11 @@ class ShardedState:
             return number, {"seed": number if self.strategy.shards_moments else "of each rank"}
 
         seed = agreed(self.comm, "initialize", look)
-        self.load_slices(lambda name, start, stop: initial_values(name, self.params[name], seed, start, stop))
+
+        def draw(name: str, start: int, stop: int) -> Array:
+            return initial_values(name, self.params[name], seed, start, stop)
+
+        self.load_slices(draw, names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
         """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.

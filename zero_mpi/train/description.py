@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from zero_mpi.checkpoint import adapter, folders
 from zero_mpi.checkpoint.state import ID, Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
@@ -29,13 +30,19 @@ def describe(
         metadata = model.metadata() | name | tokenizer.metadata()
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
-    sizes = {f"model.{key}": as_json(value) for key, value in dataclasses.asdict(model).items()}
+    sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "corpus": ""}
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
+    if model.lora is not None and init is not None:
+        metadata = adapter.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
+        settings["base"] = adapter.weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
-    return Description(model.arch, metadata, settings, machine, config.plan(), model.constants())
+    about = (model.arch, metadata, settings, machine, config.plan())
+    if model.lora is not None:
+        return Description(*about, weights=folders.ADAPTER)
+    return Description(*about, model.constants())
 
 
 def of_text(description: Description, text: str, keys: Mapping[str, object]) -> Description:
@@ -58,9 +65,14 @@ def what_was_read(
     return {
         f"the checkpoint of --resume {config.resume}": start and start.state.metadata.get(ID),
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
-        "the model's sizes": [(key, as_json(value)) for key, value in dataclasses.asdict(model).items()],
+        "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
     }
+
+
+def sizes_of(model: ModelConfig) -> dict[str, Any]:
+    """The model's sizes by name; of its adapters the flags tell."""
+    return {name: value for name, value in dataclasses.asdict(model).items() if name != "lora"}
 
 
 def as_json(value: Any) -> Any:

@@ -63,7 +63,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
         return ""  # what the plan counts lies on the GPU, which says itself when it is full
     least = STATE * parameter_count(model) // len(nodes)  # of a node, however the model is dealt out
     for node in nodes:
-        if not config.freeze and least > node.limits.memory:
+        if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments alone", least)
     case = case_of(config, model, ranks, len(nodes))
     check_layout(case)

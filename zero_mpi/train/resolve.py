@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import device, environment, ops
+from zero_mpi.checkpoint.adapter import open_adapter, weights_digest
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
@@ -21,6 +23,7 @@ from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import thread_count
 from zero_mpi.config.inputs import (
     BYTE,
+    adapted,
     carried_keys,
     choose_tokenizer,
     model_from_flags,
@@ -53,6 +56,7 @@ class RunSpec:
     config       the flags, with the sizes of the model of `--init`
     threads      that this rank computes on
     init         where the first weights come from, if not from random numbers
+    adapter      where those of adapters come from
     tokenizer    of the text; None: the data are ids
     checkpoint   to go on from
     description  what the run's checkpoints say beside their tensors
@@ -67,6 +71,7 @@ class RunSpec:
     model: ModelConfig
     checkpoint: ResumePoint | None
     description: Description
+    adapter: GGUFFile | None = None
     corpus: Corpus | None = None
     notes: tuple[str, ...] = ()
     no_room: str = ""
@@ -118,13 +123,15 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     init = open_init(config)
     named = None if init is None else read_model(init)
     tokenizer = choose_tokenizer(config, init, named)
-    model = named or model_from_flags(config, tokenizer)
+    model = adapted(config, named or model_from_flags(config, tokenizer))
+    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
+    facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     description = describe(config, model, tokenizer, init)
     notes = tuple(remarks(config, is_text=tokenizer is not None))
-    spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, notes=notes)
+    spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
     return spec, {name: short_digest(value) for name, value in facts.items()}
 
 

@@ -17,6 +17,7 @@ from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.models.lora import is_adapter
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.optimizer import ShardedAdamW
@@ -93,14 +94,19 @@ def build(world: World, spec: RunSpec) -> Session:
 
 def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> TrainingProgress:
     """Parameters, and with a checkpoint the moments and how far it is. Collective; raises UsageError."""
-    progress, start, init = TrainingProgress(), spec.checkpoint, spec.init
+    start, init, module = spec.checkpoint, spec.init, optimizer.module
+    base = [name for name in module.params if not is_adapter(name)]
+    if init is not None and (start is None or spec.model.lora is not None):
+        world.together(lambda: module.load_slices(finite(init.read, init.path), base))
     if start is not None:
-        progress = world.together(lambda: load_state(start.model, start.state, optimizer))
-    elif init is not None:
-        world.together(lambda: optimizer.module.load_slices(finite(init.read, init.path)))
-    else:
-        optimizer.module.initialize(spec.config.seed)
-    return progress
+        progress: TrainingProgress = world.together(lambda: load_state(start.model, start.state, optimizer))
+        return progress
+    adapter = spec.adapter
+    if adapter is not None:
+        world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
+    elif init is None or spec.model.lora is not None:
+        module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+    return TrainingProgress()
 
 
 def share_corpus(comm: Comm, corpus: Corpus | None) -> Corpus:
@@ -134,7 +140,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
             strategy_named(config.strategy),
             prefetch=config.prefetch,
             bucket_mb=config.bucket_mb,
-            frozen=config.freeze,
+            frozen=config.frozen,
             precision=precision_named(config.precision, config.reduce_dtype),
             offload_masters=config.offload == STATE,
         )

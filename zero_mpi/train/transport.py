@@ -79,7 +79,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         strategy,
         prefetch=config.prefetch,
         bucket_mb=config.bucket_mb,
-        frozen=config.freeze,
+        frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),
     )
 

@@ -1,0 +1,71 @@
+"""Adapters in files: the GGUF that llama.cpp loads beside the base model, and whether it fits one.
+
+Tensors come in pairs, NAME.lora_a (R, C) and NAME.lora_b (O, R), for NAME of the base; `adapter.lora.alpha`
+over the rank is what their product counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.models import ModelConfig
+from zero_mpi.models.lora import LoRA, is_adapter
+from zero_mpi.nn.low_rank import FIRST
+
+TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
+SAMPLE = 256  # elements of each tensor that tell one file of weights from another
+
+
+def metadata(lora: LoRA) -> dict[str, Any]:
+    """The keys of an adapter's file, beside the architecture of the base."""
+    return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
+
+
+def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> GGUFFile:
+    """The adapter in a file; raises UsageError unless it is of the adapters that the model has."""
+    file = GGUFFile.open(path)
+    found = lora_of(file)
+    if model.lora is None or found.rank != model.lora.rank or found.alpha != model.lora.alpha:
+        raise UsageError(
+            f"--lora-init {path}: has rank {found.rank} and alpha {found.alpha:g}; give --lora {found.rank} "
+            f"--lora-alpha {found.alpha:g}"
+        )
+    wanted = {name: param.shape for name, param in model.params().items() if is_adapter(name)}
+    for name in wanted.keys() | file.tensors.keys():
+        shape = file.tensors[name].shape if name in file.tensors else None
+        if shape != wanted.get(name):
+            raise UsageError(
+                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it is of other "
+                "--lora-targets or another model"
+            )
+    return file
+
+
+def lora_of(file: GGUFFile) -> LoRA:
+    """The rank, alpha and targets of an adapter's file; raises UsageError for a file that is none."""
+    keys = GGUFKeys(file.metadata, str(file.path))
+    ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
+    alpha = keys.number(ALPHA, 0)
+    if keys.text(TYPE) != "adapter" or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
+        raise UsageError(
+            f"{file.path}: expected an adapter: {TYPE} adapter, {KIND} lora, {ALPHA}, tensors of one rank"
+        )
+    targets = tuple(name.removesuffix(FIRST) for name in file.tensors if name.endswith(FIRST))
+    return LoRA(ranks.pop(), float(alpha), targets)
+
+
+def weights_digest(source: WeightSource) -> str:
+    """What tells one file of weights from another: names, types, shapes and the first numbers of each."""
+    total = hashlib.sha256()
+    for name, spec in source.tensors.items():
+        total.update(f"{name} {spec.shape}".encode())
+        total.update(source.read(name, 0, min(SAMPLE, int(np.prod(spec.shape)))).tobytes())
+    return total.hexdigest()[:32]
