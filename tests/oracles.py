@@ -16,11 +16,13 @@ def llama_cpp() -> Any:
     return pytest.importorskip("xllamacpp", reason=reason, exc_type=ImportError)
 
 
-def open_server(path: Path) -> Any:
-    """llama.cpp on a model, with all of it in float32: its defaults round keys and values to 16 bits."""
+def open_server(path: Path, adapter: Path | None = None) -> Any:
+    """llama.cpp on a model, and an adapter, all in float32: its defaults round keys and values to 16 bits."""
     library = llama_cpp()
     params = library.CommonParams()
     params.model.path = str(path)
+    if adapter is not None:
+        params.lora_adapters = [library.CommonAdapterLoraInfo(str(adapter), 1.0)]
     params.n_ctx = 32
     params.cpuparams.n_threads = 1
     params.warmup = False

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +122,8 @@ def stamp(
 
 def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of the tensors of the file of weights in the file's order."""
-    module, alone = optimizer.module, description.is_adapter
-    kept = [(name, p.shape) for name, p in module.params.items() if module.is_trainable(name) or not alone]
+    module, all_of = optimizer.module, not description.is_adapter
+    kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
@@ -295,9 +294,4 @@ def load_moments(unit: ShardedUnit, moments: Moments, state: GGUFFile) -> None:
     """Fill one unit's moments from the file."""
     read = finite(state.read, state.path)
     for prefix, target in ((FIRST, moments.first), (SECOND, moments.second)):
-        fill(unit, target, unit.updated[2], partial(read_moment, read, prefix))
-
-
-def read_moment(read: Read, prefix: str, name: str, start: int, stop: int) -> Array:
-    """Elements [start, stop) of a parameter's moment."""
-    return read(prefix + name, start, stop)
+        fill(unit, target, unit.updated[2], lambda name, *part, prefix=prefix: read(prefix + name, *part))

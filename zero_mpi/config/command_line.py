@@ -22,7 +22,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X and TEXT
     "freeze": "PATTERN",
     "lora": "R",
     "lora_alpha": "A",
-    "lora_targets": "PATTERN",
+    "lora_targets": "W",
     "lora_init": "FILE",
     "tokenizer": "WHICH",
     "threads": "N",

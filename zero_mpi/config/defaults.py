@@ -10,11 +10,14 @@ from typing import Any
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model
+ADAPTERS: dict[str, Any] = {"lr": 2e-4}  # and for adapters beside them, which start from nothing
 
 
-def defaults(init: str | None) -> dict[str, Any]:
-    """The settings that depend on whether the model comes from a file."""
-    return FROM_NOTHING if init is None else FURTHER
+def defaults(init: str | None, lora: int | None = None) -> dict[str, Any]:
+    """The settings that depend on whether the model comes from a file, and on what of it is trained."""
+    if init is None:
+        return FROM_NOTHING
+    return FURTHER if lora is None else ADAPTERS
 
 
 def told(name: str) -> str:

@@ -15,7 +15,7 @@ from zero_mpi.telemetry.log import Caution
 
 def remarks(config: Config, is_text: bool) -> Iterator[str]:
     """Notes on a configuration. `is_text`: the data are text, and no token files."""
-    if config.init is not None and config.lr == FURTHER["lr"]:
+    if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
         yield f"--lr {config.lr:g}: the default with --init, for weights that are trained already"
     if config.init is not None and not config.data:
         yield Caution(

@@ -67,7 +67,7 @@ class Config:
         None,
         list,
         "adapter",
-        "weights that have one (default: all of attention and feed-forward)",
+        "weights that have one, by their names (default: blk.*.attn_*.weight blk.*.ffn_*.weight)",
         fixed=True,
     )
     lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to go on from, of the same rank")
@@ -182,7 +182,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name, value in defaults(self.init).items():
+        for name, value in defaults(self.init, self.lora).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 

@@ -23,8 +23,9 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.folders import replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
+from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.parser import Parser
 from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import JobError, UsageError
@@ -67,6 +68,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
+    parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
     parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
     parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
     parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
@@ -85,7 +87,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError(f"--shard-size {options.shard_size}: a GGUF is one file; leave it out")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    source = open_source(options.source, as_gguf)
+    source = open_source(options.source, as_gguf, options.merge)
     try:
         with arriving(target) as partial:
             kinds = (
@@ -135,9 +137,9 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
 
 
-def open_source(path: str, as_gguf: bool) -> WeightSource:
+def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     """The source; raises UsageError unless it is a model, and one that the target's format can say."""
-    source = open_weights(path)
+    source = open_merged(path, adapter)
     architecture = GGUFKeys(source.metadata, str(source.path)).architecture
     if architecture is None or architecture == "zero_mpi":
         found = "none" if architecture is None else "the state of a training: give its model.gguf"

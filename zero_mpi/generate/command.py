@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from zero_mpi import environment, ops
-from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.errors import UsageError
@@ -31,6 +31,7 @@ def make_parser() -> Parser:
         epilog="Example:\n\n  python -m zero_mpi.generate runs/default/latest --prompt 'def ' --tokens 200",
     )
     parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with it")
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
@@ -51,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.cores())
     path = options.model
-    model = TextModel(open_weights(path))
+    model = TextModel(open_merged(path, options.lora))
     tokenizer = tokenizer_of(model.file, model.config)
     prompt = tokenizer.encode_prompt(options.prompt).tolist()
     ids = model.generate(

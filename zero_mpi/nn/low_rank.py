@@ -30,7 +30,7 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Both matrices."""
+        """Both matrices by name."""
         return self._params
 
     def add_to(self, y: Any, p: Weights, x: Any) -> Any:
@@ -57,11 +57,10 @@ class LowRank:
         """s x (..., R), by a product: every device and type of array has that."""
         if self._scale == 1:
             return x
-        return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.is_cupy(x)))
+        return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.home_of(x)))
 
 
 @lru_cache(maxsize=32)
-def diagonal(size: int, value: float, dtype: Any, on_gpu: bool) -> Any:
+def diagonal(size: int, value: float, dtype: Any, place: device.Device) -> Any:
     """A matrix (size, size) that multiplies by `value`."""
-    place = device.in_use() if on_gpu else device.HOST
     return place.from_host((value * np.eye(size)).astype(dtype))

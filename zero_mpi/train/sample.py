@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.data import unigram_entropy
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.telemetry import events, log
@@ -50,10 +51,11 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     config, tokenizer = session.config, session.tokenizer
     if tokenizer is None or not config.sample:
         return
-    path = folders.step_folder(session.out, step) / folders.MODEL
+    path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    model = TextModel(path)
+    base = config.init if session.model.lora is not None else None
+    model = TextModel(path if base is None else open_merged(base, path))
     prompt = tokenizer.encode_prompt(config.prompt)
     ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
     text = tokenizer.decode(ids).decode("utf-8", "replace")

@@ -1,0 +1,160 @@
+"""Training of adapters by the command: the same files at any number of ranks and after a resume."""
+
+import json
+
+import numpy as np
+import pytest
+from jobs import COMPILED, run_job
+from test_command_bits import fields, needs_mpiexec, train
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.errors import UsageError
+from zero_mpi.models.llama import Llama
+from zero_mpi.models.lora import LoRA
+
+pytestmark = needs_mpiexec
+SIZES = [
+    "--arch",
+    "llama",
+    "--dim",
+    "48",
+    "--layers",
+    "2",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--context",
+    "16",
+]
+DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
+NAMES = ("adapter.gguf", "optimizer.gguf")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text, as flags."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
+    return ["--data", str(path)]
+
+
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory):
+    """A model to adapt."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    train(1, out, *SIZES, *DATA, *text, "--steps", "3")
+    return out / "latest" / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def alone(base, text, tmp_path_factory):
+    """A run of one rank, and its flags."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    flags = [*DATA, *text, "--init", str(base), "--lora", "3", "--steps", "4"]
+    train(1, out, *flags)
+    return out, flags
+
+
+def files(out):
+    """Both files of the newest checkpoint, and nothing else is there."""
+    folder = out / "latest"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    return [(folder / name).read_bytes() for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ["--strategy", "no-shard"]),
+        (3, ["--transport", "mpi", "--recompute", "--checkpoint-io", "parallel"]),
+        (5, ["--strategy", "shard-grad-op", "--async-save"]),
+    ],
+)
+def test_the_same_files_on_several_ranks(ranks, more, alone, tmp_path):
+    out, flags = alone
+    train(ranks, tmp_path / "run", *flags, *more)
+    assert files(tmp_path / "run") == files(out)
+    assert fields(tmp_path / "run") == fields(out)
+
+
+def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
+    out, flags = alone
+    train(3, tmp_path / "run", *flags[:-1], "2")
+    train(2, tmp_path / "run", *flags)
+    assert files(tmp_path / "run") == files(out)
+
+
+def test_only_adapters_are_trained_and_written(alone, base):
+    out, _ = alone
+    adapter = GGUFFile.open(out / "latest" / "adapter.gguf")
+    assert len(adapter.tensors) == 2 * 7 * 2
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in adapter.tensors)
+    assert all(adapter.tensor(name).any() for name in adapter.tensors), "b starts at zero, and learns"
+    state = GGUFFile.open(out / "latest" / "optimizer.gguf")
+    assert len(state.tensors) == 2 * len(adapter.tensors)
+    losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 4
+
+
+def test_export_writes_the_merged_model_and_generate_takes_both(alone, base, tmp_path):
+    out, _ = alone
+    adapter, merged = out / "latest", tmp_path / "merged.gguf"
+    export = ["-m", "zero_mpi.export", str(base), str(merged), "--merge", str(adapter)]
+    assert run_job(1, export)[0] == 0
+    expected, found = open_merged(base, adapter), GGUFFile.open(merged)
+    assert all(np.array_equal(found.tensor(name), expected.tensor(name)) for name in expected.tensors)
+    ask = ["--prompt", "line", "--tokens", "20", "--temperature", "0"]
+    both = run_job(1, ["-m", "zero_mpi.generate", str(base), "--lora", str(adapter), *ask], env=COMPILED)
+    one = run_job(1, ["-m", "zero_mpi.generate", str(merged), *ask], env=COMPILED)
+    assert both == one
+    assert both[0] == 0
+
+
+def test_a_run_goes_on_from_an_adapter_with_new_moments(alone, base, text, tmp_path):
+    out, flags = alone
+    start = ["--lora-alpha", "6", "--lora-init", str(out / "latest" / "adapter.gguf")]
+    train(2, tmp_path / "run", *flags[:-1], "0", *start)
+    before, after = (GGUFFile.open(run / "latest" / "adapter.gguf") for run in (out, tmp_path / "run"))
+    assert all(np.array_equal(before.tensor(name), after.tensor(name)) for name in before.tensors)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--lora", "2"], "--lora 2: of what: give --init BASE.gguf"),
+        (["--lora", "0", "--init", "BASE"], "--lora 0: expected at least 1"),
+        (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: of no adapter: give --lora RANK"),
+        (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "names no projection of a block"),
+        (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(more, said, base, text, tmp_path):
+    more = [str(base) if flag == "BASE" else flag for flag in more]
+    command = ["-m", "zero_mpi.train", *DATA, *text, "--out", str(tmp_path / "run"), *more]
+    status, _, errors = run_job(1, command)
+    assert status == 2
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
+    _, flags = alone
+    train(1, tmp_path / "run", *flags[:-1], "2")
+    train(1, tmp_path / "other", *SIZES, *DATA, *text, "--steps", "1", "--seed", "7")
+    other = tmp_path / "other" / "latest" / "model.gguf"
+    changed = [str(other) if flag == str(base) else flag for flag in flags]
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "run"), *changed]
+    status, _, errors = run_job(1, command)
+    assert status == 2
+    assert "is a checkpoint of another run: --base was" in errors
+
+
+def test_patterns_choose_projections():
+    model = Llama.from_flags({"layers": 2, "dim": 8, "heads": 2, "context": 4, "vocab_size": 9})
+    stages = LoRA(2, 2.0, ("blk.0.*", "blk.*.ffn_down.weight")).adapt(model.layers())
+    adapted = [name for stage in stages for name in stage.layer.params() if name.endswith(".lora_a")]
+    assert len(adapted) == 8
+    with pytest.raises(UsageError, match=r"--lora-targets output\*: names no projection of a block"):
+        LoRA(2, 2.0, ("blk.*", "output*")).adapt(model.layers())

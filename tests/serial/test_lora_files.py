@@ -1,0 +1,98 @@
+"""Adapters in files: llama.cpp's forward with one is ours, with the base and merged; what fits no base."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from oracles import llama_cpp, open_server
+from test_llamacpp import (
+    BIASES,
+    GPT,
+    LLAMA,
+    PREFIXES,
+    PROMPT,
+    QWEN2,
+    QWEN3,
+    log_softmax,
+    next_token,
+    random_weights,
+    training_forward,
+    write_model,
+    write_tensors,
+)
+
+from zero_mpi.checkpoint.adapter import lora_of, metadata, open_adapter
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.errors import UsageError
+from zero_mpi.generate.text_model import TextModel
+from zero_mpi.models.lora import TARGETS, LoRA, is_adapter
+
+llama_cpp()  # skips the module without it
+
+ALL, SOME = LoRA(3, 4.5), LoRA(2, 8.0, ("blk.1.ffn_*.weight", "blk.0.attn_output.weight"))
+CASES = {
+    "llama": (LLAMA, ALL, 1e-4),
+    "llama, tied, biases": (replace(LLAMA, tied=True, biases=BIASES), SOME, 1e-4),
+    "qwen2": (QWEN2, ALL, 1e-4),
+    "qwen3": (QWEN3, SOME, 1e-4),
+    "gpt2": (GPT, ALL, 2e-3),  # llama.cpp takes GELU from a table of 16-bit floats
+}
+
+
+def written(folder, config, lora):
+    """(the model with adapters, all weights, the base's file, the adapter's file), of random numbers."""
+    model = replace(config, lora=lora)
+    weights = random_weights(model)
+    base = {name: array for name, array in weights.items() if not is_adapter(name)}
+    factors = {name: array for name, array in weights.items() if is_adapter(name)}
+    file = write_model(folder / "base.gguf", config, base)
+    return model, weights, file, write_tensors(folder / "adapter.gguf", config.arch, metadata(lora), factors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
+    config, lora, tolerance = CASES[name]
+    model, weights, base, adapter = written(tmp_path, config, lora)
+    ids = list(PROMPT)
+    trained = log_softmax(training_forward(model, weights, ids))
+    merged = log_softmax(TextModel(open_merged(base, adapter)).logits(ids))
+    np.testing.assert_allclose(merged, trained, rtol=0, atol=1e-4)
+    alone = log_softmax(TextModel(base).logits(ids))
+    assert abs(alone - trained).max() > 0.3, "the adapter does little"
+    server = open_server(base, adapter)
+    for count in PREFIXES:
+        expected = next_token(server, ids[:count])
+        np.testing.assert_allclose(trained[count - 1], expected, rtol=0, atol=tolerance)
+
+
+def test_any_part_of_a_merged_matrix_is_read(tmp_path):
+    _, weights, base, adapter = written(tmp_path, LLAMA, ALL)
+    source, name = open_merged(base, tmp_path), "blk.1.ffn_down.weight"
+    whole = weights[name] + 1.5 * weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
+    np.testing.assert_allclose(source.tensor(name), whole, rtol=1e-5, atol=1e-6)
+    for start, stop in ((0, 1), (5, 5), (96, 98), (1, whole.size), (300, 411)):
+        np.testing.assert_allclose(
+            source.read(name, start, stop), whole.reshape(-1)[start:stop], rtol=1e-5, atol=1e-6
+        )
+    assert source.tensor("output.weight").tobytes() == weights["output.weight"].tobytes()
+    assert open_merged(base, None).tensors == open_weights(base).tensors
+    assert lora_of(GGUFFile.open(adapter)).rank == 3
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
+    model, weights, base, adapter = written(tmp_path, LLAMA, ALL)
+    with pytest.raises(UsageError, match=r"adapter.gguf: has rank 3 and alpha 4.5; give --lora 3 --lora-al"):
+        open_adapter(adapter, replace(model, lora=LoRA(4, 4.5)))
+    with pytest.raises(UsageError, match=r"has shape .* it is of other --lora-targets or another model"):
+        open_adapter(adapter, replace(model, lora=replace(ALL, targets=TARGETS[:1])))
+    with pytest.raises(UsageError, match=r"expected an adapter: general\.type adapter"):
+        open_adapter(base, model)
+    other = write_model(tmp_path / "other.gguf", GPT, random_weights(GPT))
+    with pytest.raises(UsageError, match="give the model that it was trained on"):
+        open_merged(other, adapter)
+    half = {name: array for name, array in weights.items() if name.endswith("lora_a")}
+    lone = write_tensors(tmp_path / "half.gguf", "llama", metadata(ALL), half)
+    with pytest.raises(UsageError, match=r"of shapes \(3, 24\) and None"):
+        open_merged(base, lone)
