@@ -119,6 +119,8 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --dry-run --layers 6 --dim 256 --heads 8": Run(says="MiB"),
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data my-texts --context 128 --lr 1e-4 "
     "--out runs/tuned": Run(TUNED, SAVED),
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --lora 8 --data my-texts --context 128 "
+    "--out runs/adapter": Run(TUNED, SAVED),
     "mpirun -n 2 python examples/finetune_smollm2.py --steps 100 --out runs/longer": ByTest(REAL_MODEL),
     "mpirun -n 4 python -m zero_mpi.train --save-every 20 --keep 2 --async-save --steps 100 "
     "--out runs/saved": Run(f"{TINY} --steps 100", "step-00000080 .*(?s:.)*step-00000100 "),
@@ -148,12 +150,16 @@ LOOKING: dict[str, How] = {
     "diff <(grep -o '\"loss\": [^,]*' runs/one/metrics.jsonl) "
     "<(grep -o '\"loss\": [^,]*' runs/three/metrics.jsonl)": Run(),
     'python -m zero_mpi.generate runs/tuned/latest/model.gguf --prompt "The " --tokens 50': Run(says="The "),
+    'python -m zero_mpi.generate MODEL.gguf --lora runs/adapter/latest --prompt "The " --tokens 50': Run(
+        says="The "
+    ),
     'python -m zero_mpi.generate runs/default/latest/model.gguf --prompt "def " --tokens 100': Run(
         says="def "
     ),
     'python -m zero_mpi.generate runs/default/latest --prompt "class " --tokens 100 --temperature 0.5 '
     "--seed 1": Run(says="class "),
     "python -m zero_mpi.export runs/tuned/latest tuned-q8.gguf --type q8_0": Run(says="tuned-q8.gguf"),
+    "python -m zero_mpi.export MODEL.gguf merged.gguf --merge runs/adapter/latest": Run(says="merged.gguf"),
     "python -m zero_mpi.export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "python -m zero_mpi.export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "python -m zero_mpi.export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),

@@ -45,7 +45,7 @@ SPECIAL |= {
     "trace": "t.json",
 }
 NEEDS = {"trace_steps": ["trace"], "lora": ["init"]}  # settings that one is refused without
-NEEDS |= dict.fromkeys(("lora_alpha", "lora_targets", "lora_init"), ["init", "lora"])
+NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 SETS = {"init": FROM_NOTHING}  # settings that have another default beside one
 
 

@@ -20,6 +20,7 @@ from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
+from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
@@ -92,12 +93,14 @@ def test_layers_on_fakes_take_what_real_ones_take(name, recompute, monkeypatch):
         {"context": 129, "micro_batch": 5},
         {"strategy_name": "no-shard"},
         {"frozen": ("token_embd*", "blk.0.*")},
+        {"frozen": FROZEN, "lora": LoRA(5, 7.0)},
         {"batch_size": 1, "micro_batch": 1},
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fakes_of_other_sizes_and_settings(name, changes, monkeypatch):
-    model = replace(MODELS[name], context_length=1024, vocab_size=4321)
+    changes = dict(changes)
+    model = replace(MODELS[name], context_length=1024, vocab_size=4321, lora=changes.pop("lora", None))
     case = Case(model, **{"batch_size": 4, "micro_batch": 2} | changes)
     assert simulate(case).recycled == recycled_bytes(case, monkeypatch)
 
