@@ -254,7 +254,7 @@ def test_an_empty_token_has_llama_cpps_name():
 
 
 def corpus_of(folder, tokenizer, **more):
-    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 300}
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 300, "control_tokens": "plain"}
     return load_corpus([str(folder)], tokenizer=tokenizer, **(options | more))
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
-from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
+from zero_mpi.data import BPETokenizer, ByteTokenizer, load_corpus, tokenizer_from_json
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 from zero_mpi.models import Llama
@@ -156,6 +156,16 @@ def test_the_ids_of_each_splitting_are_llama_cpps(trained):
         assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
 
 
+def test_a_corpus_reads_control_tokens_as_llama_cpp_does(trained, tmp_path):
+    server, tokenizer = trained
+    text = "<|im_start|>user\nl><tool> hello<|endoftext|>\n<|im_start|><|begin|>it's 12 <|im_start" * 3
+    (tmp_path / "chat").write_text(text)
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
+    for reading, parse in (("parse", True), ("plain", False)):
+        corpus = load_corpus([str(tmp_path / "chat")], tokenizer=tokenizer, control_tokens=reading, **options)
+        assert corpus.train[:-1].tolist() == tokenize(server, text, parse_special=parse)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=MIXED)
 def test_any_text_of_each_splitting_has_llama_cpps_ids(trained, text):
@@ -251,3 +261,4 @@ def test_the_byte_tokenizers_file_is_read_as_bpe_too(tmp_path):
     keys = ByteTokenizer().metadata()
     found, expected = both(tmp_path, keys, "naïve <|bos|>\0")
     assert found == expected == [*"naïve ".encode(), 256, 0]
+    assert ByteTokenizer().encode_prompt("naïve <|bos|>\0").tolist() == expected

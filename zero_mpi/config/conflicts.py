@@ -63,6 +63,7 @@ class Idle(NamedTuple):
 
 
 NO_TEXT = "--data are token files, without a tokenizer"
+IDS = "--data are token files, whose ids are taken as they are"
 IDLE = (
     Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant never falls to it"),
     Idle("bucket_mb", lambda s: s.config.strategy != "no-shard", "only --strategy no-shard has buckets"),
@@ -76,7 +77,8 @@ IDLE = (
     Idle("prompt", lambda s: not s.is_text, NO_TEXT),
     Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
     Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
-    Idle("tokenizer", lambda s: not s.is_text, "--data are token files, whose ids are taken as they are"),
+    Idle("tokenizer", lambda s: not s.is_text, IDS),
+    Idle("control_tokens", lambda s: not s.is_text, IDS),
     Idle(
         "micro_batch",
         lambda s: s.config.micro_batch > s.config.batch_size,

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import defaults
+from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 
@@ -78,6 +79,14 @@ class Config:
         str,
         "data",
         "byte, from-init (default with --init), or a file",
+    )
+    control_tokens: str | None = flag(
+        None,
+        str,
+        "data",
+        "what text means that spells one, as <|im_start|>: parse: the token; plain: the letters (default: "
+        "plain, with a warning)",
+        choices=READINGS,
     )
     val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
 

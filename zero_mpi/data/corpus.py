@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.data.control_tokens import PARSE, TextReader
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
@@ -50,33 +51,34 @@ class Corpus:
 class _Document(NamedTuple):
     name: str
     tokens: Tokens
-    digest: bytes  # sha256 of the file's bytes
+    digest: bytes  # sha256 of the file's bytes, and a mark where control tokens are read in them
 
 
 _Reading = tuple[list[_Document], list[str]]  # documents, and notes on what was left out
 
 
-def _read(paths: Sequence[str], tokenizer: Tokenizer | None, vocab: int, any_bytes: bool) -> _Reading:
+def _read(paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes: bool) -> _Reading:
     """Every document, and notes on what was left out."""
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if are_tokens(files):
         return [_Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
-    return _text_documents(files, TextFilter(paths, any_bytes), tokenizer, vocab)
+    return _text_documents(files, TextFilter(paths, any_bytes), reader, vocab)
 
 
 def _text_documents(
-    files: Sequence[tuple[str, Path]], text_filter: TextFilter, tokenizer: Tokenizer | None, vocab: int
+    files: Sequence[tuple[str, Path]], text_filter: TextFilter, reader: TextReader | None, vocab: int
 ) -> _Reading:
     """Text files encoded, eos behind each."""
-    if tokenizer is None:
+    if reader is None:
         raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+    tokenizer = reader.tokenizer
     if vocab < tokenizer.vocab_size:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
     documents = [
-        document for texts in _groups(_texts(files, text_filter)) for document in _encoded(texts, tokenizer)
+        document for texts in _groups(_texts(files, text_filter)) for document in _encoded(texts, reader)
     ]
-    notes = list(text_filter.notes())
+    notes = [*text_filter.notes(), *reader.notes()]
     if _separator(tokenizer) is None:
         notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
     return documents, notes
@@ -114,12 +116,12 @@ def _separator(tokenizer: Tokenizer) -> int | None:
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
 
 
-def _encoded(texts: Sequence[tuple[str, bytes]], tokenizer: Tokenizer) -> Iterator[_Document]:
+def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[_Document]:
     """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
-    last = _separator(tokenizer)
-    for (name, data), ids in zip(texts, tokenizer.encode_batch([data for _, data in texts]), strict=True):
+    last, mark = _separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
+    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
         closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-        yield _Document(name, closed, hashlib.sha256(data).digest())
+        yield _Document(name, closed, hashlib.sha256(data).digest() + mark)
 
 
 def _blocks(ids: Tokens) -> Iterator[tuple[int, Tokens]]:
@@ -137,16 +139,19 @@ def load_corpus(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     any_bytes: bool = False,
+    control_tokens: str | None = None,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `any_bytes`: a file that is named is taken as it is, text or not. Token files need no tokenizer and ignore
-    one. A single token file stays a mapped view; several, or text, are held in memory. Raises UsageError for
+    `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the spelling of
+    one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore
+    both. A single token file stays a mapped view; several, or text, are held in memory. Raises UsageError for
     what the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
-    read, notes = _read(paths, tokenizer, vocab_size, any_bytes)
+    reader = None if tokenizer is None else TextReader(tokenizer, control_tokens)
+    read, notes = _read(paths, reader, vocab_size, any_bytes)
     documents = [document for document in read if document.tokens.size]
     if not documents:
         raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))
@@ -215,7 +220,7 @@ def _joined(pieces: list[Tokens]) -> Tokens:
 
 
 def _digest(documents: Sequence[_Document]) -> str:
-    """sha256 over (length of name, name, sha256 of bytes) of each: no two lists of documents read alike."""
+    """sha256 over (length of name, name, digest) of each: no two lists of documents read alike."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)

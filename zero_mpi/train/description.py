@@ -13,6 +13,7 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer
+from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.models import ModelConfig
 from zero_mpi.train.resume import ResumePoint
 
@@ -31,7 +32,9 @@ def describe(
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
-    settings = {"model.arch": model.arch, **sizes, "corpus": ""}
+    settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
+    if tokenizer is not None and config.control_tokens is not None:  # token files spell nothing
+        settings["control_tokens"] = config.control_tokens
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
     if model.lora is not None and init is not None:

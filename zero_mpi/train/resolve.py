@@ -178,6 +178,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         tokenizer=tokenizer,
         vocab_size=model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
+        control_tokens=config.control_tokens,
     )
 
 

@@ -19,12 +19,15 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
+from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
+
+SINCE = {"control_tokens": PLAIN}  # settings that older checkpoints do not hold, as they were then
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def read_indices(folder: Path) -> ResumePoint:
 
 def check_resume(point: ResumePoint, description: Description) -> None:
     """Raise UsageError if the checkpoint is of another run, naming the first difference."""
-    before = read_json(point.state, "training.settings")
+    before = {**SINCE, **read_json(point.state, "training.settings")}
     difference = next(differences(before, description.settings), None)
     if difference:
         key, was, now = difference

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import pre_tokenizer
+from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, TOKENS, TYPES, GGUFKeys
@@ -92,6 +93,15 @@ class BPETokenizer:
             for parts in cut
         ]
 
+    def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
+        """How often the texts hold each token that is read as one by `special` only."""
+        cut = (part for data in documents for part in self._standing[True].cut(_text(data)))
+        return Counter(
+            self.tokens[part]
+            for part in cut
+            if isinstance(part, int) and self.types[part] in (UNKNOWN, CONTROL)
+        )
+
     def encode_prompt(self, text: str) -> Ids:
         """Ids to continue: bos first if the file asks for it, control tokens read as such.
 
@@ -150,22 +160,17 @@ class BPETokenizer:
         return [_piece(token, kind, table) for token, kind in zip(self.tokens, self.types, strict=True)]
 
     @cached_property
-    def _standing(self) -> dict[bool, list[tuple[str, int]]]:
-        """Tokens to look for in a text, longest first: with the control tokens, or only the user's."""
+    def _standing(self) -> dict[bool, Spellings]:
+        """Tokens to look for in a text: with the control tokens, or only the user's."""
         kinds = {True: (UNKNOWN, CONTROL, USER_DEFINED), False: (USER_DEFINED,)}
-        order = sorted(enumerate(self.tokens), key=lambda item: -len(item[1].encode()))
         return {
-            special: [(token, place) for place, token in order if self.types[place] in wanted]
+            special: Spellings({t: place for t, place in self.ids.items() if self.types[place] in wanted})
             for special, wanted in kinds.items()
         }
 
     def _parts(self, text: str, special: bool) -> Iterator[int | str]:
         """`text` as ids that stood in it, and pieces of what is left."""
-        parts: list[int | str] = [text]
-        for token, place in self._standing[special]:
-            if token in text:
-                parts = [new for part in parts for new in _cut_out(part, token, place)]
-        for part in parts:
+        for part in self._standing[special].cut(text):
             yield from [part] if isinstance(part, int) else _pieces(part)
 
     def _words(self, texts: list[str]) -> Iterator[list[int]]:
@@ -245,15 +250,6 @@ def _text(data: bytes | str) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return _NOT_UTF8.sub("\ufffd", raw.decode("utf-8", "surrogateescape"))
-
-
-def _cut_out(part: int | str, token: str, place: int) -> list[int | str]:
-    """`part` with the id in the place of each occurrence of the token."""
-    if isinstance(part, int):
-        return [part]
-    texts = part.split(token)
-    both: list[int | str] = [side for text in texts for side in (text, place)]
-    return [side for side in both[:-1] if side != ""]
 
 
 def _pieces(text: str) -> Iterator[str]:

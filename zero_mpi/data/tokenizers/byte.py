@@ -7,12 +7,14 @@ and want both its halves and the joined token in the vocabulary. The "llama" (Se
 tokens was not chosen: it turns spaces into U+2581.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENIZER, TOKENS, GGUFKeys
@@ -20,6 +22,7 @@ from zero_mpi.files.gguf_keys import THE_FILE, TOKENIZER, TOKENS, GGUFKeys
 _BYTES = 256
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types
 _SPECIAL = ("<|bos|>", "<|endoftext|>", "<|pad|>")
+_SPELLINGS = Spellings({token: _BYTES + place for place, token in enumerate(_SPECIAL)})
 _MODEL = "gpt2"
 
 
@@ -50,11 +53,19 @@ class Tokenizer(Protocol):
     def ends(self) -> frozenset[int]:
         """All tokens after which a text is over."""
 
-    def encode(self, data: bytes | str) -> NDArray[np.unsignedinteger[Any]]:
-        """Ids (n,) of `data`, uint16 or uint32, without bos and eos."""
+    def encode(self, data: bytes | str, *, special: bool = False) -> NDArray[np.unsignedinteger[Any]]:
+        """Ids (n,) of `data`, uint16 or uint32, without bos and eos.
 
-    def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+        `special`: control tokens that are spelt in it are read as such; else they are text like any other.
+        """
+
+    def encode_batch(
+        self, documents: Sequence[bytes | str], *, special: bool = False
+    ) -> list[NDArray[np.unsignedinteger[Any]]]:
         """`encode` for each of the texts."""
+
+    def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
+        """How often the texts hold each token that is read as one by `special` only."""
 
     def encode_prompt(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
         """Ids of a text that a model is to continue, with what has to stand before it."""
@@ -75,21 +86,34 @@ class ByteTokenizer:
     vocab_size = 260
     ends = frozenset({257})
 
-    def encode(self, data: bytes | str) -> NDArray[np.uint16]:
+    def encode(self, data: bytes | str, *, special: bool = False) -> NDArray[np.uint16]:
         """The ids of `data`, shape (number of bytes,); text goes through UTF-8. No bos or eos is added.
 
         Bytes that Python smuggled into a string (a command line that is not UTF-8) come out as they were.
+        `special`: a control token that is spelt in it becomes its one id.
         """
-        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
-        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+        raw = _raw(data)
+        if not special:
+            return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+        return np.concatenate([_ids(part) for part in _cut(raw)])
 
-    def encode_batch(self, documents: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+    def encode_batch(
+        self, documents: Sequence[bytes | str], *, special: bool = False
+    ) -> list[NDArray[np.unsignedinteger[Any]]]:
         """`encode` for each of the texts."""
-        return [self.encode(data) for data in documents]
+        return [self.encode(data, special=special) for data in documents]
+
+    def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
+        """How often the texts spell bos, eos and pad."""
+        cut = (part for data in documents for part in _cut(_raw(data)))
+        return Counter(_SPECIAL[part - _BYTES] for part in cut if isinstance(part, int))
 
     def encode_prompt(self, text: str) -> NDArray[np.uint16]:
-        """Ids to continue. Nothing at all becomes eos, as what follows one begins the next document."""
-        return self.encode(text) if text else np.array([self.eos], np.uint16)
+        """Ids to continue, control tokens read as such.
+
+        Nothing at all becomes eos, as what follows one begins the next document.
+        """
+        return self.encode(text, special=True) if text else np.array([self.eos], np.uint16)
 
     def decode(self, ids: ArrayLike) -> bytes:
         """The bytes behind `ids`, any shape, in C order; special ids give nothing.
@@ -138,6 +162,23 @@ class ByteTokenizer:
                 "uint16 or uint32 ids made with the model's own tokenizer"
             )
         return cls()
+
+
+def _raw(data: bytes | str) -> bytes:
+    """The bytes of a text."""
+    return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+
+
+def _cut(raw: bytes) -> list[int | str]:
+    """Ids of the control tokens that are spelt in `raw`; the bytes between them as one letter each."""
+    return _SPELLINGS.cut(raw.decode("latin-1"))
+
+
+def _ids(part: int | str) -> NDArray[np.uint16]:
+    """The ids (n,) of a part that was cut."""
+    if isinstance(part, int):
+        return np.array([part], np.uint16)
+    return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)
 
 
 def _difference(keys: GGUFKeys, expected: Mapping[str, object]) -> str:

@@ -1,0 +1,294 @@
+"""Control tokens that a text spells: letters or tokens as the flag says, a warning where nobody said.
+
+Texts are given to the corpus, and to the command at 1 and 3 ranks. llama.cpp's ids: test_bpe_llamacpp.py.
+"""
+
+import dataclasses
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import bpe_files
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train
+from test_resume import refused
+
+from zero_mpi.config.command_line import parse
+from zero_mpi.config.settings import Config
+from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
+from zero_mpi.data.control_tokens import PARSE, PLAIN, READINGS, TextReader
+from zero_mpi.data.tokenizers.spellings import Spellings
+from zero_mpi.errors import UsageError
+from zero_mpi.plan import flags as plan_flags
+from zero_mpi.train import resume
+from zero_mpi.train.description import describe
+
+CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # of bpe_files.CONTROL, USERS
+BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"
+NONE_SPELT = "hello <|im_sta rt|> <| |> bos pad <tool>"
+
+
+@pytest.fixture(scope="module")
+def bpe_json(tmp_path_factory) -> Path:
+    """A tokenizer.json with control tokens and the user's own."""
+    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+    config = {"eos_token": "<|endoftext|>"}
+    folder = tmp_path_factory.mktemp("bpe")
+    return bpe_files.write_json(folder, bpe_files.trained_json("qwen2"), tokenizer_config=config)
+
+
+@pytest.fixture(params=["bytes", "bpe"])
+def case(request):
+    """A tokenizer, a text that spells control tokens, and how often which."""
+    if request.param == "bytes":
+        return ByteTokenizer(), BYTES_CHAT, {"<|endoftext|>": 2, "<|bos|>": 1, "<|pad|>": 1}
+    tokenizer = tokenizer_from_json(request.getfixturevalue("bpe_json"))
+    return tokenizer, CHAT, {"<|im_start|>": 2, "<|begin|>": 1, "<|endoftext|>": 1}
+
+
+def corpus(tmp_path, tokenizer, text, **more):
+    """The corpus of one text, nothing held out."""
+    path = tmp_path / "chat"
+    path.write_text(text, newline="")
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
+    return load_corpus([str(path)], tokenizer=tokenizer, **options, **more)
+
+
+def control_ids(tokenizer):
+    """The ids of all control tokens."""
+    types = tokenizer.metadata()["tokenizer.ggml.token_type"]
+    return {place for place, kind in enumerate(types) if kind == 3}
+
+
+# what a text means
+
+
+@pytest.mark.parametrize("asked", [{}, {"control_tokens": None}, {"control_tokens": PLAIN}])
+def test_plain_and_nothing_said_read_letters(asked, case, tmp_path):
+    tokenizer, text, _ = case
+    ids = corpus(tmp_path, tokenizer, text, **asked).train
+    assert ids.tolist() == [*tokenizer.encode(text), tokenizer.eos]
+    assert not control_ids(tokenizer) & set(ids[:-1].tolist())
+    if isinstance(tokenizer, ByteTokenizer):
+        assert ids.tolist() == [*text.encode(), 257]
+
+
+def test_parse_reads_each_spelling_as_one_id_as_a_prompt_does(case, tmp_path):
+    tokenizer, text, spelt = case
+    ids = corpus(tmp_path, tokenizer, text, control_tokens=PARSE).train
+    assert ids.tolist() == [*tokenizer.encode_prompt(text), tokenizer.eos]
+    tokens = tokenizer.metadata()["tokenizer.ggml.tokens"]
+    found = [tokens[i] for i in ids[:-1] if i in control_ids(tokenizer)]
+    assert {token: found.count(token) for token in found} == spelt
+    assert ids.dtype == corpus(tmp_path, tokenizer, text, control_tokens=PLAIN).train.dtype
+
+
+@pytest.mark.parametrize("asked", [None, *READINGS])
+def test_a_text_that_spells_none_has_the_same_ids_and_no_note(asked, case, tmp_path):
+    tokenizer, _, _ = case
+    read = corpus(tmp_path, tokenizer, NONE_SPELT, control_tokens=asked)
+    assert (read.train.tolist(), read.notes) == ([*tokenizer.encode(NONE_SPELT), tokenizer.eos], ())
+
+
+def test_bytes_that_are_no_text_stay_bytes_beside_a_token():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(b"\xff<|pad|>\x80\0", special=True).tolist() == [255, 258, 128, 0]
+    assert tokenizer.encode(b"", special=True).tolist() == []
+    assert tokenizer.encode_prompt("a<|endoftext|>b").tolist() == [97, 257, 98], "as llama.cpp reads it"
+
+
+# a note
+
+
+def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case, tmp_path):
+    tokenizer, text, spelt = case
+    (note,) = corpus(tmp_path, tokenizer, text).notes
+    assert note.startswith("control tokens spelt in the text: 4 (")
+    assert all(f"{token} {count}" in note for token, count in spelt.items())
+    assert "--control-tokens parse" in note
+    assert "--control-tokens plain" in note
+    assert "\n" not in note
+
+
+@pytest.mark.parametrize("asked", READINGS)
+def test_there_is_no_note_where_somebody_said_it(asked, case, tmp_path):
+    tokenizer, text, _ = case
+    assert corpus(tmp_path, tokenizer, text, control_tokens=asked).notes == ()
+
+
+def test_a_note_of_many_documents_is_one_and_names_three():
+    reader = TextReader(FakeTokenizer())
+    for _ in range(2):
+        reader.encode([b"a", b"b"])
+    (note,) = reader.notes()
+    assert "spelt in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, "what controls a terminal is escaped"
+
+
+class FakeTokenizer(ByteTokenizer):
+    """One whose texts spell four tokens, the name of one hostile."""
+
+    def spelt(self, documents):
+        """Of two documents."""
+        return Counter({"\x1b[31m": 4, "b": 3, "c": 2, "d": 2})
+
+
+# which tokens are found
+
+
+def one_by_one(tokens, text):
+    """The definition: the longest token is cut out everywhere, then the next. Nothing has no parts."""
+    parts = [text] if text else []
+    for token in sorted(tokens, key=lambda token: -len(token.encode())):
+        parts = [new for part in parts for new in (split(part, token, tokens[token]))]
+    return parts
+
+
+def split(part, token, place):
+    """A part with an id for each occurrence."""
+    if isinstance(part, int):
+        return [part]
+    sides = [side for text in part.split(token) for side in (text, place)][:-1]
+    return [side for side in sides if side != ""]
+
+
+LETTERS = st.text("ab<|\n", max_size=40)
+
+
+@given(st.lists(st.text("ab<|\n", min_size=1, max_size=4), unique=True), LETTERS)
+def test_tokens_that_overlap_are_cut_out_by_length(spelt, text):
+    tokens = {token: place for place, token in enumerate(spelt)}
+    assert [part for part in Spellings(tokens).cut(text) if part != ""] == one_by_one(tokens, text)
+
+
+def test_the_longer_of_two_that_overlap_is_read_wherever_it_begins():
+    tokens = {"<a>": 0, "a>b<c": 1, "<": 2, "<ab": 3}
+    assert Spellings(tokens).cut("<a>b<c <a> <ab") == [2, 1, " ", 0, " ", 3]
+
+
+# what is recorded
+
+
+def test_the_digest_tells_a_text_that_is_parsed_from_one_that_is_not(case, tmp_path):
+    tokenizer, text, _ = case
+    unsaid, plain, parsed = (
+        corpus(tmp_path, tokenizer, text, control_tokens=asked).sha256 for asked in (None, PLAIN, PARSE)
+    )
+    assert unsaid == plain != parsed
+
+
+def test_token_files_spell_nothing(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(90, dtype=np.uint16))
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 260, "tokenizer": None}
+    both = [load_corpus([str(tmp_path / "ids.npy")], control_tokens=asked, **options) for asked in READINGS]
+    assert both[0].sha256 == both[1].sha256
+    model = plan_flags.find_model(Config())
+    settings = describe(Config(control_tokens=PARSE), model, None, None).settings
+    assert settings["control_tokens"] == PLAIN
+
+
+def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path):
+    """It was made before there was a choice, and may be gone on with."""
+    config = Config()
+    description = describe(config, plan_flags.find_model(config), ByteTokenizer(), None)
+    before = {key: value for key, value in description.settings.items() if key != "control_tokens"}
+    monkeypatch.setattr(resume, "read_json", lambda state, key: before)
+    point = resume.ResumePoint(tmp_path, None, None)
+    resume.check_resume(point, description)
+    parsed = dataclasses.replace(description, settings=description.settings | {"control_tokens": PARSE})
+    with pytest.raises(UsageError, match="--control-tokens was plain, now parse"):
+        resume.check_resume(point, parsed)
+
+
+def test_another_word_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"^--control-tokens maybe: expected one of parse, plain"):
+        TextReader(ByteTokenizer(), "maybe")
+    (tmp_path / "run.toml").write_text('control-tokens = "maybe"')
+    with pytest.raises(UsageError, match=r"^--control-tokens maybe: expected one of parse, plain"):
+        parse(["--config", str(tmp_path / "run.toml")])
+
+
+def test_the_plan_takes_the_flag(tmp_path):
+    (tmp_path / "text").write_text(CHAT * 9)
+    given = ["--data", str(tmp_path / "text"), "--control-tokens", PARSE]
+    assert plan_flags.read(given).text == plan_flags.read(given[:2]).text > 0
+
+
+# the command
+
+SMALL = "--layers 1 --dim 16 --heads 2 --ffn 16 --context 8 --batch-size 3 --micro-batch 1 --warmup 1"
+FLAGS = [*SMALL.split(), "--sample", "0", "--data", "chat", "--val-fraction", "0", "--steps", "2"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a text that spells tokens of bytes."""
+    (tmp_path / "chat").write_text(BYTES_CHAT * 30)
+    return tmp_path
+
+
+def warnings(printed):
+    """The lines on control tokens."""
+    return [line for line in printed.splitlines() if "control tokens" in line]
+
+
+@needs_mpiexec
+def test_a_run_warns_in_one_line_if_nobody_said_it(folder):
+    (line,) = warnings(train(3, folder / "unsaid", *FLAGS))
+    assert "WARNING" in line.upper()
+    assert "120 (<|endoftext|> 60, <|bos|> 30, <|pad|> 30)" in line
+    assert not warnings(train(1, folder / "plain", *FLAGS, "--control-tokens", PLAIN))
+    assert_same_run(folder / "unsaid", folder / "plain")
+    (folder / "chat").write_text("nothing of the kind " * 30)
+    assert not warnings(train(3, folder / "none", *FLAGS))
+
+
+@needs_mpiexec
+def test_three_ranks_parse_as_one_does_and_a_resume_must_too(folder):
+    given = [*FLAGS, "--control-tokens", PARSE]
+    for ranks in (1, 3):
+        assert not warnings(train(ranks, folder / str(ranks), *given))
+    assert_same_run(folder / "1", folder / "3")
+    assert tomllib.loads((folder / "1" / "config.toml").read_text())["control_tokens"] == PARSE
+    for other in ([], ["--control-tokens", PLAIN]):
+        line = refused(3, folder / "3", *FLAGS, *other, "--steps", "3")
+        assert "is a checkpoint of another run: --control-tokens was parse, now plain" in line
+    train(3, folder / "3", *given, "--steps", "3")
+    assert len(fields(folder / "3")) == 3
+
+
+@needs_mpiexec
+def test_plain_goes_on_where_nobody_said_it_and_parse_does_not(folder):
+    train(1, folder / "out", *FLAGS)
+    line = refused(1, folder / "out", *FLAGS, "--control-tokens", PARSE, "--steps", "3")
+    assert "--control-tokens was plain, now parse" in line
+    train(1, folder / "out", *FLAGS, "--control-tokens", PLAIN, "--steps", "3")
+    assert len(fields(folder / "out")) == 3
+
+
+@needs_mpiexec
+def test_a_tokenizer_json_parses_and_a_dry_run_says_what_is_spelt(folder, bpe_json):
+    (folder / "chat").write_text(CHAT * 30)
+    given = [*FLAGS, "--tokenizer", str(bpe_json)]
+    command = ["-m", "zero_mpi.train", *given, "--dry-run"]
+    status, printed, errors = run_job(2, command, cwd=folder, timeout=50)
+    assert (status, errors) == (0, "")
+    (line,) = warnings(printed)
+    assert "120 (<|im_start|> 60, <|begin|> 30, <|endoftext|> 30)" in line
+    train(3, folder / "parse", *given, "--control-tokens", PARSE)
+    train(1, folder / "plain", *given, "--control-tokens", PLAIN)
+    assert fields(folder / "parse") != fields(folder / "plain")
+
+
+@needs_mpiexec
+def test_another_word_ends_with_one_line(folder):
+    status, printed, errors = run_job(
+        2, ["-m", "zero_mpi.train", *FLAGS, "--control-tokens", "maybe"], cwd=folder, timeout=50
+    )
+    assert (status, printed) == (2, "")
+    (line,) = errors.splitlines()
+    assert "--control-tokens" in line
+    assert "parse" in line

@@ -1,0 +1,57 @@
+"""What a text means by the spelling of a control token such as <|im_start|>: the letters, or the token.
+
+Who writes about models means the letters, and so should be read what a stranger wrote: a token in it could
+end a turn. Who wrote a conversation by a template means the token. A text does not say which, so its reader
+is told; where nobody has said anything the letters are taken, and the user hears of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+
+PARSE, PLAIN = "parse", "plain"
+READINGS = (PARSE, PLAIN)
+_NAMED = 3  # control tokens that a note names
+
+
+class TextReader:
+    """Encodes texts with their control tokens as `asked`: PARSE, PLAIN or, where nobody said, None.
+
+    None reads as PLAIN and counts what is spelt, for `notes`. What a template writes is read with PARSE.
+    Raises UsageError for another word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
+        if asked is not None and asked not in READINGS:
+            raise UsageError(f"--control-tokens {shown(asked)}: expected one of {', '.join(READINGS)}")
+        self.tokenizer, self._asked = tokenizer, asked
+        self._spelt = Counter[str]()
+
+    @property
+    def parses(self) -> bool:
+        """Whether a spelling is read as the token."""
+        return self._asked == PARSE
+
+    def encode(self, texts: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+        """Ids (n,) of each text, uint16 or uint32, without bos and eos."""
+        if self._asked is None:
+            self._spelt += self.tokenizer.spelt(texts)
+        return self.tokenizer.encode_batch(texts, special=self.parses)
+
+    def notes(self) -> Iterator[str]:
+        """A line on what is spelt in the texts so far, if nobody said how to read it."""
+        if self._spelt:
+            found = [f"{shown(token, 60)} {count:,}" for token, count in self._spelt.most_common(_NAMED)]
+            more = ", ..." if len(self._spelt) > _NAMED else ""
+            yield (
+                f"control tokens spelt in the text: {self._spelt.total():,} ({', '.join(found)}{more}), read "
+                f"as the letters they are; --control-tokens {PARSE} reads each as its token, "
+                f"--control-tokens {PLAIN} says that letters are meant"
+            )
