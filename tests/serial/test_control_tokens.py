@@ -167,6 +167,7 @@ def test_tokens_that_overlap_are_cut_out_by_length(spelt, text):
 def test_the_longer_of_two_that_overlap_is_read_wherever_it_begins():
     tokens = {"<a>": 0, "a>b<c": 1, "<": 2, "<ab": 3}
     assert Spellings(tokens).cut("<a>b<c <a> <ab") == [2, 1, " ", 0, " ", 3]
+    assert Spellings({"ab": 0, "abc": 1, "cdef": 2}).cut("abcdef abc") == [0, 2, " ", 1]
 
 
 # what is recorded
