@@ -14,7 +14,7 @@ from zero_mpi.config.defaults import told
 from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
 from zero_mpi.config.toml import read_toml
 
-METAVARS = {  # what a value is called in --help; the others are N, X and TEXT
+METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and NAME of choices
     "out": "DIR",
     "resume": "WHAT",
     "init": "PATH",
@@ -25,6 +25,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X and TEXT
     "lora_targets": "W",
     "lora_init": "FILE",
     "tokenizer": "WHICH",
+    "control_tokens": "HOW",
     "threads": "N",
     "max_time": "TIME",
     "trace": "FILE",
@@ -72,7 +73,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
     if about["choices"]:
-        return {**common, "choices": about["choices"]}
+        return {**common, "choices": about["choices"], "metavar": METAVARS.get(field.name)}
     metavar = METAVARS.get(field.name, KINDS.get(kind, "TEXT"))
     if kind is list:
         return {**common, "nargs": "+", "metavar": metavar}
