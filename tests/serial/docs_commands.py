@@ -253,6 +253,11 @@ MEASURING: dict[str, How] = {
     "python benchmarks/losses.py --workload W3 W1 --ranks 1": ByTest(
         f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
     ),
+    "python benchmarks/losses.py --workload W2 --ranks 1": ByTest(
+        f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
+    ),
+    "python benchmarks/losses.py --init MODEL.gguf --ranks 1 -- --context 128 --batch-size 4 --micro-batch 4 "
+    "--lr 1e-4 --warmup 20": ByTest(f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"),
     "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
     "--transport shared mpi --reduction exact fast": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
