@@ -158,3 +158,14 @@ def test_patterns_choose_projections():
     assert len(adapted) == 8
     with pytest.raises(UsageError, match=r"--lora-targets output\*: names no projection of a block"):
         LoRA(2, 2.0, ("blk.*", "output*")).adapt(model.layers())
+
+
+def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone, tmp_path):
+    out, _ = alone
+    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(out)])
+    assert status == 0
+    assert "llama: adapter of rank 3, alpha 6.0, matrices 14" in printed
+    assert "sound" in printed
+    status, _, errors = run_job(1, ["-m", "zero_mpi.generate", str(out / "latest"), "--tokens", "1"])
+    assert status == 2
+    assert "holds adapter.gguf and no model: name the model that it was trained on" in errors

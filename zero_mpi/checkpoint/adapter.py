@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.open import is_folder
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA, is_adapter
 from zero_mpi.nn.low_rank import FIRST
@@ -31,7 +34,7 @@ def metadata(lora: LoRA) -> dict[str, Any]:
 
 def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> GGUFFile:
     """The adapter in a file; raises UsageError unless it is of the adapters that the model has."""
-    file = GGUFFile.open(path)
+    file = adapter_file(path)
     found = lora_of(file)
     if model.lora is None or found.rank != model.lora.rank or found.alpha != model.lora.alpha:
         raise UsageError(
@@ -47,6 +50,16 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> GGUFFile:
                 "--lora-targets or another model"
             )
     return file
+
+
+def adapter_file(path: str | os.PathLike[str]) -> GGUFFile:
+    """The index of an adapter's file, or of the one in a checkpoint; raises UsageError."""
+    return GGUFFile.open(folders.weights_in(Path(path)) if is_folder(path) else path)
+
+
+def is_adapter_file(file: GGUFFile) -> bool:
+    """Whether its keys call it an adapter."""
+    return file.metadata.get(TYPE) == "adapter"
 
 
 def lora_of(file: GGUFFile) -> LoRA:

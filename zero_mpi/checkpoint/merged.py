@@ -10,14 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.adapter import lora_of
-from zero_mpi.checkpoint.folders import weights_in
+from zero_mpi.checkpoint.adapter import adapter_file, lora_of
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
-from zero_mpi.files.open import is_folder
 from zero_mpi.nn.low_rank import FIRST, SECOND
 
 Floats = npt.NDArray[np.float32]
@@ -87,7 +85,4 @@ class MergedWeights:
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
     """`open_weights`, with the adapter in a file or a checkpoint if one is named; raises UsageError."""
     source = open_weights(path)
-    if adapter is None:
-        return source
-    place = Path(adapter)
-    return MergedWeights(source, GGUFFile.open(weights_in(place) if is_folder(place) else place))
+    return source if adapter is None else MergedWeights(source, adapter_file(adapter))

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.folders import LATEST, MODEL
+from zero_mpi.checkpoint.folders import ADAPTER, LATEST, MODEL
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
@@ -55,5 +55,10 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
         return GGUFFile.open(folder / MODEL)
     if exists(folder / CONFIG):
         return HuggingFaceFolder.open(folder)
+    if exists(folder / ADAPTER):
+        raise FileError(
+            f"{folder}: holds {ADAPTER} and no model: name the model that it was trained on, and this folder "
+            "by --lora (generate) or --merge (export); a run goes on from it by --lora-init"
+        )
     run = f"; it is a run directory: name {folder / LATEST}" if exists(folder / LATEST) else ""
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.adapter import is_adapter_file, lora_of
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import (
     COUNTS,
@@ -82,6 +83,10 @@ def about_model(source: WeightSource) -> Report:
     """Architecture and sizes as the keys tell them, and why zero_mpi cannot run it, if so."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
     arch = keys_of(source).architecture
+    if isinstance(source, GGUFFile) and is_adapter_file(source):
+        lora = lora_of(source)
+        sizes = {"adapter of rank": lora.rank, "alpha": lora.alpha, "matrices": len(lora.targets)}
+        return {"architecture": arch, "sizes": sizes, "cannot_run": None}
     sizes = {
         name: as_json(metadata[key]) for tail, name in SIZES.items() if (key := f"{arch}.{tail}") in metadata
     }

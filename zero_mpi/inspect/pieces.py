@@ -44,9 +44,11 @@ class Subject:
 
 def open_subject(path: Path) -> Subject:
     """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
-    if not os.path.exists(path / folders.MODEL) and os.path.exists(path / folders.LATEST / folders.MODEL):
-        path = path / folders.LATEST
-    source = open_weights(path)
+    newest = path / folders.LATEST
+    if not os.path.exists(folders.weights_in(path)) and os.path.exists(folders.weights_in(newest)):
+        path = newest
+    adapter = path / folders.ADAPTER
+    source = open_weights(adapter if os.path.exists(adapter) else path)
     if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
         return Subject(None, source)
     state = path / folders.OPTIMIZER

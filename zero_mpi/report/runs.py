@@ -176,7 +176,7 @@ def check_folder(path: Path) -> None:
         raise UsageError(f"{shown(path)}: {wanted}; found a file: give its folder")
     if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
         return
-    if os.path.exists(path / folders.MODEL):
+    if os.path.exists(folders.weights_in(path)):
         above = Path(os.path.realpath(path)).parent
         raise UsageError(f"{shown(path)}: {wanted}; found a checkpoint: give the folder around it, {above}")
     raise UsageError(f"{shown(path)}: {wanted}; found neither: give the path of a run")
@@ -230,7 +230,7 @@ def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
 
 def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
     """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
-    model, state = GGUFFile.open(folder / folders.MODEL), GGUFFile.open(folder / folders.OPTIMIZER)
+    model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     keys, own = (GGUFKeys(file.metadata, str(file.path)) for file in (state, model))
     return Checkpoint(
         folder.name,
