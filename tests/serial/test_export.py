@@ -101,26 +101,33 @@ def stored(path: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------------------------------- GGUF to GGUF
 
 
-def expected_kind(name: str, array: np.ndarray, wanted: str) -> Kind:
+def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False) -> Kind:
     if array.ndim < 2 or name in ("position_embd.weight", "rope_freqs.weight"):
         return Kind.F32
+    if name in ("token_embd.weight", "output.weight") and wanted[:2] in ("q4", "q5") and not pure:
+        return Kind.Q8_0
     return Kind.F16 if wanted.startswith("q") and array.shape[1] % 32 else Kind[wanted.upper()]
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
+@pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_stored_bits_are_those_of_the_gguf_package(tmp_path: Path, name: str, wanted: str) -> None:
-    """llama's ffn_down has rows of 97: these become F16."""
+def test_stored_bits_are_those_of_the_gguf_package(
+    tmp_path: Path, name: str, pure: bool, wanted: str
+) -> None:
+    """llama's ffn_down has rows of 97: these become F16. gpt2 is tied: its embedding is the head."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
-    export(source, tmp_path / "x.gguf", "--type", wanted)
+    export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
     found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
     assert list(bits) == list(GGUFFile.open(source).tensors)
     for key, array in weights_of(MODELS[name]).items():
-        kind = expected_kind(key, array, wanted)
+        kind = expected_kind(key, array, wanted, pure)
         assert found.tensors[key].type is kind, key
         assert bits[key] == gguf.quants.quantize(array, kind).tobytes(), key
     kinds = {info.type.name for info in found.tensors.values()}
-    assert kinds == {"F32", wanted.upper()} | ({"F16"} if wanted[0] == "q" and name == "llama" else set())
+    finer = {"Q8_0"} if wanted[:2] in ("q4", "q5") and not pure else set()
+    fallen = {"F16"} if wanted[0] == "q" and name == "llama" else set()
+    assert kinds == {"F32", wanted.upper()} | finer | fallen
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
@@ -309,6 +316,32 @@ def test_the_summary_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert line == f"{tmp_path / 'x.gguf'}: q8_0, {size:.1f} MB, {counts}\n"
     export(source, tmp_path / "hf")
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'hf'}: f32, 0.4 MB, 21 tensors (21 f32)")
+
+
+def test_the_summary_names_embedding_and_head_where_they_have_more_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(write_model(tmp_path / "m.gguf", LLAMA), tmp_path / "x.gguf", "--type", "q4_0")
+    finer = (
+        "21 tensors (12 q4_0, 5 f32, 2 q8_0, 2 f16); q8_0: token_embd.weight, output.weight (--pure: q4_0)"
+    )
+    assert f" MB, {finer}; f16 where rows do not fill blocks of 32: 2\n" in capsys.readouterr().out
+    source = write_model(tmp_path / "tied.gguf", GPT)
+    export(source, tmp_path / "y.gguf", "--type", "q5_1")
+    assert "; q8_0: token_embd.weight (--pure: q5_1)\n" in capsys.readouterr().out
+    export(source, tmp_path / "z.gguf", "--type", "q5_1", "--pure")
+    assert "q8_0" not in capsys.readouterr().out
+
+
+def test_more_bits_for_embedding_and_head_are_nearer_to_the_model(tmp_path: Path) -> None:
+    """The logits of both exports beside those of the float32 model."""
+    source, tokens = write_model(tmp_path / "m.gguf", GPT), list(b"def f(x):")
+    off = []
+    for pure in (["--pure"], []):
+        export(source, tmp_path / "x.gguf", "--type", "q4_0", "--force", *pure)
+        apart = TextModel(tmp_path / "x.gguf").logits(tokens) - TextModel(source).logits(tokens)
+        off.append(float(np.sqrt((apart**2).mean())))
+    assert off[1] < 0.95 * off[0]
 
 
 def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:

@@ -64,12 +64,18 @@ def make_parser() -> Parser:
         description="Write a model in another type or format, in one process.",
         epilog="Examples:\n\n"
         "  python -m zero_mpi.export runs/default/latest model-q8.gguf --type q8_0\n"
+        "  python -m zero_mpi.export runs/default/latest model-q4.gguf --type q4_0\n"
         "  python -m zero_mpi.export runs/default/latest folder --format safetensors",
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
     parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
     parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
+    parser.add_argument(
+        "--pure",
+        action="store_true",
+        help="with 4 or 5 bits: embedding and head too (they have q8_0, a tied model's one matrix as well)",
+    )
     parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
     parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
     parser.add_argument("--force", action="store_true", help="replace the target if it is there")
@@ -91,7 +97,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     try:
         with arriving(target) as partial:
             kinds = (
-                write_gguf(source, partial, options.type)
+                write_gguf(source, partial, options.type, options.pure)
                 if as_gguf
                 else write_folder(source, partial, options.type, shard)
             )
@@ -152,20 +158,19 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 # ----------------------------------------------------------------------------------------- a GGUF file
 
-Kinds = Counter[str]
+Kinds = dict[str, str]  # by the name of the tensor
 
 
-def write_gguf(source: WeightSource, path: Path, wanted: str) -> Kinds:
-    """Write a GGUF file. Returns how many tensors have which type."""
-    kinds = {
-        name: kind_of(spec, GGMLQuantizationType[wanted.upper()]) for name, spec in source.tensors.items()
-    }
+def write_gguf(source: WeightSource, path: Path, wanted: str, pure: bool) -> Kinds:
+    """Write a GGUF file. Returns the type of each tensor."""
+    kind = GGMLQuantizationType[wanted.upper()]
+    kinds = {name: kind_of(spec, kind, pure) for name, spec in source.tensors.items()}
     table = [(name, spec.shape, kinds[name]) for name, spec in source.tensors.items()]
     metadata = gguf_metadata(source, wanted)
     with GGUFStream(path, metadata["general.architecture"], metadata, table) as stream:
         for name, spec in source.tensors.items():
             stream.write_raw(name, encoded(source, spec, kinds[name]))
-    return Counter(kind.name.lower() for kind in kinds.values())
+    return {name: kind.name.lower() for name, kind in kinds.items()}
 
 
 def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
@@ -191,7 +196,7 @@ def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
 
 
 def write_folder(source: WeightSource, folder: Path, wanted: str, most: int) -> Kinds:
-    """Write configuration, tensors and tokenizer into a new folder. Returns how many have which type."""
+    """Write configuration, tensors and tokenizer into a new folder. Returns the type of each tensor."""
     config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
     folder.mkdir()
     write_json(folder / CONFIG, config)
@@ -207,7 +212,7 @@ def write_folder(source: WeightSource, folder: Path, wanted: str, most: int) -> 
     for name, part in zip(names, parts, strict=True):
         write_part(folder / name, part, kind)
     write_tokenizer(source, folder)
-    return Counter({wanted: len(tensors)})
+    return {tensor.name: wanted for tensor in tensors}
 
 
 def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
@@ -280,12 +285,15 @@ def remove(path: Path) -> None:
 
 
 def summary(target: Path, wanted: str, kinds: Kinds) -> str:
-    """File, type, size, tensors; and which could not be of the type because of their rows."""
+    """File, type, size, tensors by type; and the matrices that have another type than was wanted, and why."""
     files = [target, *target.iterdir()] if target.is_dir() else [target]
     size = sum(file.stat().st_size for file in files if file.is_file())
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    text = f"{target}: {wanted}, {size / 1e6:.1f} MB, {sum(kinds.values())} tensors ({counts})"
-    fallen = kinds["f16"] if wanted.startswith("q") else 0
+    count = Counter(kinds.values())
+    counts = ", ".join(f"{number} {kind}" for kind, number in count.most_common())
+    text = f"{target}: {wanted}, {size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
+    finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
+    text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
+    fallen = count["f16"] if wanted.startswith("q") else 0
     return text + (f"; f16 where rows do not fill blocks of 32: {fallen}" if fallen else "")
 
 

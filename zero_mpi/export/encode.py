@@ -1,7 +1,9 @@
 """Tensors in another type, piece by piece: which one each gets, and its bytes.
 
-The choice is that of llama.cpp's own program with `--pure`: matrices change, but vectors, norms and what is
-looked up by position stay float32, and a matrix whose rows do not fill blocks becomes F16.
+Matrices change, but vectors, norms and what is looked up by position stay float32, and a matrix whose rows
+do not fill blocks becomes F16. Embedding and head have 8 bits beside matrices of 4 or 5: every token passes
+through them, and small models lose most there. llama.cpp's own program gives its head more bits as well
+(Q6_K, or Q8_0 where rows do not fill its blocks); with `--pure` all matrices have one type, here as there.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from gguf import GGMLQuantizationType, quantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
-F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
+F32, F16, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0
 FILE_TYPES = {  # what can be written, and its number in the key general.file_type
     "f32": 0,
     "f16": 1,
@@ -30,18 +33,22 @@ FILE_TYPES = {  # what can be written, and its number in the key general.file_ty
     "q5_0": 8,
     "q5_1": 9,
 }
+COARSE = tuple(GGMLQuantizationType[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
+ENDS = (EMBEDDING, HEAD)  # a tied model has the first alone
 KEPT = ("position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short")
 AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 COPIED = 1 << 20  # bytes copied at a time
 
 
-def kind_of(spec: TensorSpec, wanted: GGMLQuantizationType) -> GGMLQuantizationType:
-    """The type that a tensor is written in, where `wanted` is the model's."""
+def kind_of(spec: TensorSpec, wanted: GGMLQuantizationType, pure: bool = False) -> GGMLQuantizationType:
+    """The type that a tensor is written in, where `wanted` is the model's; `pure`: that of every matrix."""
     stem, _, last = spec.name.rpartition(".")
     part = stem.rpartition(".")[2]
     matrix = last == "weight" and sum(dim > 1 for dim in spec.shape[:-1]) > 0 and spec.shape[-1] > 0
     if not matrix or part.endswith("norm") or part in KEPT:
         return F32
+    if spec.name in ENDS and wanted in COARSE and not pure:
+        wanted = Q8_0
     block, _ = GGML_QUANT_SIZES[wanted]
     return wanted if spec.shape[-1] % block == 0 else F16
 
