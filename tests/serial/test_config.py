@@ -31,7 +31,9 @@ SPECIAL = {
     "max_time": "1h30m",
     "reduce_dtype": "fp32",
     "resume": "never",
-    "schedule": "linear",
+    "schedule": "wsd",
+    "decay_steps": 3,
+    "steps": 20,
     "strategy": "no-shard",
 }
 SPECIAL |= {
@@ -44,7 +46,7 @@ SPECIAL |= {
     "min_lr": 0.001,
     "trace": "t.json",
 }
-NEEDS = {"trace_steps": ["trace"], "lora": ["init"]}  # settings that one is refused without
+NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}  # settings that one is refused without
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 SETS = {"init": FROM_NOTHING}  # settings that have another default beside one
 

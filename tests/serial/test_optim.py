@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from zero_mpi.comm import SerialComm
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule
 from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.optimizer import ShardedAdamW, clip_grad_norm
-from zero_mpi.train.lr_schedule import make_schedule
+from zero_mpi.train.lr_schedule import make_schedule, schedule_of
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
 WAYS = {
@@ -295,15 +296,31 @@ def test_the_shapes_of_the_schedules(name, quarter):
     assert rate(20) == pytest.approx(1 if name == "constant" else 0.5)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_wsd_stays_at_lr_until_the_last_steps():
+    rate = make_schedule("wsd", lr=0.6, min_lr=0.1, warmup=3, steps=20, decay_steps=5)
+    assert [rate(step) for step in range(3)] == pytest.approx([0.2, 0.4, 0.6])
+    assert {rate(step) for step in range(3, 15)} == {0.6}  # to the last bit
+    falling = [0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]
+    assert [rate(step) for step in range(15, 22)] == pytest.approx(falling, rel=1e-12)
+
+
+def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
+    rate = schedule_of(Config(schedule="wsd", steps=200, warmup=10, lr=1.0))
+    assert {rate(step) for step in range(10, 181)} == {1.0}
+    assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 5), (9, 5), (0, 0)])
 def test_a_schedule_of_few_steps_stays_in_its_range(name, warmup, steps):
-    rate = make_schedule(name, lr=1.0, min_lr=0.25, warmup=warmup, steps=steps)
+    rate = make_schedule(name, lr=1.0, min_lr=0.25, warmup=warmup, steps=steps, decay_steps=1)
     assert all(0 < rate(step) <= 1 for step in range(20))
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match="'step' is not known; expected one of cosine, linear, constant"):
+    with pytest.raises(
+        UsageError, match="'step' is not known; expected one of cosine, linear, constant, wsd"
+    ):
         make_schedule("step", lr=1.0, min_lr=0.0, warmup=0, steps=1)
 
 

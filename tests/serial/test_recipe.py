@@ -64,6 +64,17 @@ def test_the_formula_of_the_rate(name, f, warmup):
         assert rate(s) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("warmup", "steps", "last"), [(0, 20, 5), (3, 20, 17), (0, 1, 1), (4, 30, 1)])
+def test_the_formula_of_wsd(warmup, steps, last):
+    assert "D = max(W, S - N)" in section("Learning rate")
+    high, low, begin = 0.3, 0.01, max(warmup, steps - last)
+    rate = make_schedule("wsd", lr=high, min_lr=low, warmup=warmup, steps=steps, decay_steps=last)
+    for s in range(steps):
+        x = (s - begin) / max(1, steps - begin)
+        after = high if s < begin else low + (high - low) * (1 - x)
+        assert rate(s) == pytest.approx(high * (s + 1) / warmup if s < warmup else after, rel=1e-12)
+
+
 def test_clipping():
     for norm, most in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 2.0)):
         assert clip_factor(norm, most) == min(1, most / (norm + 0.000001))

@@ -38,6 +38,16 @@ CONTRADICTIONS = (
         lambda c: c.min_lr is not None and c.min_lr > c.lr,
         "expected at most --lr {lr}, from where the rate falls to it",
     ),
+    Contradiction(
+        "decay_steps",
+        lambda c: c.schedule != "wsd",
+        "of no decay at the end: give --schedule wsd as well",
+    ),
+    Contradiction(
+        "decay_steps",
+        lambda c: c.decay_steps is not None and c.warmup + c.decay_steps > c.steps,
+        "expected no more than --steps {steps} has after --warmup {warmup}",
+    ),
 )
 
 

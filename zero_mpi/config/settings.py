@@ -96,7 +96,16 @@ class Config:
     lr: float = flag(None, float, "optimizer", "learning rate after the warm-up")
     min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
     warmup: int = flag(40, int, "optimizer", "steps of linear warm-up")
-    schedule: str = flag("cosine", str, "optimizer", "decay", choices=("cosine", "linear", "constant"))
+    schedule: str = flag(
+        "cosine",
+        str,
+        "optimizer",
+        "decay; wsd: at the end alone",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
+    decay_steps: int | None = flag(
+        None, int, "optimizer", "last steps, in which wsd falls linearly (default: a tenth of all)"
+    )
     weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")

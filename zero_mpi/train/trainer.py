@@ -28,7 +28,7 @@ from zero_mpi.telemetry.metrics import Records
 from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import mfu, observers
 from zero_mpi.train.divergence import Divergence
-from zero_mpi.train.lr_schedule import make_schedule
+from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.sample import compare_with_letters, show_sample
@@ -47,13 +47,7 @@ class Trainer:
         self.progress = session.progress
         outcome.at(self.progress.step)
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
-        self.rate = make_schedule(
-            config.schedule,
-            lr=config.lr,
-            min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
-            warmup=config.warmup,
-            steps=config.steps,
-        )
+        self.rate = schedule_of(config)
         numbers = {"done": self.progress.step, "steps": config.steps, "log_every": config.log_every}
         begin = partial(Records, session.out, world.rank, **numbers, tensorboard=config.tensorboard)
         self.records: Records = world.together(begin)

@@ -1,0 +1,76 @@
+"""--schedule wsd in whole runs: the recorded rates, other ranks, a stop on the way, and a run made longer."""
+
+import pytest
+from jobs import run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--lr", "0.01", "--min-lr", "0.002"]
+SMALL += ["--schedule", "wsd", "--decay-steps", "4"]
+pytestmark = needs_mpiexec
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """Nine steps on one rank; the rate falls from the sixth on."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(1, out, *flags, "--steps", "9")
+    return out
+
+
+def test_the_recorded_rates_are_those_of_the_formula(whole):
+    rates = [float(rate) for _, rate in fields(whole, "lr")]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.01, 0.01, 0.008, 0.006, 0.004], rel=1e-12)
+
+
+def test_three_ranks_write_the_same_bytes(whole, flags, tmp_path):
+    train(3, tmp_path / "out", *flags, "--steps", "9")
+    assert_same_run(tmp_path / "out", whole)
+    assert fields(tmp_path / "out", "lr") == fields(whole, "lr")
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_run_goes_on_before_and_within_the_decay(step, whole, flags, tmp_path):
+    """From a checkpoint of the same run on other ranks."""
+    train(2, tmp_path / "first", *flags, "--steps", "9", "--save-every", str(step), "--keep", "0")
+    folder = str(tmp_path / "first" / f"step-{step:08d}")
+    train(3, tmp_path / "out", *flags, "--steps", "9", "--resume", folder)
+    assert fields(tmp_path / "out", "loss", "lr") == fields(whole, "loss", "lr")[step:]
+
+
+def test_a_run_made_longer_before_it_decays_is_the_longer_run(whole, flags, tmp_path):
+    train(2, tmp_path / "out", *flags, "--steps", "7", "--save-every", "3", "--keep", "0")
+    folder = str(tmp_path / "out" / "step-00000003")
+    said = train(1, tmp_path / "more", *flags, "--steps", "9", "--resume", folder)
+    assert "--steps was 7, now 9" in said
+    assert fields(tmp_path / "more") == fields(whole)[3:]
+
+
+def test_another_number_of_decay_steps_is_told_at_a_resume(whole, flags, tmp_path):
+    folder = str(whole / "step-00000009")
+    said = train(1, tmp_path / "out", *flags, "--steps", "12", "--resume", folder, "--decay-steps", "2")
+    assert "--steps was 9, now 12; --decay-steps was 4, now 2" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--steps", "5"], "--decay-steps 4: expected no more than --steps 5 has after --warmup 2"),
+        (
+            ["--schedule", "linear"],
+            "--decay-steps 4: of no decay at the end: give --schedule wsd as well",
+        ),
+        (["--decay-steps", "0"], "--decay-steps 0: expected at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(more, expected, flags, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, *more]
+    status, printed, errors = run_job(2, command, timeout=30)
+    assert (status, printed) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.endswith(expected)
