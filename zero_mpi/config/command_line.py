@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.cli.parser import KINDS, Parser, with_choices
 from zero_mpi.config.bounds import check
 from zero_mpi.config.defaults import told
+from zero_mpi.config.epochs import RIVALS
 from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
 from zero_mpi.config.toml import read_toml
 
@@ -85,6 +86,12 @@ def parse(arguments: Sequence[str]) -> Config:
     flags = vars(make_parser().parse_args(arguments))
     path = flags.pop("config", None)
     settings = read_toml(Path(path)) if path else {}
-    config = Config(**{**settings, **flags})
+    config = Config(**joined(settings, flags))
     check(config)
     return config
+
+
+def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a file and flags, which win: --steps also over epochs of the file, and the reverse."""
+    beaten = RIVALS if RIVALS & flags.keys() else set()
+    return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

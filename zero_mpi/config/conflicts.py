@@ -32,6 +32,7 @@ CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
     Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),
+    Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(
         "min_lr",
@@ -45,7 +46,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "decay_steps",
-        lambda c: c.decay_steps is not None and c.warmup + c.decay_steps > c.steps,
+        lambda c: c.steps is not None and c.warmup + (c.decay_steps or 0) > c.steps,
         "expected no more than --steps {steps} has after --warmup {warmup}",
     ),
 )
@@ -111,7 +112,12 @@ def without_effect(setting: FlagContext) -> Iterator[str]:
     for name, when, why in IDLE:
         if given(config, name) and when(setting):
             yield f"{written(config, name)} has no effect: {filled(why, config)}"
-    if given(config, "warmup") and config.warmup > config.steps > 0:
+    yield from unreached(config)
+
+
+def unreached(config: Config) -> Iterator[str]:
+    """A line if the run is known to end within its warm-up."""
+    if given(config, "warmup") and config.steps and config.warmup > config.steps:
         yield filled(UNREACHED, config)
 
 

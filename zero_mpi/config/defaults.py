@@ -11,6 +11,7 @@ from typing import Any
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model
 ADAPTERS: dict[str, Any] = {"lr": 2e-4}  # and for adapters beside them, which start from nothing
+STEPS: dict[str, Any] = {"steps": 440}  # where no epochs are asked for
 
 
 def defaults(init: str | None, lora: int | None = None) -> dict[str, Any]:

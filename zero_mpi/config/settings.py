@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm.kinds import CHOICES
-from zero_mpi.config.defaults import defaults
+from zero_mpi.config.defaults import STEPS, defaults
 from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
@@ -30,10 +30,14 @@ def flag(
 
 @dataclass
 class Config:
-    """Everything that a run depends on. None means: worked out from the rest."""
+    """Everything that a run depends on. None means: worked out from the rest.
+
+    `steps` is None as long as only `epochs` are known (`config.epochs.in_steps`).
+    """
 
     out: str = flag("runs/default", str, "run", "run directory")
-    steps: int = flag(440, int, "run", "optimizer steps")
+    steps: int = flag(None, int, "run", "optimizer steps (default: 440)")
+    epochs: int | None = flag(None, int, "run", "times through the data, instead of --steps")
     seed: int = flag(0, int, "run", "of the first weights and the order of data", fixed=True)
     resume: str = flag("auto", str, "run", "auto: newest in OUT; never; or a folder")
     dry_run: bool = flag(False, bool, "run", "say what the run would take and do, and stop")
@@ -200,7 +204,8 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name, value in defaults(self.init, self.lora).items():
+        steps = {} if self.epochs is not None else STEPS
+        for name, value in (defaults(self.init, self.lora) | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 

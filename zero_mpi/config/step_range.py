@@ -8,13 +8,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 
-def step_range(text: str | None, steps: int) -> tuple[int, int] | None:
-    """`--trace-steps` as (first, stop) for a run of `steps`; None if not given. Raises UsageError."""
+def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
+    """`--trace-steps` as (first, stop) for a run of `steps`, if known; None if not given. UsageError."""
     if text is None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
     if not found or not 1 <= int(found[1]) < int(found[2]):
         raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
-    if int(found[1]) > steps:
+    if steps is not None and int(found[1]) > steps:
         raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
     return int(found[1]), int(found[2])

@@ -12,6 +12,7 @@ from typing import Any
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.config.bounds import check
+from zero_mpi.config.command_line import joined
 from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.inputs import adapted, model_from_flags, open_init, open_tokenizer, read_model
 from zero_mpi.config.model_sizes import settled
@@ -102,7 +103,7 @@ def read(arguments: Sequence[str]) -> Question:
     given = vars(make_parser().parse_args(arguments))
     own = {name: given.pop(name) for name in OWN if name in given}
     path = given.pop("config", None)
-    settings = (read_toml(Path(path)) if path else {}) | given
+    settings = joined(read_toml(Path(path)) if path else {}, given)
     config = Config(**settings)
     check(config)
     for name in SWEEP:

@@ -11,6 +11,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from zero_mpi.cli.text import elapsed, size
+from zero_mpi.config.defaults import STEPS
 from zero_mpi.config.settings import FIELDS
 from zero_mpi.files.foreign import LONGEST_LINE
 from zero_mpi.files.foreign import shown as shown_text
@@ -221,7 +222,7 @@ def is_default(name: str, value: object) -> bool:
     if known is None:
         return False
     default = known.default_factory() if known.default_factory is not MISSING else known.default
-    return bool(value == default)
+    return bool(value == STEPS.get(name, default))
 
 
 def as_text(value: object) -> str:

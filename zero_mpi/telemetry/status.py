@@ -36,11 +36,11 @@ class Status:
     """The file of a job as one rank sees it. Never raises: what goes wrong here is not worth a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package.
+    in UTC; version of the package. `steps` may be set later.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int) -> None:
-        self._path, self._rank, self._step, self._steps = out / NAME, rank, 0, steps
+        self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
         self._about: Mapping[str, Any] = {
             "ranks": ranks,
             "host": platform.node(),
@@ -108,7 +108,7 @@ class Status:
         return read_status(self._path)
 
     def _write(self, state: str, reason: str = "") -> None:
-        entry = {"state": state, "reason": reason, "step": self._step, "steps": self._steps, **self._about}
+        entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
         self._put(json.dumps({**entry, "updated": utc_now(), "version": __version__}, indent=1) + "\n")
 
     def _put(self, text: str) -> None:

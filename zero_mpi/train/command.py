@@ -54,6 +54,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
     phase("the run is prepared")
+    outcome.status.steps = session.config.steps  # --epochs has no number of steps before
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
@@ -72,7 +73,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     reports = RankReports(out, world.rank, job=world.comm.broadcast_object(f"{places[0]}, {time.time_ns()}"))
     if world.rank == 0:
         reports.clear()  # what a job left that was killed while it stood still
-    outcome = Outcome(out, world, config.steps, folder)
+    outcome = Outcome(out, world, config.steps or 0, folder)
     watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL), world.kill)
     outcome.open()
     signals.again = outcome.follows_a_stop

@@ -21,6 +21,7 @@ from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import thread_count
+from zero_mpi.config.epochs import in_steps, told
 from zero_mpi.config.inputs import (
     BYTE,
     adapted,
@@ -99,7 +100,8 @@ def resolve(world: World, config: Config) -> RunSpec:
     spec = replace(spec, config=settled(config, spec.model))  # all have read the same model
     notes += spec.notes
     phase("model and tokenizer")
-    spec = read_text(world, spec)
+    asked, spec = spec.config, read_text(world, spec)
+    notes += told(asked, windows_of(spec)) if spec.corpus else ()
     notes += map(log.Caution, [*(spec.corpus.notes if spec.corpus else ()), *passed_over(spec.init)])
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
@@ -136,13 +138,13 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
 
 
 def read_text(world: World, spec: RunSpec) -> RunSpec:
-    """The run with its text on rank 0, and on all ranks with what identifies it. Collective.
+    """The run with its text on rank 0, and on all ranks with what identifies it, and its steps. Collective.
 
     Before the text is read it is asked whether there is room for the run.
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
-    def read() -> tuple[str, dict[str, object]]:
+    def read() -> tuple[str, dict[str, object], int]:
         if spec.config.tensorboard:
             tensorboard.library()  # whether there is one
         no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
@@ -150,16 +152,26 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
             raise UsageError(no_room)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
         make_loaders(spec.config, corpus)  # whether there is enough of it
+        found = replace(spec, corpus=corpus, no_room=no_room)
+        steps = in_steps(spec.config, windows_of(found)).steps
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
             check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, keys))
-        on_root.append(replace(spec, corpus=corpus, no_room=no_room))
-        return corpus.sha256, keys
+        on_root.append(found)
+        return corpus.sha256, keys, steps
 
-    identity: tuple[str, dict[str, object]] = world.from_root(read)
-    return replace(on_root[0] if on_root else spec, description=of_text(spec.description, *identity))
+    text, keys, steps = world.from_root(read)
+    config = replace(spec.config, steps=steps, epochs=None)
+    description = replace(of_text(spec.description, text, keys), plan=config.plan())
+    return replace(on_root[0] if on_root else spec, config=config, description=description)
+
+
+def windows_of(spec: RunSpec) -> int:
+    """The windows to train on, on rank 0."""
+    assert spec.corpus is not None, "rank 0 has the text"
+    return len(Windows(spec.corpus.train, spec.config.context))
 
 
 def set_threads(config: Config) -> int:

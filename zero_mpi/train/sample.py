@@ -27,8 +27,8 @@ def say_over(session: Session) -> None:
     step, steps = session.progress.step, session.config.steps
     check_recorded(session.out, step)
     log.info(
-        "nothing to do: %s is at step %d, and --steps is %d; for more give a larger --steps, "
-        "for another run another --out",
+        "nothing to do: %s is at step %d, and --steps is %d; for more give a larger --steps "
+        "(or --epochs), for another run another --out",
         session.resumed, step, steps,
     )  # fmt: skip
 

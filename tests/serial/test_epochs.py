@@ -1,0 +1,171 @@
+"""--epochs: as many steps as go so often through the data, and from then on a run of so many steps."""
+
+import json
+import tomllib
+
+import pytest
+from jobs import run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train
+
+from zero_mpi.config.command_line import parse
+from zero_mpi.config.epochs import in_steps, told
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Windows, window_of
+from zero_mpi.errors import UsageError
+from zero_mpi.plan.flags import read
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "4", "--micro-batch", "3", "--warmup", "2", "--val-fraction", "0"]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "windows", "batch", "steps"),
+    [
+        (1, 10, 5, 2),
+        (1, 11, 5, 3),
+        (3, 10, 4, 8),
+        (2, 3, 100, 1),
+        (7, 1, 1, 7),
+        (1 << 60, 6, 6, 1 << 60),
+    ],
+)
+def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, batch, steps):
+    counted = in_steps(Config(epochs=epochs, batch_size=batch), windows)
+    assert (counted.steps, counted.epochs) == (steps, None)
+    assert (steps - 1) * batch < epochs * windows <= steps * batch
+    if steps < 100:
+        seen = [window_of(sample, windows, 0) for sample in range(epochs * windows)]
+        assert {seen.count(window) for window in range(windows)} == {epochs}
+
+
+def test_a_run_of_steps_stays_as_it_is():
+    config = Config(steps=7)
+    assert in_steps(config, 100) is config
+    assert list(told(config, 100)) == []
+
+
+def test_the_line_at_the_start_has_all_numbers():
+    (line,) = told(Config(epochs=3, batch_size=4, context=16), 1001)
+    counts = "--epochs 3: 751 steps of 4 windows, for 3 x 1,001 windows of 16 tokens"
+    assert line == f"{counts}; the last step takes 1 of the next epoch"
+    (line,) = told(Config(epochs=4, batch_size=4, context=16), 1001)
+    assert line == "--epochs 4: 1,001 steps of 4 windows, for 4 x 1,001 windows of 16 tokens"
+
+
+def test_a_warm_up_that_is_longer_is_told():
+    _, line = told(Config(epochs=1, batch_size=4, warmup=30), 100)
+    assert line.startswith("--warmup 30: --steps 25 end before the rate reaches")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--schedule wsd --decay-steps 20 --warmup 6",
+            "--decay-steps 20: .* --steps 25 has after --warmup 6",
+        ),
+        ("--trace t.json --trace-steps 30:32", "--trace-steps 30:32: expected a step of the run"),
+    ],
+)
+def test_flags_that_do_not_fit_the_steps_are_refused_once_these_are_known(flags, expected):
+    config = parse([*flags.split(), "--epochs", "1", "--batch-size", "4"])
+    with pytest.raises(UsageError, match=rf"^{expected}.*\(--epochs 1 are 25 steps\)$"):
+        in_steps(config, 100)
+    assert in_steps(config, 400).steps == 100
+
+
+def test_flags_win_over_the_other_one_in_the_file(tmp_path):
+    """Both in one place are refused, also where one of them is the default."""
+    path = tmp_path / "run.toml"
+    path.write_text("epochs = 3\n")
+    assert (parse(["--config", str(path)]).epochs, parse(["--config", str(path)]).steps) == (3, None)
+    found = parse(["--config", str(path), "--steps", "9"])
+    assert (found.epochs, found.steps) == (None, 9)
+    path.write_text("steps = 440\n")
+    found = parse(["--config", str(path), "--epochs", "9"])
+    assert (found.epochs, found.steps) == (9, None)
+    read(["--config", str(path), "--epochs", "9", "--vocab-size", "300"])  # a plan takes them as well
+    path.write_text("steps = 440\nepochs = 1\n")
+    for flags in (["--config", str(path)], ["--steps", "440", "--epochs", "1"]):
+        with pytest.raises(UsageError, match="--epochs 1: expected that or --steps 440, not both"):
+            parse(flags)
+
+
+# whole runs
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Flags with a text of one file: 30 windows and a rest. Two epochs are 15 steps."""
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text("".join(chr(97 + number * number % 26) for number in range(16 * 30 + 5)))
+    return [*SMALL, "--data", str(path)]
+
+
+@pytest.fixture(scope="module")
+def by_steps(flags, tmp_path_factory):
+    out = tmp_path_factory.mktemp("steps") / "out"
+    train(1, out, *flags, "--steps", "15")
+    return out
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
+    """Same curve and bytes, rates included, and the records say the steps."""
+    said = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
+    assert "--epochs 2: 15 steps of 4 windows, for 2 x 30 windows of 16 tokens\n" in said
+    assert_same_run(tmp_path / "out", by_steps)
+    assert fields(tmp_path / "out", "lr") == fields(by_steps, "lr")
+    settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
+    assert settings["steps"] == 15
+    assert "epochs" not in settings
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (status["step"], status["steps"]) == (15, 15)
+
+
+@needs_mpiexec
+def test_it_goes_on_from_a_checkpoint_on_other_ranks(flags, by_steps, tmp_path):
+    """The one epoch was 8 steps; with a constant rate the rest is that of the run in one go."""
+    constant = [*flags, "--schedule", "constant"]
+    train(1, tmp_path / "whole", *constant, "--steps", "15")
+    train(3, tmp_path / "out", *constant, "--epochs", "1")
+    assert len(fields(tmp_path / "out")) == 8
+    said = train(2, tmp_path / "out", *constant, "--epochs", "2")
+    assert "changed since the checkpoint: --steps was 8, now 15" in said
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+    assert "nothing to do: " in train(2, tmp_path / "out", *constant, "--epochs", "2")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--epochs", "2", "--steps", "3"], "--epochs 2: expected that or --steps 3, not both"),
+        (["--epochs", "0"], "--epochs 0: expected at least 1"),
+        (
+            ["--epochs", "1", "--schedule", "wsd", "--decay-steps", "9"],
+            "--decay-steps 9: expected no more than --steps 8 has after --warmup 2 (--epochs 1 are 8 steps)",
+        ),
+    ],
+)
+def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, *more]
+    status, printed, errors = run_job(2, command, timeout=30)
+    assert (status, printed) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.endswith(expected)
+
+
+@needs_mpiexec
+def test_a_dry_run_counts_as_the_run_does(flags, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--epochs", "2", "--dry-run"]
+    status, printed, errors = run_job(2, command, timeout=30)
+    assert (status, errors) == (0, "")
+    assert "steps      15 of 64 tokens: 960 tokens, 2.0 times through the data" in printed
+    assert "--epochs 2: 15 steps" in printed
+
+
+def test_the_windows_that_are_counted_are_those_that_are_read():
+    for size, context in ((485, 16), (481, 16), (480, 16), (17, 16)):
+        assert len(Windows(list(range(size)), context)) == (size - 1) // context
