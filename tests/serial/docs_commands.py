@@ -124,6 +124,9 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python examples/finetune_smollm2.py --steps 100 --out runs/longer": ByTest(REAL_MODEL),
     "mpirun -n 4 python -m zero_mpi.train --save-every 20 --keep 2 --async-save --steps 100 "
     "--out runs/saved": Run(f"{TINY} --steps 100", "step-00000080 .*(?s:.)*step-00000100 "),
+    "mpirun -n 2 python -m zero_mpi.train --steps 400 --eval-every 20 --patience 3 --out runs/patient": Run(
+        f"{TINY} --eval-every 2", "best validation loss is .*: runs/patient/best"
+    ),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),

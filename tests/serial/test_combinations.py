@@ -21,6 +21,14 @@ REFUSED = {  # flags that are refused: what is said, and what lets them be
         "--decay-steps 5: expected no more than --steps 8 has after --warmup 4",
         "--steps 9",
     ),
+    "--patience 2 --val-fraction 0": (
+        "--patience 2: --val-fraction 0 holds nothing out",
+        "--val-fraction 0.1",
+    ),
+    "--patience 2 --eval-every 0": (
+        "--patience 2: --eval-every 0 evaluates at the end",
+        "--eval-every 1",
+    ),
 }
 IDLE_CASES = {  # flags without effect: what is said, and what gives them one again
     "--min-lr 0 --schedule constant": (

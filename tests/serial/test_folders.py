@@ -217,7 +217,7 @@ def test_latest_is_replaced_in_one_step(tmp_path):
     save(tmp_path, 1, OLD)
     save(tmp_path, 2, NEW)
     (tmp_path / ".latest.partial").symlink_to("step-00000009")  # of a process that died before the rename
-    folders.point_latest(tmp_path, "step-00000001")
+    folders.point(tmp_path, folders.LATEST, "step-00000001")
     assert os.readlink(tmp_path / "latest") == "step-00000001"
     assert names(tmp_path) == ["latest", *named(1, 2)]
 
@@ -261,6 +261,50 @@ def test_the_newest_are_kept(keep, left, tmp_path):
         save(tmp_path, step)
     save(tmp_path, 4, keep=keep)
     assert names(tmp_path) == ["latest", *named(*left)]
+
+
+def save_best(out: Path, step: int, keep: int = 0) -> Path:
+    """A checkpoint that is the best so far."""
+    return folders.publish(out, step, fill(folders.begin(out, step), NEW), keep, is_best=True)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [2, 4]), (2, [2, 3, 4])])
+def test_the_best_is_kept_beside_the_newest(keep, left, tmp_path):
+    save(tmp_path, 1)
+    save_best(tmp_path, 2)
+    save(tmp_path, 3)
+    save(tmp_path, 4, keep=keep)
+    assert os.readlink(tmp_path / "best") == "step-00000002"
+    assert names(tmp_path) == ["best", "latest", *named(*left)]
+
+
+def test_a_new_best_lets_the_old_one_go(tmp_path):
+    save_best(tmp_path, 1, keep=1)
+    save(tmp_path, 2, keep=1)
+    save_best(tmp_path, 3, keep=1)
+    assert os.readlink(tmp_path / "best") == os.readlink(tmp_path / "latest") == "step-00000003"
+    assert names(tmp_path) == ["best", "latest", *named(3)]
+
+
+def test_best_is_pointed_elsewhere_or_removed(tmp_path):
+    save_best(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / ".best.partial").symlink_to("step-00000002")
+    folders.point_best(tmp_path, 2)
+    assert os.readlink(tmp_path / "best") == "step-00000002"
+    folders.point_best(tmp_path, 0)
+    folders.point_best(tmp_path, 0)
+    (tmp_path / ".best.partial").symlink_to("step-00000002")
+    folders.clean(tmp_path)
+    assert names(tmp_path) == ["latest", *named(1, 2)]
+
+
+def test_the_best_that_was_moved_aside_gets_its_name_back(tmp_path):
+    save_best(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
+    folders.clean(tmp_path)
+    assert names(tmp_path) == ["best", "latest", *named(1, 2)]
 
 
 def test_later_ones_of_another_run_are_neither_removed_nor_counted(tmp_path):
@@ -307,7 +351,7 @@ def run(tmp_path) -> Path:
     """Checkpoints of steps 1 to 4, written in this order; `latest` names 3."""
     for step in (1, 2, 3, 4):
         age(save(tmp_path, step), 1000 + step)
-    folders.point_latest(tmp_path, "step-00000003")
+    folders.point(tmp_path, folders.LATEST, "step-00000003")
     return tmp_path
 
 

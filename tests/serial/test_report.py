@@ -547,10 +547,12 @@ def test_checkpoints_that_cannot_be_read_say_why(real, tmp_path):
             (folder / file.name).write_bytes(file.read_bytes()[:cut])
     (tmp_path / "step-00000006" / "optimizer.gguf").unlink()
     (tmp_path / "latest").symlink_to("step-00000006")
+    (tmp_path / "best").symlink_to("step-00000004")
     found = read_run(tmp_path).checkpoints
     assert "model.gguf" in found[0].problem
     assert "optimizer.gguf" in found[1].problem
     assert [one.is_latest for one in found] == [False, True]
+    assert [one.is_best for one in found] == [True, False]
     Tree(page_of(tmp_path))
 
 

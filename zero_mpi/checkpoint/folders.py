@@ -1,6 +1,6 @@
 """Where checkpoints lie, and how a new one appears: whole and durable, or not at all.
 
-    OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100
+    OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
 A checkpoint is written into a temporary folder beside its place; files and folder are brought to disk, then
 one rename makes it visible, and `latest` is replaced by another. Whatever moment a process is killed at, what
@@ -18,9 +18,10 @@ from pathlib import Path
 
 from zero_mpi.files.open import exists
 
-MODEL, ADAPTER, OPTIMIZER, LATEST = "model.gguf", "adapter.gguf", "optimizer.gguf", "latest"
+MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
+LATEST, BEST = "latest", "best"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.latest\.partial")
+LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.(latest|best)\.partial")
 AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -53,15 +54,16 @@ def begin_beside(final: Path) -> Path:
     return folder
 
 
-def publish(out: Path, step: int, folder: Path, keep: int) -> Path:
+def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
     """Give a complete temporary folder its name, point `latest` to it, and remove what is older than `keep`.
 
     A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new one and
-    the link to it are on disk.
+    the link to it are on disk. `is_best`: `best` is pointed to it as well.
     """
     final = step_folder(out, step)
     put(folder, final)
-    point_latest(out, final.name)
+    for name in (LATEST, *([BEST] * is_best)):
+        point(out, name, final.name)
     remove_old(out, step, keep)
     clean(out)
     return final
@@ -122,27 +124,42 @@ def exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(second))
 
 
-def point_latest(out: Path, name: str) -> None:
-    """Replace the symbolic link OUT/latest in one step."""
-    link = out / f".{LATEST}.partial"
+def point_best(out: Path, step: int) -> None:
+    """Let OUT/best name the checkpoint of `step`; of step 0 there is none, and no link."""
+    name = step_folder(out, step).name if step else ""
+    if name and named(out, BEST) != name:
+        point(out, BEST, name)
+    elif not name and (out / BEST).is_symlink():
+        (out / BEST).unlink()
+
+
+def named(out: Path, link: str) -> str:
+    """The name that a link in OUT holds; empty where there is no link."""
+    return os.readlink(out / link) if (out / link).is_symlink() else ""
+
+
+def point(out: Path, which: str, name: str) -> None:
+    """Replace the symbolic link OUT/latest or OUT/best in one step."""
+    link = out / f".{which}.partial"
     link.unlink(missing_ok=True)
     try:
         link.symlink_to(name)
     except OSError as error:
         error.filename = str(link)  # the system's error names what the link points to
         raise
-    link.replace(out / LATEST)
+    link.replace(out / which)
     sync_folder(out)
 
 
 def remove_old(out: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`; 0 keeps all.
+    """Remove all but the newest `keep` checkpoints up to `step`, and the best one; 0 keeps all.
 
     Later ones are of a run that this one started over or went back in: they are not ours to remove.
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
-        remove(folder)
+        if folder.name != named(out, BEST):
+            remove(folder)
 
 
 def remove(folder: Path) -> None:
@@ -162,7 +179,7 @@ def clean(out: Path) -> None:
         if not LEFT_BEHIND.fullmatch(entry.name):
             continue
         final = entry.with_name(entry.name[1:].removesuffix(".old"))
-        wanted = (out / LATEST).is_symlink() and os.readlink(out / LATEST) == final.name
+        wanted = final.name in (named(out, LATEST), named(out, BEST))
         if entry.name.endswith(".old") and wanted and not final.exists():
             entry.rename(final)
         elif entry.is_symlink():

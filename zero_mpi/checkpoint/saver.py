@@ -47,7 +47,7 @@ class Saved:
 class Saver:
     """Writes OUT/step-NNNNNNNN and points OUT/latest to it. Every method named collective is.
 
-    keep         checkpoints that stay, 0 for all
+    keep         checkpoints that stay, beside the best one; 0 for all
     parallel     all ranks write their own ranges by MPI-IO; otherwise rank 0 writes what it is sent
     background   `save` returns at once, and at most one checkpoint is under way
     tick         is told what is going on, for a watchdog
@@ -127,7 +127,8 @@ class Saver:
             on_root(self.comm, partial(folders.begin, self.out, progress.step))
             digests = self._write_files(progress, parts, folder)
             self.tick(f"publishing step {progress.step}")
-            on_root(self.comm, partial(folders.publish, self.out, progress.step, folder, self.keep))
+            is_best = progress.best.is_of(progress.step)
+            on_root(self.comm, partial(folders.publish, self.out, progress.step, folder, self.keep, is_best))
         except JobError as error:
             if root:
                 shutil.rmtree(folder, ignore_errors=True)

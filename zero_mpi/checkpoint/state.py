@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.best import Best, read_best
 from zero_mpi.checkpoint.checksum import (
     as_lines,
     digest_of_pieces,
@@ -49,6 +50,7 @@ class TrainingProgress:
     """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
 
     scale_exponent, scale_steps   of the loss scale (`sharding.loss_scale`), where there is one
+    best                          evaluation, where an account is kept
     """
 
     step: int = 0
@@ -58,6 +60,7 @@ class TrainingProgress:
     samples: int = 0
     scale_exponent: int = 0
     scale_steps: int = 0
+    best: Best = field(default_factory=Best)
 
 
 COUNTS = {  # key -> name in TrainingProgress
@@ -115,7 +118,7 @@ def stamp(
     }
     head = {"optimizer.type": "adamw", "optimizer.file_version": np.uint32(FORMAT_VERSION)}
     digests = {TENSOR_DIGESTS: as_lines(moments), MODEL_DIGESTS: as_lines(model)}
-    rest = {**head, **counts, **shared, **texts, **digests}
+    rest = {**head, **counts, **progress.best.keys(), **shared, **texts, **digests}
     name = signature(own, rest)
     return {**own, ID: name}, {**rest, ID: name}
 
@@ -188,7 +191,8 @@ def check_signature(model: WeightSource, state: GGUFFile) -> None:
 def read_progress(state: GGUFFile) -> TrainingProgress:
     """Where the run stood; raises UsageError if a count is missing."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    return TrainingProgress(**{name: read_count(state, key) for key, name in known.items()})
+    counts = {name: read_count(state, key) for key, name in known.items()}
+    return TrainingProgress(**counts, best=read_best(keys_of(state)))
 
 
 def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:

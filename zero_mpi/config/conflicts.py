@@ -49,6 +49,8 @@ CONTRADICTIONS = (
         lambda c: c.steps is not None and c.warmup + (c.decay_steps or 0) > c.steps,
         "expected no more than --steps {steps} has after --warmup {warmup}",
     ),
+    Contradiction("patience", lambda c: c.val_fraction == 0, "--val-fraction 0 holds nothing out"),
+    Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),
 )
 
 

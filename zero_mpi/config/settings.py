@@ -180,6 +180,9 @@ class Config:
         choices=("gather", "parallel"),
     )
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
+    patience: int | None = flag(
+        None, int, "records", "end after N evaluations without a new best, which OUT/best names"
+    )
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
     log_level: str = flag(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Checkpoint:
     parameters: int = 0
     architecture: str = ""
     is_latest: bool = False
+    is_best: bool = False
     problem: str = ""
 
 
@@ -218,17 +219,18 @@ def event_of(line: bytes) -> Event:
 
 def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
     """The checkpoints of a run, oldest first."""
-    latest = os.path.realpath(out / folders.LATEST)
+    latest, best = (os.path.realpath(out / link) for link in (folders.LATEST, folders.BEST))
     for step, folder in folders.steps(out):
-        is_latest = os.path.realpath(folder) == latest
+        place = os.path.realpath(folder)
+        links: dict[str, Any] = {"is_latest": place == latest, "is_best": place == best}
         try:
-            yield read_checkpoint(folder, step, is_latest)
+            yield replace(read_checkpoint(folder, step), **links)
         except (UsageError, OSError) as error:
             problem = str(error).replace(f"{folder}{os.sep}", "")
-            yield Checkpoint(folder.name, step, is_latest=is_latest, problem=problem)
+            yield Checkpoint(folder.name, step, problem=problem, **links)
 
 
-def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     keys, own = (GGUFKeys(file.metadata, str(file.path)) for file in (state, model))
@@ -240,6 +242,5 @@ def read_checkpoint(folder: Path, step: int, is_latest: bool) -> Checkpoint:
         id=keys.text(ID) or "",
         parameters=sum(spec.size for spec in model.tensors.values()),
         architecture=own.architecture or "",
-        is_latest=is_latest,
         problem="" if keys.text(ID) == own.text(ID) else "its two files are of two checkpoints",
     )

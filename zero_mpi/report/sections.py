@@ -116,7 +116,8 @@ def checkpoints(runs: Sequence[Run]) -> str:
         }
         for one in run.checkpoints[-MOST_CHECKPOINTS:]:
             alike = [label(runs, other) for other in owners[one.digest] if other != number]
-            notes = [*(["latest"] * one.is_latest), *filter(None, [safe(one.problem)])]
+            links = ["latest"] * one.is_latest + ["best"] * one.is_best
+            notes = [*links, *filter(None, [safe(one.problem)])]
             notes += [f"same bits as {name}" for name in alike]
             rows.append(
                 row(

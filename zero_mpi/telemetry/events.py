@@ -21,7 +21,7 @@ from zero_mpi.telemetry import log
 
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"
-STOPPED, FAILED, DONE = "stopped", "failed", "done"
+STOPPED, FAILED, DONE, EARLY_STOP = "stopped", "failed", "done", "early-stop"
 
 
 class Events:

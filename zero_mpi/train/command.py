@@ -26,7 +26,7 @@ from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
-from zero_mpi.train import dry_run
+from zero_mpi.train import dry_run, early_stop
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.resolve import resolve
 from zero_mpi.train.sample import is_over, say_over
@@ -59,6 +59,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if is_over(session):
         world.on_root(lambda: say_over(session))
         return 0
+    world.on_root(lambda: early_stop.begin(session))
     world.on_root(lambda: write_config(session.out, session.config))
     session.notes += removed_at_start(world)
     return Trainer(world, session, watchdog, outcome).run()

@@ -179,7 +179,10 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     each = MODEL_BYTES * elements(case.model) + STATE_BYTES * trained
     when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
     when = "every ten minutes and at the end" if config.save_every is None else when
-    kept = f"the newest {config.keep} stay" if config.keep else "all stay"
+    stays = "stay"
+    if config.patience is not None:
+        when, stays = f"{when} and at each new best", "and the best stay"
+    kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
     free = shutil.disk_usage(existing(Path(config.out))).free
     yield (
         f"leaves     in {config.out}: a checkpoint {when}, about {size(each)} each, {kept}; "

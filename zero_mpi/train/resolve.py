@@ -151,7 +151,9 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
         if no_room and not spec.config.dry_run:
             raise UsageError(no_room)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
-        make_loaders(spec.config, corpus)  # whether there is enough of it
+        _, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
+        if spec.config.patience is not None and not held_out.micro_batches:
+            raise UsageError(f"--patience {spec.config.patience}: there are too few data to hold some out")
         found = replace(spec, corpus=corpus, no_room=no_room)
         steps = in_steps(spec.config, windows_of(found)).steps
         keys = {}

@@ -14,18 +14,27 @@ from zero_mpi.generate.text_model import TextModel
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.train.divergence import check_recorded
+from zero_mpi.train.early_stop import is_used_up, reason
 from zero_mpi.train.setup import Session
 
 
 def is_over(session: Session) -> bool:
-    """Whether the run that a job goes on with has made all its steps before; the same on all ranks."""
-    return session.resumed is not None and session.progress.step >= session.config.steps
+    """Whether the run that a job goes on with has ended before; the same on all ranks."""
+    made_all = session.progress.step >= session.config.steps
+    return session.resumed is not None and (made_all or is_used_up(session))
 
 
 def say_over(session: Session) -> None:
     """Say that there is nothing left to do; raises JobError if the run did not end well."""
     step, steps = session.progress.step, session.config.steps
     check_recorded(session.out, step)
+    if step < steps:
+        log.info(
+            "nothing to do: %s is at step %d, where the run stopped early, %s; for more give a larger "
+            "--patience, for another run another --out",
+            session.resumed, step, reason(session.progress.best),
+        )  # fmt: skip
+        return
     log.info(
         "nothing to do: %s is at step %d, and --steps is %d; for more give a larger --steps "
         "(or --epochs), for another run another --out",

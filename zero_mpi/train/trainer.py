@@ -28,6 +28,7 @@ from zero_mpi.telemetry.metrics import Records
 from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import mfu, observers
 from zero_mpi.train.divergence import Divergence
+from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.outcome import Outcome
@@ -63,11 +64,13 @@ class Trainer:
         self.evaluation = observers.Evaluation(
             self.session.config.eval_every, self.session.config.steps, self.evaluate
         )
+        self.early_stop = EarlyStop(self.progress.best, session.config.patience)
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
             self.costs,
             observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
             self.evaluation,
+            self.early_stop,
             observers.Utilization(start.share),
             observers.MemoryUse(self.world, self.records.logs),
             observers.RecordWriter(self.records),
@@ -82,10 +85,10 @@ class Trainer:
         self.observers = self.observe(self.begin())
         signals.enter(STEPS)
         stopped = False
-        while self.progress.step < self.session.config.steps and not stopped:
+        while not (stopped or self.is_done()):
             tracer.reach(self.progress.step + 1)
             stopped = self.step()
-            if stopped or self.saving.is_due(self.progress.step):
+            if stopped or self.saving.is_due(self.progress.step) or self.early_stop.is_best():
                 self.save()
         if self.saving.saved_step != self.progress.step:
             self.save()
@@ -95,13 +98,14 @@ class Trainer:
         self.saving.announce()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
-        if stopped and self.progress.step < self.session.config.steps:
+        if stopped and not self.is_done():
             self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
             log.info(
                 "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
             )
             return REQUEUE
         self.divergence.check_end(self.progress.step)
+        self.early_stop.tell(self.progress.step, self.session.out, self.outcome.events)
         self.close()
         return 0
 
@@ -121,7 +125,12 @@ class Trainer:
         made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
         for observer in self.observers:
             observer.ends(made)
+        self.progress = replace(self.progress, best=self.early_stop.best)
         return stop
+
+    def is_done(self) -> bool:
+        """Whether the last step was made, or the run stops early; all ranks agree."""
+        return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
 
     def rounds(self, number: int) -> None:
         """Forward and backward of all micro-batches of a step, each on the rank it falls to."""

@@ -1,0 +1,260 @@
+"""--patience: runs that get no better end, with the same bytes at any number of ranks and after a resume.
+
+The rate is so high that the held-out loss soon gets worse; all runs here see the same evaluations.
+"""
+
+import json
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+
+from zero_mpi.checkpoint.best import LOSS, SINCE, STEP, Best, read_best
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.state import read_progress
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import GGUFKeys
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
+SMALL += ["--batch-size", "5", "--micro-batch", "2", "--warmup", "2", "--lr", "0.3"]
+SMALL += ["--schedule", "constant", "--eval-every", "2", "--eval-windows", "5", "--val-fraction", "0.3"]
+SMALL += ["--save-every", "0", "--keep", "1"]
+WHY = "after 3 evaluations without a new best"
+
+
+def losses(out):
+    """The held-out loss by step, from the records."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+
+
+def expected_end(found, patience):
+    """(last step, best step) by the definition, from the losses of a run without patience."""
+    best, since = None, 0
+    for step, loss in found.items():
+        best, since = (step, 0) if best is None or loss < found[best] else (best, since + 1)
+        if since == patience:
+            break
+    return step, best
+
+
+def best_of(folder):
+    """What a checkpoint says."""
+    return read_progress(GGUFFile.open(folder / "optimizer.gguf")).best
+
+
+def checkpoints(out):
+    return sorted(path.name for path in out.glob("step-*"))
+
+
+# the account
+
+
+def test_the_account_counts_evaluations_without_a_new_best():
+    best = Best()
+    seen = []
+    for step, loss in enumerate([3.0, 2.0, 2.0, math.nan, 1.5, math.inf, 1.6], 1):
+        best = best.after(step, loss)
+        seen.append((best.loss, best.step, best.since))
+    assert seen == [(3, 1, 0), (2, 2, 0), (2, 2, 1), (2, 2, 2), (1.5, 5, 0), (1.5, 5, 1), (1.5, 5, 2)]
+    assert [best.is_used_up(patience) for patience in (None, 1, 2, 3)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("best", [Best(), Best(0.1 + 0.2, 7, 3), Best(math.inf, 0, 2), Best(1e-300, 1 << 40)])
+def test_the_account_goes_through_the_keys_to_the_last_bit(best):
+    assert read_best(GGUFKeys(best.keys())) == best
+    assert bool(best.keys()) == (best != Best())
+
+
+@pytest.mark.parametrize("key", [{LOSS: "low"}, {LOSS: np.float64(math.nan)}, {STEP: -1}, {SINCE: 0.5}])
+def test_keys_that_cannot_be_are_refused(key):
+    with pytest.raises(UsageError, match=r"expected a (finite|whole) number"):
+        read_best(GGUFKeys({**Best(1.0, 2, 3).keys(), **key}))
+
+
+# whole runs
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def endless(flags, tmp_path_factory):
+    """The losses of a run that goes on whatever they are."""
+    out = tmp_path_factory.mktemp("endless") / "out"
+    train(1, out, *flags, "--steps", "40")
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def stopped(flags, tmp_path_factory):
+    """A run on one rank that ends after three evaluations without a new best, and what it said."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    return out, train(1, out, *flags, "--steps", "40", "--patience", "3")
+
+
+@needs_mpiexec
+def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
+    out, said = stopped
+    last, best = expected_end(endless, 3)
+    assert best > 2, "the first one would show little"
+    assert last < 40
+    assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
+    assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # --keep 1, and the best
+    assert (os.readlink(out / "latest"), os.readlink(out / "best")) == (
+        f"step-{last:08d}",
+        f"step-{best:08d}",
+    )
+    assert best_of(out / "best") == Best(endless[best], best, 0)
+    assert best_of(out / "latest") == Best(endless[best], best, 3)
+    (line,) = [line for line in said.splitlines() if "stopped early" in line]
+    loss = f"the best validation loss is {endless[best]:.4f} nats a token, of step {best}: {out}/best"
+    assert line.endswith(f"stopped early after step {last}, {WHY}; {loss}")
+
+
+@needs_mpiexec
+def test_events_and_status_say_it(stopped, endless):
+    out, _ = stopped
+    last, best = expected_end(endless, 3)
+    happened = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (early,) = [event for event in happened if event["event"] == "early-stop"]
+    assert (early["step"], early["best_step"], early["val_loss"]) == (last, best, endless[best])
+    assert early["evaluations"] == 3
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["step"], status["steps"]) == ("done", last, 40)
+    assert status["reason"] == happened[-1]["reason"] == f"stopped early, {WHY}"
+
+
+@needs_mpiexec
+def test_three_ranks_end_with_the_same_bytes(stopped, flags, tmp_path):
+    train(3, tmp_path / "out", *flags, "--steps", "40", "--patience", "3", "--async-save")
+    assert_same_run(tmp_path / "out", stopped[0])
+    assert checkpoints(tmp_path / "out") == checkpoints(stopped[0])
+    assert os.readlink(tmp_path / "out" / "best") == os.readlink(stopped[0] / "best")
+    for name in ("model.gguf", "optimizer.gguf"):
+        found, expected = (out / "best" / name for out in (tmp_path / "out", stopped[0]))
+        assert found.read_bytes() == expected.read_bytes()
+
+
+STOPS = """
+from zero_mpi.launch.stopping import signals
+from zero_mpi.train import command, trainer
+
+step = trainer.Trainer.step
+
+def stopped_step(self):
+    signals.caught = "SIGTERM" if self.progress.step + 1 in {steps} else ""
+    return step(self)
+
+trainer.Trainer.step = stopped_step
+command.main()
+"""
+
+
+@needs_mpiexec
+def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, flags, tmp_path):
+    """Right after the best evaluation, between evaluations, and right before the last one; on other ranks."""
+    last, best = expected_end(endless, 3)
+    stops = [best, best + 1, last - 1]
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS.format(steps=stops))
+    command = [str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "40", "--patience", "3"]
+    for number, ranks in enumerate((3, 1, 2)):
+        status, printed, errors = run_job(ranks, command, timeout=50)
+        assert (status, errors) == (75, ""), printed
+        assert len(fields(tmp_path / "out")) == stops[number]
+        assert os.readlink(tmp_path / "out" / "best") == f"step-{best:08d}"
+    train(2, tmp_path / "out", *flags, "--steps", "40", "--patience", "3")
+    assert_same_run(tmp_path / "out", stopped[0])
+    assert losses(tmp_path / "out") == losses(stopped[0])
+
+
+@pytest.fixture
+def again(stopped, tmp_path):
+    """A copy of the run that has ended."""
+    return shutil.copytree(stopped[0], tmp_path / "out", symlinks=True)
+
+
+@needs_mpiexec
+def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
+    last, _ = expected_end(endless, 3)
+    (line,) = train(2, again, *flags, "--steps", "40", "--patience", "3").splitlines()
+    assert f"step {last}, where the run stopped early, {WHY}; for more" in line
+    later, _ = expected_end(endless, 5)
+    train(2, again, *flags, "--steps", "40", "--patience", "5")
+    assert losses(again) == {step: loss for step, loss in endless.items() if step <= later}
+
+
+@needs_mpiexec
+def test_the_best_of_a_run_that_came_to_its_last_step(endless, flags, tmp_path):
+    """The last evaluation may be the best: its checkpoint is both."""
+    first = min(endless)
+    said = train(2, tmp_path / "out", *flags, "--steps", str(first), "--patience", "3")
+    assert f"done; the best validation loss is {endless[first]:.4f} nats a token, of step {first}: " in said
+    assert os.readlink(tmp_path / "out" / "best") == os.readlink(tmp_path / "out" / "latest")
+
+
+@needs_mpiexec
+def test_best_is_of_the_run_that_goes_on(again, endless, flags):
+    """One that starts over has none at first; one that goes back has the best until then."""
+    train(1, again, *flags, "--steps", "1", "--resume", "never")
+    assert not (again / "best").is_symlink()
+    train(1, again, *flags, "--steps", "2", "--patience", "9")
+    assert os.readlink(again / "best") == "step-00000002"
+
+
+@needs_mpiexec
+def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, flags, tmp_path):
+    """The run goes on in another folder, which has a checkpoint of the same step from another training."""
+    last, best = expected_end(endless, 3)
+    other = tmp_path / "other"
+    train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")
+    assert os.readlink(other / "best") == f"step-{best:08d}"
+    worse = ["--steps", str(last + 1), "--patience", "9", "--lr", "3"]
+    said = train(1, other, *flags, *worse, "--resume", str(stopped[0] / "latest"))
+    assert losses(other)[last + 1] > endless[best]
+    assert f"of step {best}: its checkpoint is not in this folder" in said
+    assert not (other / "best").is_symlink()
+
+
+@needs_mpiexec
+def test_without_patience_there_are_no_keys_and_no_link(flags, tmp_path):
+    train(1, tmp_path / "out", *flags, "--steps", "0")
+    assert not (tmp_path / "out" / "best").is_symlink()
+    train(1, tmp_path / "out", *flags, "--steps", "2")
+    assert not {LOSS, STEP, SINCE} & GGUFFile.open(tmp_path / "out/latest/optimizer.gguf").metadata.keys()
+    assert sorted(path.name for path in (tmp_path / "out").glob("[!.]*") if path.is_symlink()) == ["latest"]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--patience", "0"], "--patience 0: expected at least 1"),
+        (["--patience", "2", "--val-fraction", "0"], "--patience 2: --val-fraction 0 holds nothing out"),
+        (["--patience", "2", "--eval-every", "0"], "--patience 2: --eval-every 0 evaluates at the end alone"),
+        (["--patience", "2", "--context", "2000"], "--patience 2: there are too few data to hold some out"),
+    ],
+)
+def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, *more]
+    status, printed, errors = run_job(2, command, timeout=30)
+    assert (status, printed) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.endswith(expected)
+
+
+@needs_mpiexec
+def test_a_folder_in_the_place_of_the_link_is_refused(flags, tmp_path):
+    (tmp_path / "out" / "best").mkdir(parents=True)
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--patience", "2"]
+    status, _, errors = run_job(2, command, timeout=30)
+    assert status == 2
+    (line,) = errors.splitlines()
+    assert line.endswith("out/best is no link, expected one or nothing: move it away")
