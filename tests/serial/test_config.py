@@ -46,7 +46,8 @@ SPECIAL |= {
     "min_lr": 0.001,
     "trace": "t.json",
 }
-NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}  # settings that one is refused without
+# Settings that one is refused without.
+NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 SETS = {"init": FROM_NOTHING, "epochs": STEPS}  # settings that have another default beside one
 

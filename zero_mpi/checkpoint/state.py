@@ -49,8 +49,7 @@ MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 class TrainingProgress:
     """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
 
-    scale_exponent, scale_steps   of the loss scale (`sharding.loss_scale`), where there is one
-    best                          evaluation, where an account is kept
+    Of the loss scale (`sharding.loss_scale`), and the best evaluation, where there are such.
     """
 
     step: int = 0

@@ -71,11 +71,7 @@ def make_parser() -> Parser:
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
     parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
     parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
-    parser.add_argument(
-        "--pure",
-        action="store_true",
-        help="with 4 or 5 bits: embedding and head too (they have q8_0, a tied model's one matrix as well)",
-    )
+    parser.add_argument("--pure", action="store_true", help="4 or 5 bits for embedding and head too, not 8")
     parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
     parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
     parser.add_argument("--force", action="store_true", help="replace the target if it is there")
