@@ -268,32 +268,3 @@ def no_losses(micro_batches: int) -> Array:
 def ordered_total(values: Array) -> float:
     """The sum of a vector from first to last."""
     return float(np.cumsum(values)[-1])
-
-
-def evaluate(
-    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
-) -> float:
-    """The summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
-
-    `read(i)` gives input and criterion of micro-batch i.
-    """
-    with spans.during(spans.STEPS, "evaluation"):
-        rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
-        losses = no_losses(micro_batches)
-        for number in range(len(rounds)):
-            mine = rounds.mine(number)
-            if mine is None:
-                module.forward(None, training=False)
-            else:
-                x, criterion = read(mine)
-                losses[mine] = loss_of(module, x, criterion)
-        return ordered_total(module.comm.sum_vector(device.in_use().to_host(losses)))
-
-
-def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
-    """The loss of one micro-batch, without gradients. Collective."""
-    if not isinstance(criterion, CrossEntropy):
-        return criterion(module.forward(x, training=False))[0]
-    loss = module.evaluate(x, criterion.targets, criterion.scale)
-    assert loss is not None, "a rank that gives a micro-batch gets its loss"
-    return loss

@@ -157,11 +157,20 @@ class ShardedModule(ShardedState):
 
     def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
         """The loss alone, without what backward would need; None for a rank without a micro-batch."""
+        losses = self.part_losses(x, targets, (...,), scale)
+        return losses[0] if losses else None
+
+    def part_losses(self, x: Any, targets: Any, parts: Sequence[Any], scale: float = 1.0) -> list[Scalar]:
+        """The loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
+
+        A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
+        rank without a micro-batch passes None for x and targets, and gets no losses.
+        """
         self._forward = None
         spans.restart()
-        micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale)
+        micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale, parts=parts)
         run(self.schedule.evaluation, self.units, micro_batch)
-        return micro_batch.loss
+        return micro_batch.losses
 
     def _schedule_of(self, last: bool) -> Schedule:
         """What a round does: where micro-batches are summed on the rank first, only the last one reduces."""

@@ -44,19 +44,28 @@ class Pass:
 
     keeps          whether a backward will follow: what it needs is kept in `saved`
     targets, scale of the cross-entropy that the last stage takes together with its forward
+    parts          indices of targets: where no backward follows, each part has a loss of its own
     """
 
     def __init__(
-        self, module: SharedStages, x: Any, *, keeps: bool = True, targets: Any = None, scale: float = 1.0
+        self,
+        module: SharedStages,
+        x: Any,
+        *,
+        keeps: bool = True,
+        targets: Any = None,
+        scale: float = 1.0,
+        parts: Sequence[Any] = (...,),
     ) -> None:
-        self.module, self.keeps, self.scale = module, keeps, scale
+        self.module, self.keeps, self.scale, self.parts = module, keeps, scale, parts
         self.contributors = module.comm.size
         self.is_idle = x is None
-        self.x = None if x is None else device.in_use().from_host(as_input(x))
-        self.targets = None if targets is None else device.in_use().from_host(targets)
+        self.x: Any = None if x is None else device.in_use().from_host(as_input(x))
+        self.targets: Any = None if targets is None else device.in_use().from_host(targets)
         self.saved: dict[int, Any] = {}
         self.dy: Any = None
         self.loss: Scalar | None = None
+        self.losses: list[Scalar] = []
 
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""
@@ -80,12 +89,15 @@ class Pass:
         self.x, self.loss = None, loss / factor
 
     def evaluate(self, stage: int) -> None:
-        """Compute the loss alone."""
+        """Compute the loss of each part alone; what no part has is never made into logits."""
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
         with spans.computing("loss", self.module.stages[stage].scope):
-            self.loss = loss_alone(layer, weights, self.x, self.targets, self.scale)
+            self.losses = [
+                loss_alone(layer, weights, self.x[part], self.targets[part], self.scale)
+                for part in self.parts
+            ]
 
     def backward(self, stage: int) -> None:
         """Compute dy of the stage before; what was saved goes as soon as it is used."""

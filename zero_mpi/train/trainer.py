@@ -22,7 +22,8 @@ from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.sharding.grad_accum import Criterion, GradAccum, evaluate
+from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.sharding.grad_accum import Criterion, GradAccum
 from zero_mpi.telemetry import log, spans
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.trace.timeline import Tracer

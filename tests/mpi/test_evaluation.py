@@ -1,0 +1,73 @@
+"""Losses without gradients: each part of a micro-batch has its own, the same at any number of ranks."""
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import SerialComm
+from zero_mpi.nn import CrossEntropy
+from zero_mpi.sharding.evaluation import PartedBatch, evaluate, part_losses
+
+ROWS, MICRO_BATCHES = 2, 5
+PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # a row, a run, chosen targets
+
+
+def batch(number, config):
+    """A micro-batch with all three kinds of parts."""
+    x, targets = tiny.micro_batch(0, number, config, ROWS)
+    return PartedBatch(x, targets, PARTS, number * len(PARTS))
+
+
+def losses(comm, config, **options):
+    """Those of all parts, on every rank."""
+    module = tiny.make(comm, config, **options)
+    return part_losses(module, MICRO_BATCHES, MICRO_BATCHES * len(PARTS), lambda i: batch(i, config))
+
+
+def direct(config):
+    """The same by the definition, from whole logits in one process."""
+    module, found = tiny.make(SerialComm(), config), []
+    for number in range(MICRO_BATCHES):
+        x, targets = tiny.micro_batch(0, number, config, ROWS)
+        logits = module.forward(x, training=False).astype(np.float64)
+        surprise = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        found += [surprise[part].sum() for part in PARTS]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_each_part_has_its_loss(exact, name):
+    config = tiny.MODELS[name]
+    np.testing.assert_allclose(losses(exact, config), direct(config), rtol=1e-5)
+
+
+def test_losses_have_the_bits_of_one_rank(exact):
+    config = tiny.MODELS["llama tied"]
+    assert losses(exact, config).tobytes() == losses(SerialComm(), config).tobytes()
+
+
+def test_nothing_needs_to_be_trained(exact):
+    """All of it frozen: there are no gradients and no room for them, and the losses are the same."""
+    config = tiny.MODELS["llama"]
+    module = tiny.make(exact, config, frozen=["*"])
+    assert module.gradient_pool.peak_lent == 0
+    assert losses(exact, config, frozen=["*"]).tobytes() == losses(exact, config).tobytes()
+
+
+def test_whole_micro_batches_sum_up_to_an_evaluation(exact):
+    config = tiny.MODELS["llama"]
+    module = tiny.make(exact, config)
+
+    def read(number):
+        x, targets = tiny.micro_batch(0, number, config, ROWS)
+        return x, CrossEntropy(targets, 1.0)
+
+    total = evaluate(module, MICRO_BATCHES, read)
+    rows = [(row, slice(0, None)) for row in range(ROWS)]
+    parts = part_losses(
+        module,
+        MICRO_BATCHES,
+        MICRO_BATCHES * ROWS,
+        lambda i: PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS),
+    )
+    assert total == pytest.approx(parts.sum(), rel=1e-6)

@@ -1,0 +1,89 @@
+"""Losses without gradients: micro-batches are dealt out as in training, each loss keeps its place.
+
+The losses of all ranks meet in one vector, of which a rank fills the places of its own micro-batches. What is
+added to them is zeros, so the vector does not depend on the number of ranks, nor does any sum of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_mpi import device
+from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
+from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.sharding.grad_accum import Criterion, Rounds, no_losses, ordered_total
+from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.telemetry import spans
+
+
+@dataclass(frozen=True, eq=False)
+class PartedBatch:
+    """A micro-batch of which each part has a loss of its own.
+
+    x, targets   (b, T) ids
+    parts        indices of targets, such as (row, slice(3, 9)); what no part has does not count
+    first        the place of the first part's loss among those of all micro-batches
+    """
+
+    x: Any
+    targets: Any
+    parts: Sequence[Any]
+    first: int
+
+
+def evaluate(
+    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
+) -> float:
+    """The summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
+
+    `read(i)` gives input and criterion of micro-batch i.
+    """
+
+    def compute(number: int, losses: Array) -> None:
+        losses[number] = loss_of(module, *read(number))
+
+    return ordered_total(dealt_out(module, micro_batches, micro_batches, compute))
+
+
+def part_losses(
+    module: ShardedModule, micro_batches: int, count: int, read: Callable[[int], PartedBatch]
+) -> Array:
+    """The losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
+
+    `read(i)` gives micro-batch i. A loss is the sum over its part's targets.
+    """
+
+    def compute(number: int, losses: Array) -> None:
+        batch = read(number)
+        for place, loss in enumerate(module.part_losses(batch.x, batch.targets, batch.parts), batch.first):
+            losses[place] = loss
+
+    return dealt_out(module, micro_batches, count, compute)
+
+
+def dealt_out(
+    module: ShardedModule, micro_batches: int, count: int, compute: Callable[[int, Array], None]
+) -> Array:
+    """`count` losses, of which compute(i, losses) fills in those of micro-batch i on its rank. Collective."""
+    with spans.during(spans.STEPS, "evaluation"):
+        rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
+        losses = no_losses(count)
+        for number in range(len(rounds)):
+            mine = rounds.mine(number)
+            if mine is None:
+                module.forward(None, training=False)
+            else:
+                compute(mine, losses)
+        return module.comm.sum_vector(device.in_use().to_host(losses))
+
+
+def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
+    """The loss of one micro-batch, without gradients. Collective."""
+    if not isinstance(criterion, CrossEntropy):
+        return criterion(module.forward(x, training=False))[0]
+    loss = module.evaluate(x, criterion.targets, criterion.scale)
+    assert loss is not None, "a rank that gives a micro-batch gets its loss"
+    return loss
