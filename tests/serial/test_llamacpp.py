@@ -7,6 +7,7 @@ training forward. A real model goes the same way. Skipped where the `xllamacpp` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import run_job
 from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
+from test_command_bits import needs_mpiexec
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
@@ -296,6 +299,40 @@ def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
         TextModel(path)
     with pytest.raises(RuntimeError):
         open_server(path)
+
+
+# ---------------------------------------------------------------------------------------- evaluation
+
+WINDOW = 8  # tokens; each of its targets is one question to llama.cpp
+
+
+def surprise(server: Any, ids: list[int], of: int) -> float:
+    """-log of llama.cpp's probability of `of` behind `ids`, in nats."""
+    return -float(next_token(server, ids)[of])
+
+
+@needs_mpiexec
+def test_an_evaluation_has_llama_cpps_losses(tmp_path):
+    """Windows of a text, and answers behind their question, token by token."""
+    path = write_model(tmp_path / "model.gguf", LLAMA, random_weights(LLAMA))
+    (tmp_path / "text").write_bytes(PROMPT)
+    line = {"question": "def f", "answers": ["(x)", ":"], "right": 0}
+    (tmp_path / "choices").write_text(json.dumps(line))
+    flags = ["--data", "text", "--context", str(WINDOW), "--choices", "choices", "--json", "figures.json"]
+    status, _, errors = run_job(2, ["-m", "zero_mpi.evaluate", "model.gguf", *flags], cwd=tmp_path)
+    assert status == 0, errors
+    (found,) = json.loads((tmp_path / "figures.json").read_text())["models"]
+    server = open_server(path)
+    ids = list(PROMPT)
+    for number, loss in enumerate(found["text"]["window_losses"]):
+        window = ids[number * WINDOW : (number + 1) * WINDOW + 1]
+        told = [surprise(server, window[:place], window[place]) for place in range(1, WINDOW + 1)]
+        assert loss == pytest.approx(np.mean(told), abs=1e-3)
+    assert number == 1
+    for answer, likelihood in zip(line["answers"], found["choices"]["log_likelihoods"][0], strict=True):
+        whole, start = [*(line["question"] + answer).encode()], len(line["question"])
+        told = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
+        assert likelihood == pytest.approx(-sum(told), abs=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- a real model

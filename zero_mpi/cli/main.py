@@ -11,6 +11,7 @@ from zero_mpi.files.foreign import show
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
+    "evaluate": "loss and perplexity of a text, right answers to questions",
     "generate": "text from a GGUF model",
     "inspect": "what a model file or checkpoint holds, and whether it is sound",
     "export": "a model as F16, BF16, Q8_0, ... or safetensors",

@@ -78,11 +78,16 @@ def choose_tokenizer(
         return None
     if config.vocab_size is not None:
         raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
+    return fitting_tokenizer(config, init, model)
+
+
+def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
+    """The tokenizer that the flags mean; raises UsageError if it does not fit the model."""
     tokenizer = open_tokenizer(config, init, model)
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
-            f"--tokenizer {config.tokenizer or FROM_INIT} has {tokenizer.vocab_size} tokens, the model of "
-            f"--init {model.vocab_size}: use --tokenizer from-init, or token files"
+            f"--tokenizer {shown(config.tokenizer or FROM_INIT)} has {tokenizer.vocab_size} tokens, "
+            f"the model of {shown(config.init)} {model.vocab_size}: use --tokenizer from-init, or token files"
         )
     return tokenizer
 

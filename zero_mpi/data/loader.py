@@ -52,22 +52,29 @@ def window_of(sample: int | NDArray[np.int64], windows: int, seed: int) -> int |
 
 
 class Windows:
-    """Non-overlapping windows of T = `context` tokens over a 1-D array of ids; window i starts at i*T.
+    """Windows of T = `context` tokens over a 1-D array of ids; window i starts at i * `stride`.
 
-    The last target of a window is the first input of the next, so every token but the first is predicted
-    once. Tokens after the last whole window are not used.
+    Without a stride it is T, and windows do not overlap: the last target of a window is the first input of
+    the next, so every token but the first is predicted once. A stride below T lets each window but the first
+    predict T - stride tokens again. Tokens after the last whole window are not used.
     """
 
-    def __init__(self, tokens: NDArray[np.integer], context: int) -> None:
+    def __init__(self, tokens: NDArray[np.integer], context: int, stride: int | None = None) -> None:
         self.context = _at_least_one("--context", context)
-        self._rows = self._overlapping_rows(np.asarray(tokens), context)
+        self.stride = _at_least_one("--stride", context if stride is None else stride)
+        if self.stride > context:
+            raise UsageError(f"--stride {stride}: expected at most the context, {context}")
+        self._rows = self._overlapping_rows(np.asarray(tokens))
 
-    @staticmethod
-    def _overlapping_rows(tokens: NDArray[np.integer], context: int) -> NDArray[np.integer]:
+    def _overlapping_rows(self, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
         """A view (len(self), T + 1): the inputs of each window and, one place on, its targets."""
-        if len(tokens) <= context:
-            return np.empty((0, context + 1), tokens.dtype)
-        return sliding_window_view(tokens, context + 1)[::context]
+        if len(tokens) <= self.context:
+            return np.empty((0, self.context + 1), tokens.dtype)
+        return sliding_window_view(tokens, self.context + 1)[:: self.stride]
+
+    def known(self, index: int) -> int:
+        """How many of a window's targets windows before it have predicted."""
+        return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -128,7 +135,7 @@ class EvalLoader:
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         total = len(windows)
         taken = total if limit is None else min(limit, total)
-        self._chosen = np.arange(taken) * total // max(taken, 1)
+        self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
         self._windows = windows
         self.micro_batches = -(-taken // micro_batch)
         self.tokens = taken * windows.context  # targets of one evaluation: what a mean loss divides by
@@ -136,4 +143,4 @@ class EvalLoader:
     def micro(self, i: int) -> Batch:
         """Micro-batch i (0..micro_batches-1): inputs and targets, each (b, T)."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
-        return self._windows.batch(self._chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+        return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -88,12 +88,12 @@ def removed_at_start(world: World) -> list[str]:
     return [f"removed {removed.text}"] if removed.files else []
 
 
-def wanted_device(arguments: Sequence[str]) -> str:
+def wanted_device(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> str:
     """What `--device` will be; flags that are wrong are complained about later, by one rank."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:
-            return parse(arguments).device
+            return read(arguments).device
         except (UsageError, SystemExit):
             return "cpu"
 

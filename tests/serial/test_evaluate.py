@@ -1,0 +1,359 @@
+"""`zero_mpi.evaluate`: figures by their formulas, the tokens that count, the same text on any ranks.
+
+What a model says of each token is worked out here from the logits that generation gives for one window after
+the other, in one process; the command must come to the same losses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import SIZES, needs_mpiexec, train
+from test_generate import LLAMA, write_model
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.data import ByteTokenizer, Windows
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.evaluate import scores
+from zero_mpi.evaluate.choices import EncodedChoices, encode_choices, read_choices
+from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
+from zero_mpi.evaluate.task import read_task
+from zero_mpi.generate.text_model import TextModel
+
+CONTEXT = 32
+MODEL = replace(LLAMA, context_length=CONTEXT, value_length=4)
+TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 6
+QUESTIONS = [
+    {"question": "Two and two are", "answers": [" four", " five", " naïve"], "right": 0},
+    {"context": "The fox jumps over", "answers": [" it", " the lazy dog"], "right": 1},
+    {"question": "", "answers": ["a", "bc"], "right": 0},
+]
+
+
+def write_files(folder: Path) -> None:
+    """Two models, a text and questions."""
+    write_model(folder / "new.gguf", MODEL)
+    write_model(folder / "old.gguf", replace(MODEL, feed_forward_length=11))
+    write_model(folder / "ids.gguf", replace(MODEL, vocab_size=61), {"tokenizer.ggml.model": "none"})
+    keys = ByteTokenizer().metadata()
+    tokens = keys["tokenizer.ggml.tokens"]
+    tokens[65], tokens[66] = tokens[66], tokens[65]
+    write_model(folder / "swapped.gguf", MODEL, keys)
+    (folder / "text").write_text(TEXT)
+    (folder / "short").write_text("Too short.")
+    np.save(folder / "ids.npy", np.arange(100, dtype=np.uint16) % 61)
+    np.save(folder / "far.npy", np.array([1, 2, 300] * 30, np.uint16))
+    (folder / "questions.jsonl").write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all files."""
+    made = tmp_path_factory.mktemp("evaluate")
+    write_files(made)
+    return made
+
+
+def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
+    """What the command prints, and its figures; nothing is said beside."""
+    status, printed, errors = run_job(
+        ranks, ["-m", "zero_mpi.evaluate", *flags, "--json", "figures.json"], cwd=folder
+    )
+    assert (status, errors) == (0, ""), errors
+    return printed, json.loads((folder / "figures.json").read_text())
+
+
+def surprises(model: TextModel, ids: list[int]) -> np.ndarray:
+    """-log of the probability of each of `ids` but the first, (n - 1,) in nats."""
+    model.reset()
+    logits = model.logits(ids[:-1]).astype(np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(ids) - 1), ids[1:]]
+
+
+def text_ids() -> list[int]:
+    """The tokens of the text: its bytes, and what ends it."""
+    return [*TEXT.encode(), ByteTokenizer.eos]
+
+
+# ---------------------------------------------------------------------------------------- a text
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(("context", "stride"), [(32, 32), (24, 7)])
+def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
+    flags = ["--context", str(context), *(["--stride", str(stride)] if stride != context else [])]
+    _, figures = evaluate(folder, "new.gguf", "--data", "text", *flags)
+    model, ids = TextModel(folder / "new.gguf"), text_ids()
+    starts = range(0, len(ids) - context, stride)
+    windows = [surprises(model, ids[start : start + context + 1]) for start in starts]
+    new = [found[context - stride if place else 0 :] for place, found in enumerate(windows)]
+    text, found = figures["text"], figures["models"][0]["text"]
+    np.testing.assert_allclose(found["window_losses"], [each.mean() for each in new], rtol=1e-5)
+    total, tokens = sum(each.sum() for each in new), sum(map(len, new))
+    assert (text["windows"], text["tokens"]) == (len(windows), tokens)
+    assert text["tokens_after_the_last_window"] == len(ids) - 1 - tokens
+    nbytes = tokens - (text["tokens_after_the_last_window"] == 0)  # the end of the text is no byte
+    assert text["bytes"] == nbytes
+    assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)
+    assert found["perplexity"] == math.exp(found["loss"])
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / nbytes, rel=1e-6)
+
+
+@needs_mpiexec
+def test_the_loss_is_the_validation_loss_of_training(tmp_path):
+    """The end of a token file is held out: the same windows, the same weights, the same loss."""
+    ids = np.random.default_rng(0).integers(61, size=900).astype(np.uint16)
+    np.save(tmp_path / "all.npy", ids)
+    np.save(tmp_path / "held-out.npy", ids[len(ids) - 300 :])
+    flags = ["--data", str(tmp_path / "all.npy"), "--vocab-size", "61", "--val-fraction", str(300 / 900)]
+    flags += ["--steps", "2", "--warmup", "1", "--sample", "0", "--batch-size", "4", "--micro-batch", "1"]
+    train(2, tmp_path / "run", *SIZES, *flags)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    flags = ["--data", "held-out.npy", "--context", "16", "--micro-batch", "1"]
+    printed, figures = evaluate(tmp_path, "run/latest", *flags, ranks=2)
+    assert figures["models"][0]["text"]["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
+    assert f" {last['val_loss']:.6f} " in printed
+    assert figures["text"]["bytes"] is None, "nothing says what these ids stand for"
+    assert figures["models"][0]["text"]["bits_per_byte"] is None
+
+
+@needs_mpiexec
+def test_the_same_text_on_any_ranks_and_over_any_transport(folder):
+    flags = ["new.gguf", "--data", "text", "--choices", "questions.jsonl", "--against", "old.gguf"]
+    printed, figures = evaluate(folder, *flags)
+    for ranks, transport in [(3, "auto"), (2, "mpi"), (3, "shared")]:
+        again = evaluate(folder, *flags, "--transport", transport, ranks=ranks)
+        assert again == (printed, figures), f"{ranks} ranks, {transport}"
+
+
+@needs_mpiexec
+def test_windows_are_spread_and_precision_is_a_choice(folder):
+    _, exact = evaluate(folder, "new.gguf", "--data", "text", "--micro-batch", "1")
+    _, some = evaluate(folder, "new.gguf", "--data", "text", "--windows", "3", "--micro-batch", "1")
+    losses = exact["models"][0]["text"]["window_losses"]
+    count = len(losses)
+    assert count > 3
+    chosen = [losses[place * count // 3] for place in range(3)]
+    assert some["models"][0]["text"]["window_losses"] == chosen
+    assert (some["text"]["windows"], some["text"]["windows_of_the_text"]) == (3, count)
+    flags = ["new.gguf", "--data", "text", "--precision", "bf16", "--json", "low.json"]
+    assert run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)[0] == 0  # and says that it is slow
+    low = json.loads((folder / "low.json").read_text())
+    here, there = (found["models"][0]["text"]["loss"] for found in (low, exact))
+    assert here != there
+    assert here == pytest.approx(there, rel=0.05)
+
+
+@needs_mpiexec
+def test_a_folder_of_hugging_face_gives_the_same(folder):
+    export = ["-m", "zero_mpi.export", "new.gguf", "folder", "--format", "safetensors"]
+    assert run_job(1, export, cwd=folder)[0] == 0
+    flags = ["--data", "text", "--choices", "questions.jsonl"]
+    of_file, of_folder = (evaluate(folder, path, *flags)[1] for path in ("new.gguf", "folder"))
+    assert of_folder["models"][0].pop("model") == "folder"
+    assert of_file["models"][0].pop("model") == "new.gguf"
+    assert of_folder == of_file
+
+
+# ------------------------------------------------------------------------------------- two models
+
+
+@needs_mpiexec
+def test_a_second_model_reads_the_same_windows(folder):
+    flags = ["--data", "text", "--choices", "questions.jsonl"]
+    alone = [evaluate(folder, path, *flags)[1] for path in ("new.gguf", "old.gguf")]
+    printed, both = evaluate(folder, "new.gguf", *flags, "--against", "old.gguf", ranks=2)
+    assert both["models"] == [found["models"][0] for found in alone]
+    ours, theirs = both["models"]
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert both["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
+    for by in scores.BY:
+        assert both["difference"]["choices"]["right"][by] == (
+            ours["choices"]["right"][by] - theirs["choices"]["right"][by]
+        )
+    apart = np.array(ours["text"]["window_losses"]) - np.array(theirs["text"]["window_losses"])
+    error = apart.std(ddof=1) / math.sqrt(len(apart))  # windows of equal length
+    assert both["difference"]["text"]["standard_error"] == pytest.approx(error)
+    assert f"{both['difference']['text']['loss']:.6f}" in printed
+
+
+# ---------------------------------------------------------------------------------------- choices
+
+
+@needs_mpiexec
+def test_answers_have_the_likelihood_of_their_tokens(folder):
+    """Rows of unlike lengths share a micro-batch; each has what it has alone."""
+    printed, figures = evaluate(
+        folder, "new.gguf", "--choices", "questions.jsonl", "--micro-batch", "3", ranks=2
+    )
+    model, tokenizer, found = TextModel(folder / "new.gguf"), ByteTokenizer(), figures["models"][0]["choices"]
+    right = dict.fromkeys(scores.BY, 0)
+    for number, line in enumerate(QUESTIONS):
+        question = tokenizer.encode_prompt(line.get("question", line.get("context"))).tolist()
+        nats = []
+        for answer in line["answers"]:
+            ids = [*question, *answer.encode()]
+            nats.append(-surprises(model, ids)[len(question) - 1 :].sum())
+        np.testing.assert_allclose(found["log_likelihoods"][number], nats, rtol=1e-5)
+        sizes = np.array([len(answer.encode()) for answer in line["answers"]])
+        assert figures["choices"]["answer_bytes"][number] == sizes.tolist()
+        right["log_likelihood"] += int(np.argmax(nats)) == line["right"]
+        right["per_byte"] += int(np.argmax(nats / sizes)) == line["right"]
+        right["per_token"] = right["per_byte"]  # a token is a byte
+    assert found["right"] == right
+    assert 0 < right["log_likelihood"] < right["per_byte"] < len(QUESTIONS), "others would show little"
+    assert f"{right['per_byte']} ({100 * right['per_byte'] / 3:.2f} %)" in printed
+    assert "text" not in figures
+
+
+def test_of_equally_likely_answers_the_first_counts():
+    ids = [np.arange(3), np.arange(4), np.arange(3), np.arange(3)]
+    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [1, 3, 5, 5])
+    found = scores.choice_figures(np.array([6.0, 6.0, 1.0, 1.0]), choices)
+    assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 0}
+    assert found["accuracy"]["log_likelihood"] == 0.5
+    assert found["log_likelihoods"] == [[-6.0, -6.0], [-1.0, -1.0]]
+
+
+def test_the_targets_of_an_answer_are_its_own_tokens(folder):
+    choices = encode_choices(folder / "questions.jsonl", ByteTokenizer(), CONTEXT)
+    answers = AnswerSet(choices, 2)
+    spoken = []
+    for batch in map(answers.micro, range(answers.micro_batches)):
+        spoken += [bytes(batch.targets[part].tolist()).decode() for part in batch.parts]
+    assert spoken == [answer for line in QUESTIONS for answer in line["answers"]]
+    assert answers.count == len(spoken)
+
+
+BAD_LINES = {
+    "[1]": "expected an object such as .*, found \\[1\\]",
+    "{": "Expecting property name",
+    '{"answers": ["a", "b"], "right": 0}': "with one of question and context, found 'answers', 'right'",
+    '{"question": "a", "context": "b", "answers": ["a", "b"], "right": 0}': "found question and context",
+    '{"question": 1, "answers": ["a", "b"], "right": 0}': "question: expected a text, found 1",
+    '{"question": "q", "answers": ["a"], "right": 0}': "answers: expected a list of at least two texts",
+    '{"question": "q", "answers": ["a", ""], "right": 0}': "expected texts that are not empty, found ''",
+    '{"question": "q", "answers": ["a", "b"], "right": 2}': "right: expected the number of an answer, 0 to 1",
+    '{"question": "q", "answers": ["a", "b"], "right": true}': "right: expected .*, found True",
+    '{"question": "q", "answers": ["a", "b"]}': "right: expected .*, found None",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=str)
+def test_a_bad_line_is_named_with_what_was_expected(tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]) + "\n\n" + line)
+    with pytest.raises(FileError, match=f"--choices .*bad.jsonl, line 3: .*{BAD_LINES[line]}"):
+        read_choices(path)
+
+
+# ---------------------------------------------------------------------------------------- figures
+
+
+def test_figures_of_a_text_by_their_formulas():
+    nats, tokens = np.array([6.0, 10.0, 8.0]), np.array([4, 4, 4])
+    found = scores.text_figures(nats, tokens, 6)
+    assert found["loss"] == 2.0
+    assert found["perplexity"] == math.exp(2.0)
+    assert found["bits_per_byte"] == 24 / math.log(2) / 6
+    assert found["window_losses"] == [1.5, 2.5, 2.0]
+    assert found["standard_error"] == pytest.approx(np.std([1.5, 2.5, 2.0], ddof=1) / math.sqrt(3))
+    alone = scores.text_figures(nats[:1], tokens[:1], None)
+    assert (alone["standard_error"], alone["bits_per_byte"]) == (None, None)
+    assert scores.text_figures(np.array([8000.0]), np.array([8]), None)["perplexity"] is None
+
+
+def test_every_token_but_the_first_counts_once():
+    ids = np.arange(60)
+    for context, stride in [(7, 7), (7, 3), (7, 1), (59, 59)]:
+        windows = WindowSet(Windows(ids, context, stride), 2)
+        seen = np.concatenate(
+            [
+                batch.targets[part]
+                for batch in map(windows.micro, range(windows.micro_batches))
+                for part in batch.parts
+            ]
+        )
+        assert seen.tolist() == list(range(1, len(seen) + 1))
+        assert len(seen) > 59 - stride
+        assert counted(windows, np.ones(60, np.int64)).sum() == len(seen)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+TEXT_OF = ("new.gguf", "--data", "text")
+BAD = {
+    "no model": (["none.gguf", "--data", "text"], r"none\.gguf: no such file"),
+    "no text": (["new.gguf", "--data", "none"], "--data none does not exist"),
+    "no questions": (["new.gguf", "--choices", "none"], "--choices none: no such file"),
+    "nothing": (["new.gguf"], "nothing to evaluate on: give --data PATH, --choices FILE or both"),
+    "short": (["new.gguf", "--data", "short"], "context 32 needs at least 33 tokens, the data holds 11"),
+    "context": ([*TEXT_OF, "--context", "33"], "--context 33: the model new.gguf has 32"),
+    "stride": ([*TEXT_OF, "--stride", "33"], "--stride 33: expected at most the context, 32"),
+    "no stride": ([*TEXT_OF, "--stride", "0"], "--stride 0: expected at least 1"),
+    "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "of no text: give --data"),
+    "other vocabulary": (
+        [*TEXT_OF, "--against", "ids.gguf"],
+        "--against ids.gguf: expected the vocabulary of new.gguf, 260 tokens, found 61",
+    ),
+    "other tokens": (
+        [*TEXT_OF, "--against", "swapped.gguf"],
+        "--against swapped.gguf: token 65 is 'B', expected 'A' as in new.gguf",
+    ),
+    "far ids": (["new.gguf", "--data", "far.npy"], "id 300 at position 2 is outside the vocabulary"),
+    "no tokenizer": (["ids.gguf", "--data", "text"], "where text can only be read with"),
+    "another tokenizer": (
+        ["ids.gguf", "--data", "text", "--tokenizer", "byte"],
+        "--tokenizer byte has 260 tokens, the model of ids.gguf 61",
+    ),
+    "no folder": ([*TEXT_OF, "--json", "none/x.json"], "--json none/x.json: cannot be written"),
+    "long answer": (
+        ["new.gguf", "--choices", "long.jsonl"],
+        r"long\.jsonl, line 1: .* 41 tokens, the answer 40",
+    ),
+    "bad line": (["new.gguf", "--choices", "bad.jsonl"], r"bad\.jsonl, line 2: right: expected the number"),
+    "damaged": (["damaged.gguf", "--data", "text"], "blk.0.ffn_up.weight holds values that are not finite"),
+    "large": (["large.gguf", "--data", "text"], "large.gguf: the loss of sequence 0 is nan, expected a num"),
+}
+
+
+@pytest.fixture(scope="module")
+def faulty(folder: Path) -> Path:
+    """The folder with what cannot be evaluated."""
+    question = {"question": "q", "answers": ["a", "b"], "right": 0}
+    (folder / "long.jsonl").write_text(json.dumps(question | {"answers": ["a" * 40, "b"]}))
+    (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, [question, question | {"right": 7}])))
+    for name, tensor, value in [("damaged", "ffn_up", np.nan), ("large", "attn_v", 3e38)]:
+        file = GGUFFile.open(folder / "new.gguf")
+        raw = bytearray((folder / "new.gguf").read_bytes())
+        values = file.tensor(f"blk.0.{tensor}.weight")
+        raw = raw.replace(values.tobytes(), np.full_like(values, value).tobytes())
+        (folder / f"{name}.gguf").write_bytes(raw)
+    return folder
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("case", BAD)
+def test_a_fault_is_one_line_and_status_2(faulty, case):
+    flags, expected = BAD[case]
+    status, printed, errors = run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=faulty)
+    assert (status, printed) == (2, ""), errors
+    (line,) = errors.splitlines()
+    assert line.startswith("zero_mpi evaluate: error: ")
+    with pytest.raises(UsageError, match=expected):
+        raise UsageError(line)
+
+
+def test_flags_of_training_keep_their_bounds():
+    with pytest.raises(UsageError, match="--micro-batch 0: expected at least 1"):
+        read_task(["new.gguf", "--data", "text", "--micro-batch", "0"])
+    task = read_task(["new.gguf", "--data", "text", "more", "--threads", "1"])
+    assert (task.config.init, task.config.data, task.config.micro_batch) == ("new.gguf", ["text", "more"], 2)

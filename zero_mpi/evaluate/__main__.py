@@ -1,0 +1,5 @@
+"""`python -m zero_mpi.evaluate`."""
+
+from zero_mpi.evaluate import main
+
+main()

@@ -1,0 +1,133 @@
+"""The models to evaluate: opened, their sizes known and their tokens compared; no weights are read yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zero_mpi import device
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.comm.agree import Facts
+from zero_mpi.config.inputs import fitting_tokenizer, read_model, tokenizer_of
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.errors import UsageError
+from zero_mpi.evaluate.task import MOST_CONTEXT, Task
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import TOKENS
+from zero_mpi.launch.consistency import short_digest
+from zero_mpi.models import ModelConfig
+from zero_mpi.train.description import what_was_read
+from zero_mpi.train.resolve import set_threads
+from zero_mpi.train.transport import check_wish
+
+LONGEST_NAME = 40  # letters of a model's path that are shown in a table
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate. path: as it was given; source: its weights; model: its sizes."""
+
+    path: str
+    source: WeightSource
+    model: ModelConfig
+
+    @property
+    def name(self) -> str:
+        """The path for people."""
+        return shown(self.path, LONGEST_NAME)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a rank has found before anything large is read.
+
+    config      the settings, with the tokens of a window
+    candidates    the model, and the one that it is held against
+    tokenizer   of text; where the data are ids, what tells their bytes, None if nothing does
+    threads     that this rank computes on
+    """
+
+    config: Config
+    candidates: tuple[Candidate, ...]
+    tokenizer: Tokenizer | None
+    threads: int
+
+
+def look(task: Task, number: int) -> tuple[Opened, Facts]:
+    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+
+    `number`: of the rank on its node, where the launcher does not tell it.
+    """
+    device.use(task.config.device, number)
+    check_wish(task.config)
+    threads = set_threads(task.config)
+    paths = [path for path in (task.config.init, task.against) if path is not None]
+    candidates = tuple(map(open_candidate, paths))
+    tokenizer = choose_tokenizer(task, candidates[0])
+    for base in candidates[1:]:
+        check_same_tokens(candidates[0], base)
+    config = replace(task.config, context=window_length(task, candidates))
+    facts: dict[str, object] = {}
+    for candidate in candidates:
+        of_model = replace(config, init=candidate.path)
+        facts |= what_was_read(of_model, None, candidate.source, candidate.model, tokenizer)
+    return Opened(config, candidates, tokenizer, threads), {
+        name: short_digest(value) for name, value in facts.items()
+    }
+
+
+def open_candidate(path: str) -> Candidate:
+    """The model at a path; raises UsageError."""
+    source = open_weights(path)
+    return Candidate(path, source, read_model(source))
+
+
+def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
+    """The tokenizer that text and questions need; for ids alone the model's own, if it can be read."""
+    config = task.config
+    if task.choices is not None or not holds_token_files(config.data):
+        return fitting_tokenizer(config, candidate.source, candidate.model)
+    return own_tokenizer(candidate)
+
+
+def own_tokenizer(candidate: Candidate) -> Tokenizer | None:
+    """The tokenizer that came with a model; None where there is none that can be read."""
+    try:
+        found = tokenizer_of(candidate.source, candidate.model)
+    except UsageError:
+        return None
+    return found if found.vocab_size == candidate.model.vocab_size else None
+
+
+def check_same_tokens(candidate: Candidate, base: Candidate) -> None:
+    """Raise UsageError unless two models have the same tokens, for all that their files say."""
+    sizes = candidate.model.vocab_size, base.model.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"--against {shown(base.path)}: expected the vocabulary of {shown(candidate.path)}, {sizes[0]} "
+            f"tokens, found {sizes[1]}: only models of the same tokens read the same windows"
+        )
+    ours, theirs = (known_tokens(each) for each in (candidate, base))
+    for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
+        if expected != found:
+            raise UsageError(
+                f"--against {shown(base.path)}: token {place} is {show(found)}, expected {show(expected)} as "
+                f"in {shown(candidate.path)}: only models of the same tokens read the same windows"
+            )
+
+
+def known_tokens(candidate: Candidate) -> list[str]:
+    """The texts of a model's tokens; none where its tokenizer cannot be read."""
+    tokenizer = own_tokenizer(candidate)
+    found = tokenizer.metadata().get(TOKENS) if tokenizer is not None else None
+    return found if isinstance(found, list) else []
+
+
+def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:
+    """Tokens of a window; raises UsageError if they are more than a model has positions for."""
+    rooms = [candidate.model.context_length for candidate in candidates]
+    wanted = task.context or min(MOST_CONTEXT, *rooms)
+    for candidate, room in zip(candidates, rooms, strict=True):
+        if wanted > room:
+            raise UsageError(f"--context {wanted}: the model {shown(candidate.path)} has {room}")
+    return wanted

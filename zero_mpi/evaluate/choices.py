@@ -1,0 +1,118 @@
+"""Questions with several answers, of which one is right: a file of JSON lines, and its tokens.
+
+A line is an object with a text `question` (or `context`), a list of texts `answers` and `right`, the number
+of the right one, from 0. The answer follows the question as they stand there: who wants a space between them
+begins the answer with it. Each is encoded by itself, so the tokens that count are those of the answer alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data import Tokenizer
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import quoted, show, shown
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+
+Ids = NDArray[np.int64]
+QUESTION = ("question", "context")  # names of what an answer follows: one of them
+EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """A question, its answers and the number of the right one; line: of the file, from 1."""
+
+    line: int
+    question: str
+    answers: tuple[str, ...]
+    right: int
+
+
+@dataclass(frozen=True)
+class EncodedChoices:
+    """Questions as tokens.
+
+    sequences   an array of ids for each answer of each question: those of the question, then the answer's
+    starts      where in each the answer begins
+    counts      answers of each question
+    right       number of the right one of each
+    nbytes      of each answer, in UTF-8
+    """
+
+    sequences: list[Ids]
+    starts: list[int]
+    counts: list[int]
+    right: list[int]
+    nbytes: list[int]
+
+
+def read_choices(path: Path) -> list[MultipleChoice]:
+    """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
+    try:
+        text = read_file(path, expected="a file of JSON lines")
+    except FileError as error:
+        raise FileError(f"--choices {error}") from None
+    found = []
+    for number, raw in enumerate(text.split(b"\n"), 1):
+        if raw.strip():
+            try:
+                found.append(one_choice(number, parse_json(raw, unique=True)))
+            except ValueError as error:
+                raise FileError(f"--choices {shown(path)}, line {number}: {error}") from None
+    if not found:
+        raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
+    return found
+
+
+def one_choice(line: int, value: Any) -> MultipleChoice:
+    """The question of a line; raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{EXPECTED}, found {quoted(value)}")
+    names = [name for name in QUESTION if name in value]
+    if len(names) != 1:
+        has = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
+        raise ValueError(f"{EXPECTED}, with one of question and context, found {has}")
+    question, answers, right = value[names[0]], value.get("answers"), value.get("right")
+    if not isinstance(question, str):
+        raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise ValueError(f"answers: expected a list of at least two texts, found {quoted(answers)}")
+    for answer in answers:
+        if not isinstance(answer, str) or not answer:
+            raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")
+    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(answers):
+        raise ValueError(
+            f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
+        )
+    return MultipleChoice(line, question, tuple(answers), right)
+
+
+def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:
+    """The questions of a file as tokens. Raises FileError for one that `context` positions are too few for.
+
+    What a model asks for before a text (bos) stands before a question, in which control tokens count as such.
+    """
+    read, found = read_choices(path), EncodedChoices([], [], [], [], [])
+    for choice in read:
+        question = tokenizer.encode_prompt(choice.question)
+        for answer, ids in zip(choice.answers, tokenizer.encode_batch(choice.answers), strict=True):
+            length = len(question) + len(ids)
+            if not len(ids) or length > context + 1:
+                problem = f"question and answer {show(answer, 40)} are {length} tokens, the answer {len(ids)}"
+                raise FileError(
+                    f"--choices {shown(path)}, line {choice.line}: {problem}; expected at least one of the "
+                    f"answer and at most {context + 1} together, by the model's context"
+                )
+            found.sequences.append(np.concatenate((question, ids)).astype(np.int64))
+            found.starts.append(len(question))
+            found.nbytes.append(len(answer.encode("utf-8", "surrogatepass")))
+        found.counts.append(len(choice.answers))
+        found.right.append(choice.right)
+    return found

@@ -1,0 +1,92 @@
+"""What the models are given to read: rank 0 reads and encodes files, and all ranks get the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
+from zero_mpi.evaluate.candidate import Opened
+from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
+from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
+from zero_mpi.evaluate.task import Task
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry import log
+from zero_mpi.train.resolve import read_corpus
+from zero_mpi.train.setup import share_corpus
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the models are given to read.
+
+    windows   over the text, if there is one; text: what is known of it, for --json; tokens: of each window
+    answers   of the questions, if there are any; choices: the questions
+    """
+
+    windows: WindowSet | None
+    text: dict[str, Any]
+    tokens: np.ndarray[Any, Any]
+    answers: AnswerSet | None
+    choices: EncodedChoices | None
+
+
+def gather_material(world: World, task: Task, opened: Opened) -> Material:
+    """The material on all ranks. Collective; raises UsageError on all of them."""
+    windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
+    choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
+    if task.config.data:
+        corpus = share_corpus(world.comm, world.on_root(lambda: read_text(task, opened)))
+        if world.rank == 0:
+            for note in corpus.notes:
+                log.tell(log.Caution(note))
+        cut = Windows(corpus.train, opened.config.context, task.stride)
+        windows = WindowSet(cut, opened.config.micro_batch, task.windows)
+        text, tokens = about(cut, windows, corpus, opened)
+    answers = None if choices is None else AnswerSet(choices, opened.config.micro_batch)
+    return Material(windows, text, tokens, answers, choices)
+
+
+def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
+    """The questions of --choices, which have to fit every model."""
+    if task.choices is None:
+        return None
+    assert opened.tokenizer is not None, "questions are text"
+    context = min(candidate.model.context_length for candidate in opened.candidates)
+    return encode_choices(task.choices, opened.tokenizer, context)
+
+
+def read_text(task: Task, opened: Opened) -> Corpus:
+    """The tokens of --data; raises UsageError, also for a stride longer than a window."""
+    Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
+    tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
+    return read_corpus(opened.config, opened.candidates[0].model, tokenizer)
+
+
+def about(
+    cut: Windows, windows: WindowSet, corpus: Corpus, opened: Opened
+) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    """What is known of the text, and how many tokens of each window count."""
+    vocabulary = opened.candidates[0].model.vocab_size
+    tokens = counted(windows, np.ones(vocabulary, np.int64))
+    nbytes = None
+    if opened.tokenizer is not None:
+        nbytes = int(counted(windows, byte_lengths(opened.tokenizer)).sum())
+    return {
+        "context": cut.context,
+        "stride": cut.stride,
+        "windows": windows.count,
+        "windows_of_the_text": len(cut),
+        "tokens": int(tokens.sum()),
+        "bytes": nbytes,
+        "tokens_of_the_text": len(corpus.train),
+        "tokens_after_the_last_window": len(corpus.train) - 1 - (len(cut) - 1) * cut.stride - cut.context,
+        "sha256": corpus.sha256,
+    }, tokens
+
+
+def byte_lengths(tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+    """Bytes of text behind each id (V,); none behind what is no text, such as the end of a document."""
+    return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size)], np.int64)

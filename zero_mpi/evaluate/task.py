@@ -1,0 +1,124 @@
+"""What is to be evaluated: the flags, of which those that training has as well are its own settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.config.bounds import check
+from zero_mpi.config.command_line import argument
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.errors import UsageError
+from zero_mpi.train.same_flags import settings
+
+MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
+SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
+    "data": "text or .npy token files",
+    "tokenizer": "byte, from-init (the model's own, the default), or a file",
+    "micro_batch": "",
+    "prefetch": "",
+    "transport": "",
+    "device": "",
+    "precision": "",
+    "threads": "",
+    "timeout": "",
+}
+OF_WINDOWS = ("context", "stride", "windows")
+EXAMPLES = """\
+Examples:
+
+  mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data TEXT
+  python -m zero_mpi.evaluate NEW.gguf --data TEXT --against OLD.gguf
+  mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices FILE.jsonl
+
+A line of FILE.jsonl, where 0 is the first answer:
+
+  {"question": "Two and two are", "answers": [" four", " five"], "right": 0}"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be evaluated.
+
+    config    the settings that training has as well; `init` is the model, and none of it is trained
+    against   a second model
+    choices   a file of questions with several answers
+    context   tokens of a window, None: the model's, at most MOST_CONTEXT
+    stride    tokens from a window to the next, None: as many as a window has
+    windows   how many at most, None: all
+    json      a file for all figures
+    """
+
+    config: Config
+    against: str | None = None
+    choices: Path | None = None
+    context: int | None = None
+    stride: int | None = None
+    windows: int | None = None
+    json: Path | None = None
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must share."""
+        own = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
+        return settings(self.config) | own
+
+
+def make_parser() -> Parser:
+    """The command line. Flags that are not given are absent from the result."""
+    parser = Parser(
+        prog="mpirun -n N python -m zero_mpi.evaluate",
+        usage="%(prog)s PATH [flags]",
+        description="How well a model predicts a text: loss, perplexity, bits a byte; and which answers to "
+        "questions it prefers. The figures are the same at any number of ranks.",
+        epilog=EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
+    parser.add_argument("--choices", metavar="FILE", help="questions with several answers, as JSON lines")
+    add_settings(parser, "data", "tokenizer")
+    parser.add_argument(
+        "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
+    )
+    parser.add_argument(
+        "--stride", type=int, help="tokens from a window to the next, of which only new ones count "
+        "(default: --context)"
+    )  # fmt: skip
+    parser.add_argument("--windows", type=int, help="so many at most, spread over the text (default: all)")
+    add_settings(parser, *(name for name in SETTINGS if name not in ("data", "tokenizer")))
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    return parser
+
+
+def add_settings(parser: Parser, *names: str) -> None:
+    """Flags that training has as well, with their texts and defaults there."""
+    for name in names:
+        about: dict[str, Any] = argument(FIELDS[name]) | ({"help": SETTINGS[name]} if SETTINGS[name] else {})
+        parser.add_argument(spelled(name), **about)
+
+
+def read_task(arguments: Sequence[str]) -> Task:
+    """The task of a command line; raises UsageError for what cannot be meant."""
+    given = vars(make_parser().parse_args(arguments))
+    config = Config(
+        init=given.pop("model"),
+        val_fraction=0.0,
+        freeze=["*"],
+        **{name: given.pop(name) for name in SETTINGS if name in given},
+    )
+    check(config)
+    for name in ("choices", "json"):
+        if name in given:
+            given[name] = Path(given[name])
+    if not config.data and "choices" not in given:
+        raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
+    for name in OF_WINDOWS:
+        if name in given and not config.data:
+            raise UsageError(f"{spelled(name)} {given[name]}: of no text: give --data PATH as well")
+        if given.get(name, 1) < 1:
+            raise UsageError(f"{spelled(name)} {given[name]}: expected at least 1")
+    return Task(config, **given)
