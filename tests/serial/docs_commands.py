@@ -138,6 +138,21 @@ TRAINING: dict[str, How] = {
     "--transport mpi": Run(TINY, SAVED),
 }
 
+EVALUATING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128": Run(
+        "--context 64", "nats a token"
+    ),
+    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128 --stride 64 "
+    "--json figures.json": Run("--context 64 --stride 32", "a new one every 32"),
+    "python -m zero_mpi.evaluate runs/tuned/latest --data my-texts --context 128 "
+    "--against MODEL.gguf": ByTest(
+        "tests/serial/test_evaluate.py::test_a_second_model_reads_the_same_windows"
+    ),
+    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices questions.jsonl": ByTest(
+        "tests/serial/test_evaluate.py::test_answers_have_the_likelihood_of_their_tokens"
+    ),
+}
+
 LOOKING: dict[str, How] = {
     "ls runs/default": Run(says="metrics.jsonl"),
     "ls runs/saved": Run(says="step-00000080\nstep-00000100\n"),
@@ -326,4 +341,4 @@ OWN: dict[str, How] = {
     "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),
 }
 
-COMMANDS = STARTING | TRAINING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN
+COMMANDS = STARTING | TRAINING | EVALUATING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN

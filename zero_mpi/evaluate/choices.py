@@ -80,18 +80,26 @@ def one_choice(line: int, value: Any) -> MultipleChoice:
         has = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
         raise ValueError(f"{EXPECTED}, with one of question and context, found {has}")
     question, answers, right = value[names[0]], value.get("answers"), value.get("right")
-    if not isinstance(question, str):
+    if not is_text(question):
         raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
     if not isinstance(answers, list) or len(answers) < 2:
         raise ValueError(f"answers: expected a list of at least two texts, found {quoted(answers)}")
     for answer in answers:
-        if not isinstance(answer, str) or not answer:
+        if not is_text(answer) or not answer:
             raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")
     if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(answers):
         raise ValueError(
             f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
         )
     return MultipleChoice(line, question, tuple(answers), right)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text that has bytes: JSON can say half of a pair of letters, which has none."""
+    try:
+        return isinstance(value, str) and value == value.encode().decode()
+    except UnicodeEncodeError:
+        return False
 
 
 def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:
@@ -112,7 +120,7 @@ def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedCho
                 )
             found.sequences.append(np.concatenate((question, ids)).astype(np.int64))
             found.starts.append(len(question))
-            found.nbytes.append(len(answer.encode("utf-8", "surrogatepass")))
+            found.nbytes.append(len(answer.encode()))
         found.counts.append(len(choice.answers))
         found.right.append(choice.right)
     return found
