@@ -216,9 +216,9 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
 
 def test_of_equally_likely_answers_the_first_counts():
     ids = [np.arange(3), np.arange(4), np.arange(3), np.arange(3)]
-    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [1, 3, 5, 5])
+    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [9, 3, 5, 5])
     found = scores.choice_figures(np.array([6.0, 6.0, 1.0, 1.0]), choices)
-    assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 0}
+    assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 1}
     assert found["accuracy"]["log_likelihood"] == 0.5
     assert found["log_likelihoods"] == [[-6.0, -6.0], [-1.0, -1.0]]
 
