@@ -148,6 +148,8 @@ EVALUATING: dict[str, How] = {
     "--against MODEL.gguf": ByTest(
         "tests/serial/test_evaluate.py::test_a_second_model_reads_the_same_windows"
     ),
+    "python -m zero_mpi.evaluate MODEL.gguf --lora runs/adapter/latest --data my-texts --context 128 "
+    "--against MODEL.gguf": ByTest("tests/serial/test_lora.py::test_evaluate_takes_an_adapter_with_its_base"),
     "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices questions.jsonl": ByTest(
         "tests/serial/test_evaluate.py::test_answers_have_the_likelihood_of_their_tokens"
     ),

@@ -169,3 +169,20 @@ def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone,
     status, _, errors = run_job(1, ["-m", "zero_mpi.generate", str(out / "latest"), "--tokens", "1"])
     assert status == 2
     assert "holds adapter.gguf and no model: name the model that it was trained on" in errors
+
+
+def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
+    out, _ = alone
+    adapter, merged = str(out / "latest"), str(tmp_path / "merged.gguf")
+    assert run_job(1, ["-m", "zero_mpi.export", str(base), merged, "--merge", adapter])[0] == 0
+
+    def losses(name, ranks, *models):
+        command = ["-m", "zero_mpi.evaluate", *models, *text, "--json", str(tmp_path / name)]
+        status, _, errors = run_job(ranks, command)
+        assert (status, errors) == (0, "")
+        found = json.loads((tmp_path / name).read_text())
+        return [model["text"]["loss"] for model in found["models"]]
+
+    both = losses("both", 2, str(base), "--lora", adapter, "--against", str(base))
+    assert both == losses("each", 1, merged, "--against", str(base))
+    assert both[0] < both[1], "it was trained on this text"

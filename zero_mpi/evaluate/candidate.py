@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.adapter import adapter_file, weights_digest
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.inputs import fitting_tokenizer, read_model, tokenizer_of
 from zero_mpi.config.settings import Config
@@ -25,16 +27,22 @@ LONGEST_NAME = 40  # letters of a model's path that are shown in a table
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to evaluate. path: as it was given; source: its weights; model: its sizes."""
+    """A model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
 
     path: str
     source: WeightSource
     model: ModelConfig
+    lora: str | None = None
 
     @property
     def name(self) -> str:
         """The path for people."""
-        return shown(self.path, LONGEST_NAME)
+        return shown(self.title, LONGEST_NAME)
+
+    @property
+    def title(self) -> str:
+        """The paths of model and adapter."""
+        return self.path if self.lora is None else f"{self.path} + {self.lora}"
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,8 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     device.use(task.config.device, number)
     check_wish(task.config)
     threads = set_threads(task.config)
-    paths = [path for path in (task.config.init, task.against) if path is not None]
-    candidates = tuple(map(open_candidate, paths))
+    asked = (task.config.init, task.lora), (task.against, None)
+    candidates = tuple(open_candidate(path, lora) for path, lora in asked if path is not None)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_tokens(candidates[0], base)
@@ -71,15 +79,17 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     for candidate in candidates:
         of_model = replace(config, init=candidate.path)
         facts |= what_was_read(of_model, None, candidate.source, candidate.model, tokenizer)
+        if candidate.lora is not None:
+            facts[f"the adapter of --lora {candidate.lora}"] = weights_digest(adapter_file(candidate.lora))
     return Opened(config, candidates, tokenizer, threads), {
         name: short_digest(value) for name, value in facts.items()
     }
 
 
-def open_candidate(path: str) -> Candidate:
-    """The model at a path; raises UsageError."""
-    source = open_weights(path)
-    return Candidate(path, source, read_model(source))
+def open_candidate(path: str, lora: str | None) -> Candidate:
+    """The model at a path, with its adapter if it has one; raises UsageError."""
+    source = open_merged(path, lora)
+    return Candidate(path, source, read_model(source), lora)
 
 
 def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:

@@ -72,7 +72,7 @@ def figures_of(task: Task, candidate: Candidate, material: Material, losses: lis
     """What is said of one model; `losses` of its windows, then of its answers."""
     left = list(losses)
     found: Figures = {
-        "model": candidate.path,
+        "model": candidate.title,
         "arch": candidate.model.arch,
         "parameters": parameter_count(candidate.model),
         "precision": task.config.precision,

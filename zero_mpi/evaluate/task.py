@@ -33,6 +33,7 @@ Examples:
 
   mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data TEXT
   python -m zero_mpi.evaluate NEW.gguf --data TEXT --against OLD.gguf
+  python -m zero_mpi.evaluate OLD.gguf --lora ADAPTER.gguf --data TEXT
   mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices FILE.jsonl
 
 A line of FILE.jsonl, where 0 is the first answer:
@@ -45,6 +46,7 @@ class Task:
     """What is to be evaluated.
 
     config    the settings that training has as well; `init` is the model, and none of it is trained
+    lora      an adapter of the first model
     against   a second model
     choices   a file of questions with several answers
     context   tokens of a window, None: the model's, at most MOST_CONTEXT
@@ -54,6 +56,7 @@ class Task:
     """
 
     config: Config
+    lora: str | None = None
     against: str | None = None
     choices: Path | None = None
     context: int | None = None
@@ -78,6 +81,7 @@ def make_parser() -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
     parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
     parser.add_argument("--choices", metavar="FILE", help="questions with several answers, as JSON lines")
     add_settings(parser, "data", "tokenizer")

@@ -9,6 +9,7 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.models.gpt2 import GPT2
 from zero_mpi.models.llama import Llama
+from zero_mpi.models.lora import LoRA
 from zero_mpi.models.model_config import Metadata, ModelConfig, Read
 from zero_mpi.models.qwen import Qwen2, Qwen3
 
@@ -33,4 +34,4 @@ def config_from_gguf(
         raise UsageError(f"{source}: {error}") from error
 
 
-__all__ = ["ARCHITECTURES", "GPT2", "Llama", "ModelConfig", "Qwen2", "Qwen3", "config_from_gguf"]
+__all__ = ["ARCHITECTURES", "GPT2", "Llama", "LoRA", "ModelConfig", "Qwen2", "Qwen3", "config_from_gguf"]

@@ -1,10 +1,9 @@
 """What every architecture offers, and the checks they share.
 
 A model is a configuration that knows three things: the stages that compute it, the GGUF keys that
-describe it, and how to read itself back from such keys. Sizes are named as in GGUF.
+describe it, and how to read itself back from such keys. Sizes are named as in GGUF. Annotations are no texts
+here: subclasses in other modules have them in their own signatures.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
