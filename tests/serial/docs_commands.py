@@ -278,6 +278,9 @@ MEASURING: dict[str, How] = {
     ),
     "python benchmarks/losses.py --init MODEL.gguf --ranks 1 -- --context 128 --batch-size 4 --micro-batch 4 "
     "--lr 1e-4 --warmup 20": ByTest(f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"),
+    "python benchmarks/step.py --workload W1 --threads 2 --precision fp32 bf16 --rounds 2 --steps 3": ByTest(
+        f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
+    ),
     "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
     "--transport shared mpi --reduction exact fast": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"

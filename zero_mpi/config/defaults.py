@@ -25,4 +25,5 @@ def told(name: str) -> str:
     """What `--help` says of a setting in the tables above; empty for another."""
     if name not in FROM_NOTHING:
         return ""
-    return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')})"
+    lora = f", with --lora {ADAPTERS[name]}" if name in ADAPTERS else ""
+    return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')}{lora})"
