@@ -45,6 +45,7 @@ COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace",
 Case = Callable[[Random, Path], list[str]]
 
 MOST_CPU = 5.0  # seconds of a run's own work
+OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
 MOST_WAIT = 40.0  # seconds by the clock: a run that waits for something; generous, for machines are busy
 MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
 MOST_HELD = 2 << 30  # bytes beyond which a run is not given more, for the machine's sake
@@ -82,7 +83,8 @@ def problems(command: str, end: Ending) -> Iterator[str]:
         yield f"traceback: {last[0][:200] if last else ''}"
     if end.status not in FINE | ALSO_FINE.get(command, set()):
         yield f"status {end.status}"
-    if end.cpu > MOST_CPU or end.wall > MOST_WAIT:
+    ended_for_it = end.status == OUT_OF_TIME  # the kernel's limit and its account differ by a second at times
+    if ended_for_it or end.cpu > MOST_CPU or end.wall > MOST_WAIT:
         yield f"slow: {end.cpu:.1f} s of work, {end.wall:.1f} s by the clock"
     if end.growth > MOST_GROWTH:
         yield f"memory: {end.growth >> 20} MiB more"

@@ -95,10 +95,9 @@ def in_use(path, code):
 
 @pytest.fixture
 def segment(tmp_path):
-    """A file as libraries make it, on a file system in memory."""
+    """A file as libraries make it, on a file system in memory; new, or another test's job would remove it."""
     path = leftovers.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
-    os.utime(path, (1, 1))
     yield path
     path.unlink(missing_ok=True)
 

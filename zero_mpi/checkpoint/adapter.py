@@ -59,7 +59,7 @@ def adapter_file(path: str | os.PathLike[str]) -> GGUFFile:
 
 def is_adapter_file(file: GGUFFile) -> bool:
     """Whether its keys call it an adapter."""
-    return file.metadata.get(TYPE) == "adapter"
+    return GGUFKeys(file.metadata, str(file.path)).text(TYPE) == "adapter"
 
 
 def lora_of(file: GGUFFile) -> LoRA:
