@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_resume import refused
 
 from zero_mpi.checkpoint.best import LOSS, SINCE, STEP, Best, read_best
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -243,18 +244,11 @@ def test_without_patience_there_are_no_keys_and_no_link(flags, tmp_path):
     ],
 )
 def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
-    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, *more]
-    status, printed, errors = run_job(2, command, timeout=30)
-    assert (status, printed) == (2, "")
-    (line,) = errors.splitlines()
-    assert line.endswith(expected)
+    assert refused(2, tmp_path / "out", *flags, *more).endswith(expected)
 
 
 @needs_mpiexec
 def test_a_folder_in_the_place_of_the_link_is_refused(flags, tmp_path):
     (tmp_path / "out" / "best").mkdir(parents=True)
-    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--patience", "2"]
-    status, _, errors = run_job(2, command, timeout=30)
-    assert status == 2
-    (line,) = errors.splitlines()
+    line = refused(2, tmp_path / "out", *flags, "--patience", "2")
     assert line.endswith("out/best is no link, expected one or nothing: move it away")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
+from test_resume import refused
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import open_merged
@@ -132,11 +133,7 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(alone, base, text, tmp_p
 )
 def test_what_cannot_be_meant_is_refused(more, said, base, text, tmp_path):
     more = [str(base) if flag == "BASE" else flag for flag in more]
-    command = ["-m", "zero_mpi.train", *DATA, *text, "--out", str(tmp_path / "run"), *more]
-    status, _, errors = run_job(1, command)
-    assert status == 2
-    assert said in errors
-    assert len(errors.splitlines()) == 1
+    assert said in refused(1, tmp_path / "run", *DATA, *text, *more)
 
 
 def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
@@ -145,10 +142,7 @@ def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
     train(1, tmp_path / "other", *SIZES, *DATA, *text, "--steps", "1", "--seed", "7")
     other = tmp_path / "other" / "latest" / "model.gguf"
     changed = [str(other) if flag == str(base) else flag for flag in flags]
-    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "run"), *changed]
-    status, _, errors = run_job(1, command)
-    assert status == 2
-    assert "is a checkpoint of another run: --base was" in errors
+    assert "is a checkpoint of another run: --base was" in refused(1, tmp_path / "run", *changed)
 
 
 def test_patterns_choose_projections():

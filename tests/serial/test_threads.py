@@ -90,7 +90,6 @@ def test_parts_are_equal_runs_of_whole_rows(of_threads):
     assert threads.cut((10, 12)) == [slice(0, 10)], "too little"
     assert threads.cut((1000,), 256) == [slice(0, 256), slice(256, 512), slice(512, 1000)]
     assert threads.in_parts((3, 64), lambda part: part.start) == [0, 1, 2]
-    assert threads.in_numbered_parts((4, 64), lambda part, number: number) == [0, 1, 2]
 
 
 def test_an_error_of_any_part_is_raised(of_threads):

@@ -1,8 +1,8 @@
 """--schedule wsd in whole runs: the recorded rates, other ranks, a stop on the way, and a run made longer."""
 
 import pytest
-from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_resume import refused
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--lr", "0.01", "--min-lr", "0.002"]
@@ -69,8 +69,4 @@ def test_another_number_of_decay_steps_is_told_at_a_resume(whole, flags, tmp_pat
     ],
 )
 def test_what_does_not_fit_is_one_line(more, expected, flags, tmp_path):
-    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, *more]
-    status, printed, errors = run_job(2, command, timeout=30)
-    assert (status, printed) == (2, "")
-    (line,) = errors.splitlines()
-    assert line.endswith(expected)
+    assert refused(2, tmp_path / "out", *flags, *more).endswith(expected)

@@ -67,7 +67,7 @@ def lora_of(file: GGUFFile) -> LoRA:
     keys = GGUFKeys(file.metadata, str(file.path))
     ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
-    if keys.text(TYPE) != "adapter" or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
+    if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
             f"{file.path}: expected an adapter: {TYPE} adapter, {KIND} lora, {ALPHA}, tensors of one rank"
         )
@@ -76,9 +76,9 @@ def lora_of(file: GGUFFile) -> LoRA:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """What tells one file of weights from another: names, types, shapes and the first numbers of each."""
+    """What tells one file of weights from another: names, shapes and the first numbers of each."""
     total = hashlib.sha256()
     for name, spec in source.tensors.items():
         total.update(f"{name} {spec.shape}".encode())
-        total.update(source.read(name, 0, min(SAMPLE, int(np.prod(spec.shape)))).tobytes())
+        total.update(source.read(name, 0, min(SAMPLE, spec.size)).tobytes())
     return total.hexdigest()[:32]

@@ -49,7 +49,7 @@ MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 class TrainingProgress:
     """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
 
-    Of the loss scale (`sharding.loss_scale`), and the best evaluation, where there are such.
+    scale_*: of the loss scale (`sharding.loss_scale`); best: evaluation; both where there is one.
     """
 
     step: int = 0

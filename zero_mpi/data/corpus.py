@@ -182,7 +182,7 @@ def _hold_out(documents: list[Tokens], fraction: float, seed: int) -> tuple[list
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one is always sieve.
+    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one always stays.
 
     One that would make them more than twice that is passed over, and the smallest of those is taken only if
     the others do not reach it: or a draw that begins with a giant would hold out nearly everything.

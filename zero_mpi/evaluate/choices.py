@@ -52,6 +52,11 @@ class EncodedChoices:
     right: list[int]
     nbytes: list[int]
 
+    @property
+    def tokens(self) -> list[int]:
+        """How many tokens each answer has."""
+        return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
+
 
 def read_choices(path: Path) -> list[MultipleChoice]:
     """The questions of a file. Raises FileError that names file, line, what was expected and what came."""

@@ -101,12 +101,11 @@ def about_choices(material: Material) -> dict[str, Any]:
     """What is known of the questions."""
     choices = material.choices
     assert choices is not None, "asked for where there are some"
-    tokens = [len(ids) - start for ids, start in zip(choices.sequences, choices.starts, strict=True)]
     return {
         "questions": len(choices.counts),
         "answers": len(choices.sequences),
         "right": choices.right,
-        "answer_tokens": grouped(tokens, choices.counts),
+        "answer_tokens": grouped(choices.tokens, choices.counts),
         "answer_bytes": grouped(choices.nbytes, choices.counts),
     }
 

@@ -67,8 +67,11 @@ def choice_figures(losses: Array, choices: EncodedChoices) -> Figures:
     accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
-    tokens = [len(ids) - start for ids, start in zip(choices.sequences, choices.starts, strict=True)]
-    divisors = {"log_likelihood": np.ones(len(losses)), "per_token": tokens, "per_byte": choices.nbytes}
+    divisors = {
+        "log_likelihood": np.ones(len(losses)),
+        "per_token": choices.tokens,
+        "per_byte": choices.nbytes,
+    }
     right = {
         name: right_ones(-losses / np.asarray(divisor, np.float64), choices)
         for name, divisor in divisors.items()

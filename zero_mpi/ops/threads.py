@@ -78,11 +78,6 @@ def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) 
     return run([partial(work, part) for part in cut(shape, even)])
 
 
-def in_numbered_parts(shape: tuple[int, ...], work: Callable[[slice, int], T]) -> list[T]:
-    """As `in_parts`, where `work` is told the number of its part as well."""
-    return run([partial(work, part, number) for number, part in enumerate(cut(shape))])
-
-
 def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
     """Call a kernel that works element by element on parts of flat arrays."""
     if _threads == 1:
