@@ -139,15 +139,62 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
 
 
 @needs_library
-def test_the_same_product_has_the_same_bits_wherever_it_lies():
-    """Every rank has its micro-batches elsewhere in memory, and a row is one of more or of fewer."""
-    x, w = drawn(96, 200), drawn(72, 200)
+@pytest.mark.parametrize("kind", [BF, np.dtype(np.float32)])
+def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
+    """Every rank has its micro-batches elsewhere in memory."""
+    x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
     whole = ops.linear(x, w)
-    room = np.zeros(96 * 200 + 64, BF)
+    room = np.zeros(x.size + 64, kind)
     for start in (1, 2, 31):
         moved = room[start : start + x.size].reshape(x.shape)
         moved[...] = x
-        np.testing.assert_array_equal(ops.linear(moved, w).view(np.uint16), whole.view(np.uint16))
+        assert ops.linear(moved, w).tobytes() == whole.tobytes()
+
+
+@needs_library
+def test_large_products_of_float32_are_the_librarys(monkeypatch):
+    """Small ones are BLAS's: to call the library would take longer than they do."""
+    taken = []
+    monkeypatch.setattr(LIBRARY, "multiply", lambda a, b, c, **more: taken.append(c.shape) or c)
+    shapes = [(16, 256, 1024), (16, 255, 1024), (4096, 1024, 1)]  # the library's from 2^22 multiplications
+    for rows, inputs, outputs in shapes:
+        x, w = np.ones((rows, inputs), np.float32), np.ones((outputs, inputs), np.float32)
+        ops.linear(x, w)
+        ops.linear_backward_x(np.ones((rows, outputs), np.float32), w)
+        ops.linear_backward_w(np.ones((rows, outputs), np.float32), x, np.zeros_like(w))
+    assert taken == [(16, 1024), (16, 256), (1024, 256), (4096, 1), (4096, 1024), (1, 1024)]
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [128, 131])
+def test_large_products_of_float32_are_as_defined(rows):
+    x, w, dy = (drawn(*shape).astype(np.float32) for shape in ((rows, 200), (333, 200), (rows, 333)))
+    b, plus, dw, into = drawn(333).astype(np.float32), dy * 2, w.copy(), x.copy()
+    assert rows * 200 * 333 > onednn.LEAST
+    ops.linear_backward_w(dy, x, dw)
+    pairs = [
+        (ops.linear(x, w, b, plus), reference.linear(x, w, b, plus)),
+        (ops.linear_backward_x(dy, w), reference.linear_backward_x(dy, w)),
+        (ops.linear_backward_x(dy, w, into), x + reference.linear_backward_x(dy, w)),
+        (dw, w + dy.T @ x),
+    ]
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@needs_library
+def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
+    """A window of packed documents nearly always has other rows than the one before."""
+    monkeypatch.setattr(onednn, "MOST_PRODUCTS", 4)
+    monkeypatch.setattr(LIBRARY.own, "products", {})
+    given_back = []
+    destroy = onednn.Product.destroy
+    monkeypatch.setattr(onednn.Product, "destroy", lambda self: (given_back.append(self), destroy(self)))
+    w = drawn(24, 40)
+    for rows in [*range(1, 8), 7, 6, 1]:
+        x = drawn(rows, 40)
+        assert_near(ops.linear(x, w), low_precision.defined.linear(x, w))
+    assert (len(LIBRARY.own.products), len(given_back)) == (4, 4)
 
 
 @needs_library
@@ -182,7 +229,7 @@ import ml_dtypes
 from threadpoolctl import threadpool_info, threadpool_limits
 threadpool_limits(1)
 from zero_mpi import ops
-ops.low_products(ml_dtypes.bfloat16)
+ops.products(ml_dtypes.bfloat16)
 print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"])
 """
 
@@ -201,7 +248,7 @@ PRINTED = """
 import ml_dtypes, numpy as np
 from zero_mpi import ops
 x = np.arange(35, dtype=np.float32).reshape(5, 7).astype(ml_dtypes.bfloat16)
-print(ops.low_products(ml_dtypes.bfloat16))
+print(ops.products(ml_dtypes.bfloat16))
 print(ops.linear(x, x).astype(np.float32).tolist())
 """
 

@@ -106,9 +106,7 @@ def test_fakes_of_other_sizes_and_settings(name, changes, monkeypatch):
 
 
 @needs_numba
-@pytest.mark.skipif(
-    not ops.low_products(ml_dtypes.bfloat16)[0], reason=ops.low_products(ml_dtypes.bfloat16)[1]
-)
+@pytest.mark.skipif(not ops.products(ml_dtypes.bfloat16)[0], reason=ops.products(ml_dtypes.bfloat16)[1])
 @pytest.mark.parametrize("changes", [{}, {"context": 700, "micro_batch": 1}, {"strategy_name": "no-shard"}])
 @pytest.mark.parametrize("name", MODELS)
 def test_fakes_of_bfloat16_take_what_its_kernels_take(name, changes, monkeypatch):

@@ -26,7 +26,11 @@ def of_threads(monkeypatch):
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("least", [64, 1 << 40])
 def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
-    """With products on one thread: the bits of one thread, but for sums over rows."""
+    """With products on one thread: the bits of one thread, but for sums over rows.
+
+    Of a product that several compute BLAS may do the parts and oneDNN the whole: other orders of a sum,
+    whose rounding is that of its terms, however little is left of them.
+    """
     monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
     ops.prepare(kind=BFLOAT16)
     alone = [np.array(result) for result in trial.results(BFLOAT16)]
@@ -37,7 +41,8 @@ def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
     assert 0 < len(differ) <= (SUMS if least > 64 else len(alone))
     for x, y in differ:
         a, b = x.astype(np.float64), y.astype(np.float64)
-        assert (abs(a - b) <= (2.0**-7 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a))).all()
+        terms = 0 if least > 64 else 1e-6 * abs(a).max()
+        assert (abs(a - b) <= (2.0**-7 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a)) + terms).all()
 
 
 @pytest.mark.parametrize("kind", [np.float32, BFLOAT16])

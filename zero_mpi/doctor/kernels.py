@@ -54,10 +54,10 @@ def low_row(rates: list[float], wide: float, about: tuple[str, str]) -> Row:
 
 def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
     """Measure products of bfloat16 on all ranks at once, after those of float32. Collective."""
-    there = bool(ops.low_products(BFLOAT16)[0])
+    there = bool(ops.products(BFLOAT16)[0])
     where.comm.barrier()
     rates = where.gather(compute.rate(seconds, compute.square_product(BFLOAT16)) if there else 0.0)
     figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
     wide: Any = figures["flops_per_second_per_rank"]
-    rows = [low_row(rates, wide, ops.low_products(BFLOAT16))]
+    rows = [low_row(rates, wide, ops.products(BFLOAT16))]
     return [*rows, *pinned(units(), dict(os.environ), blas())]

@@ -73,21 +73,21 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
-def low_products(kind: Any) -> tuple[str, str]:
-    """What multiplies a low type on the host: (a library, ""), or ("", why float32 copies are multiplied).
+def products(kind: Any) -> tuple[str, str]:
+    """What multiplies a type on the host: (a library, ""), or ("", why float32 copies are multiplied).
 
-    ("", "") where nothing else is needed: for float32, and on a GPU.
+    ("", "") for float32 where it is BLAS, and on a GPU.
     """
-    if device.in_use() is not device.HOST or kind == np.float32:
+    if device.in_use() is not device.HOST:
         return "", ""
-    if kind != low_precision.BFLOAT16:
+    if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "no processor's own are used for it"
-    if not _compiles:
-        return "", "numba is not installed: pip install 'zero-mpi[fast,onednn]'"
-    from zero_mpi.ops.cpu import onednn
+    library, reason = None, "numba is not installed: pip install 'zero-mpi[fast,onednn]'"
+    if _compiles:
+        from zero_mpi.ops.cpu import onednn
 
-    library, reason = onednn.load()
-    return (library.about if library else ""), reason
+        library, reason = onednn.load()
+    return library.about if library else "", "" if kind == np.float32 else reason
 
 
 def compiled_for() -> str:

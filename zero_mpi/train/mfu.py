@@ -33,7 +33,7 @@ def measure(world: World, dtype: Any) -> float:
 
     On the host products of a low type are float32's where nothing multiplies it.
     """
-    kind = np.dtype(np.float32) if ops.low_products(dtype)[1] else dtype
+    kind = np.dtype(np.float32) if ops.products(dtype)[1] else dtype
     world.comm.barrier()  # all begin together: ranks share cores, caches and power
     return math.fsum(world.comm.allgather_object(rate(kind)))
 

@@ -217,7 +217,7 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
     same_bits.check_bits(machines, config.reduction == "exact", notes)
-    slow = ops.low_products(kind)[1]
+    slow = ops.products(kind)[1]
     if slow:
         said = f"--precision {config.precision} is slower than fp32 here, for products are float32's"
         notes.append(log.Caution(f"{said}: {slow}"))

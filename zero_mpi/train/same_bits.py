@@ -36,7 +36,7 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
     """
     facts = {
         THREADS: threads,
-        "operations": ", ".join(filter(None, (ops.backend(), ops.low_products(kind)[0]))),
+        "operations": ", ".join(filter(None, (ops.backend(), ops.products(kind)[0]))),
         "numpy": np.__version__,
         "zero_mpi": __version__,
         "cpu": platform.machine(),

@@ -1,6 +1,7 @@
 """The linear layer on CPUs: one product each, into memory that is there already.
 
-Products of float32 are BLAS's, those of bfloat16 oneDNN's. Without it they are BLAS's on float32 copies.
+Products are oneDNN's, but for small ones of float32. Without it they are BLAS's, those of bfloat16 on
+float32 copies.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ def add_columns(x: Array, out: Array) -> None:
 
 
 def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
-    """What multiplies these: `blas.times`, `OneDNN.multiply` for bfloat16, or None if nothing does."""
+    """What multiplies these: a function as `blas.times` is, or None if nothing does."""
     given = [array for array in arrays if array is not None]
+    library = onednn.load()[0]
     if single(*given):
-        return times
-    library = onednn.load()[0] if all(x.dtype == BFLOAT16 and x.size for x in given) else None
-    return None if library is None else library.multiply
+        return times if library is None else library.multiply_large
+    low = all(x.dtype == BFLOAT16 and x.size for x in given)
+    return library.multiply if low and library is not None else None
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:

@@ -1,10 +1,11 @@
-"""Products of bfloat16 matrices by oneDNN, where the processor has units for them, through its C interface.
+"""Products by oneDNN through its C interface, where the processor has units for bfloat16.
 
-NumPy's BLAS has no such product. The library is the one that $ZERO_MPI_DNNL names, that of the extra
-`onednn`, or the system's; it is loaded when the first product is asked for. Only what its documentation
-describes is used (oneDNN 3: the matmul primitive with bias and post-operations), so any later version will
-do. Sums are float32, and each result is rounded once. Products of subnormal numbers count as zero: the
-processor's own instruction has it so. Before it is trusted, a library must give a few products rightly.
+NumPy's BLAS has no product of that type; of float32 oneDNN has faster ones there. The library is the one that
+$ZERO_MPI_DNNL names, that of the extra `onednn`, or the system's; it is loaded when the first product is
+asked for. Only what its documentation describes is used (oneDNN 3: the matmul primitive with bias and
+post-operations), so any later version will do. Sums are float32, and each result is rounded once. Products of
+subnormal numbers of bfloat16 count as zero: the processor's own instruction has it so. Before it is trusted,
+a library must give a few products rightly.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops.cpu.blas import times
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
 
 VARIABLE, WHEEL, FILE = "ZERO_MPI_DNNL", "onednn-cpu-gomp", "libdnnl.so.3"
@@ -33,6 +35,11 @@ SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # where arguments of the first one begin: versions differ
 MOST_DIMS = 12
+MOST_PRODUCTS = 1024  # that a thread keeps: of documents packed into windows nearly each has new shapes
+LEAST = 1 << 22  # multiplications of float32: below, BLAS needs less time than it takes to call the library
+OF = {
+    "matmul_primitive_desc": "primitive_desc"
+}  # what an object is called when it is destroyed, if otherwise
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -52,19 +59,24 @@ class Product:
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        arguments = []
-        descriptions = {what: library.description(array) for what, array in arrays.items()}
-        for what, description in descriptions.items():
-            self._memories.append(library.made("memory_create", description, library.engine, None))
-            arguments.append(Argument(what, self._memories[-1]))
-        places = (SOURCE, WEIGHTS, BIAS, RESULT)
-        described = [descriptions.get(place) for place in places]
-        added = next((description for what, description in descriptions.items() if what not in places), None)
-        plan = library.made(
-            "matmul_primitive_desc_create", library.engine, *described, library.attributes(added, adds)
-        )
-        self._primitive = library.made("primitive_create", plan)
-        self._arguments = (Argument * len(arguments))(*arguments)
+        with contextlib.ExitStack() as lent:  # what primitive and memory have copies of
+            descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
+            for description in descriptions.values():
+                self._memories.append(library.made("memory_create", description, library.engine, None))
+            places = (SOURCE, WEIGHTS, BIAS, RESULT)
+            described = [descriptions.get(place) for place in places]
+            added = next((each for what, each in descriptions.items() if what not in places), None)
+            attributes = library.attributes(lent, added, adds)
+            plan = library.lent(lent, "matmul_primitive_desc", library.engine, *described, attributes)
+            self._primitive = library.made("primitive_create", plan)
+        pairs = [Argument(*pair) for pair in zip(arrays, self._memories, strict=True)]
+        self._arguments = (Argument * len(pairs))(*pairs)
+
+    def destroy(self) -> None:
+        """Give back what the library keeps for it."""
+        self._library.destroy("primitive", self._primitive)
+        for memory in self._memories:
+            self._library.destroy("memory", memory)
 
     def __call__(self, arrays: dict[int, Array]) -> None:
         """Compute with arrays of the shapes and layouts that it was made for."""
@@ -130,9 +142,9 @@ class OneDNN:
     ) -> Array:
         """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
-        Without `adds`, c is only written. a, b, bias and plus are bfloat16, c that or float32; a and b, or
-        their transposes, have rows of unit stride that do not overlap; bias is for matrices alone. What a
-        library has no product for is computed on float32 copies.
+        Without `adds`, c is only written. a, b, bias and plus are bfloat16, c that or float32, or all are
+        float32; a and b, or their transposes, have rows of unit stride that do not overlap; bias is for
+        matrices alone. What a library has no product for is computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -141,16 +153,31 @@ class OneDNN:
             arrays[self._post_operation | SECOND_SOURCE] = plus
         key = (adds, *((what, x.shape, x.strides, x.dtype) for what, x in arrays.items()))
         products = self.own.products
-        if key not in products:
-            with contextlib.suppress(OneDNNError):
-                products[key] = Product(self, arrays, adds)
-        product = products.setdefault(key, None)
+        product = products[key] if key in products else self._new(key, arrays, adds)
         if product is not None:
             product(arrays)
         else:
             addends = [x.astype(np.float32) for x in (bias, plus, c if adds else None) if x is not None]
             c[...] = sum(addends, a.astype(np.float32) @ b.astype(np.float32))
         return c
+
+    def multiply_large(self, a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
+        """As `blas.times`, of float32, and by BLAS where matrices are small."""
+        if c.size * a.shape[-1] < LEAST:
+            return times(a, b, c, adds=adds)
+        return self.multiply(a, b, c, adds=adds)
+
+    def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
+        """The product of a key, kept in the place of the oldest where there are many; None: there is none."""
+        products = self.own.products
+        if len(products) >= MOST_PRODUCTS:
+            oldest = products.pop(next(iter(products)))
+            if oldest is not None:
+                oldest.destroy()
+        products[key] = None
+        with contextlib.suppress(OneDNNError):
+            products[key] = Product(self, arrays, adds)
+        return products[key]
 
     # ------------------------------------------------------------------------------ the C interface
 
@@ -165,17 +192,28 @@ class OneDNN:
         self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
         return made
 
-    def description(self, x: Array) -> Handle:
+    def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
+        """An object of a kind, which is destroyed when `until` ends."""
+        found = self.made(how.format(kind), *arguments)
+        until.callback(self.destroy, OF.get(kind, kind), found)
+        return found
+
+    def destroy(self, kind: str, handle: Handle) -> None:
+        """Give back an object of the library."""
+        self.checked(getattr(self._symbols, f"dnnl_{kind}_destroy")(handle), f"{kind}_destroy")
+
+    def description(self, lent: contextlib.ExitStack, x: Array) -> Handle:
         """Shape, strides and type of an array of matrices."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
-        return self.made("memory_desc_create_with_strides", x.ndim, dims, KINDS[x.dtype], strides)
+        how = "memory_desc_create_with_strides"
+        return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
-    def attributes(self, added: Handle | None, adds: bool) -> Handle | None:
+    def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
         """What follows a product: another matrix is added, and what the result held before."""
         if added is None and not adds:
             return None
-        attributes, operations = self.made("primitive_attr_create"), self.made("post_ops_create")
+        attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
         if added is not None:
             status = self._symbols.dnnl_post_ops_append_binary(operations, BINARY_ADD, added)
             self.checked(status, "post_ops_append_binary")
@@ -199,7 +237,7 @@ class OneDNN:
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
-                    raise OneDNNError("it has no products of bfloat16")
+                    raise OneDNNError("it has no products of these types")
             except OneDNNError as error:
                 problem = error
             else:
@@ -215,7 +253,13 @@ class OneDNN:
             x, w, plus = (random.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
             a, b, p = (array.astype(np.float32) for array in (x, w, plus))
             y, dx, dw = np.zeros((m, n), BFLOAT16), np.ones((m, k), BFLOAT16), np.ones((n, k), np.float32)
-            one = np.float32(1)
+            one, c = np.float32(1), np.zeros((m, n), np.float32)
+            yield "float32", self.multiply(a, b.T, c), a @ b.T
+            yield (
+                "float32, added",
+                self.multiply(p.T, a, np.ones((n, k), np.float32), adds=True),
+                p.T @ a + one,
+            )
             yield "forward", self.multiply(x, w.T, y, bias=plus[0], plus=plus), a @ b.T + p[0] + p
             yield "to inputs", self.multiply(plus, w, dx, adds=True), p @ b + one
             yield "to weights", self.multiply(plus.T, x, dw, adds=True), p.T @ a + one
