@@ -87,6 +87,17 @@ def test_a_resume_goes_on_from_adapter_and_base(alone, tmp_path):
     assert files(tmp_path / "run") == files(out)
 
 
+def test_the_loss_before_the_first_step_is_the_bases(alone, base):
+    """Also with adapters, for their products are zero at the start."""
+    of_base, of_run = (
+        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (base.parents[1], alone[0])
+    )
+    assert [record.get("val_loss_before") for record in of_run] == [of_base[-1]["val_loss"], None, None, None]
+    assert not any("val_loss_before" in record for record in of_base), "it starts from nothing"
+    assert of_run[-1]["val_loss"] < of_run[0]["val_loss_before"]
+
+
 def test_only_adapters_are_trained_and_written(alone, base):
     out, _ = alone
     adapter = GGUFFile.open(out / "latest" / "adapter.gguf")

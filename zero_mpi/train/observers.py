@@ -102,21 +102,36 @@ class Evaluation(Observer):
 
     every      steps; 0: after the last one alone
     evaluate   the loss in nats per token; None where nothing is held out
+    first      before the first step too, which goes into that step's record: where training goes on from a
+               model that others have made, it is what there is to gain on
     """
 
-    def __init__(self, every: int, last: int, evaluate: Callable[[], float | None]) -> None:
+    def __init__(self, every: int, last: int, evaluate: Callable[[], float | None], *, first: bool) -> None:
         self.loss: float | None = None
+        self.before: float | None = None
         self.longest = 0.0  # seconds
-        self._every, self._last, self._evaluate = every, last, evaluate
+        self._every, self._last, self._evaluate, self._first = every, last, evaluate, first
+
+    def begins(self, number: int) -> None:
+        if self._first and number == 1:
+            self.before = self._timed()
+            if self.before is not None:
+                log.info("before the first step: validation loss %.4f nats a token", self.before)
 
     def ends(self, step: StepMade) -> None:
+        if step.number == 1 and self.before is not None:
+            step.record["val_loss_before"] = self.before
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
+        loss = self._timed()
+        if loss is not None:
+            self.loss = step.record["val_loss"] = loss
+
+    def _timed(self) -> float | None:
         begun = time.perf_counter()
         loss = self._evaluate()
         self.longest = max(self.longest, time.perf_counter() - begun)
-        if loss is not None:
-            self.loss = step.record["val_loss"] = loss
+        return loss
 
 
 class Utilization(Observer):

@@ -62,9 +62,8 @@ class Trainer:
         """Those who see each step, in their order."""
         session, scale = self.session, self.session.module.loss_scale
         self.costs = observers.Costs(session.comm.meter, session.loader.tokens_per_step)
-        self.evaluation = observers.Evaluation(
-            self.session.config.eval_every, self.session.config.steps, self.evaluate
-        )
+        config, goes_on = session.config, session.config.init is not None
+        self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
