@@ -6,6 +6,7 @@ The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the
 know of the difference between MPICH's and Open MPI's is here: `ranks_said`, `hands_sigterm_on`.
 """
 
+import atexit
 import functools
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -38,6 +40,10 @@ NOTES = re.compile(
 
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
+OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes all the time
+WARM = Path(__file__).with_name("warm_start.py")
+
+_servers: dict[str, "Server"] = {}  # by ZERO_MPI_OPS
 _set_for_this_process: set[str] = set()
 _running: set[int] = set()
 
@@ -103,14 +109,67 @@ def run_job(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    warm: bool = True,
 ) -> tuple[int, str, str]:
     """Run `mpiexec -n ranks python args...`; returns (exit status, stdout, what the ranks said on stderr).
 
     `env` is added to the cleaned environment. A job past `timeout` seconds is killed, status `TIMED_OUT`.
+    `warm`: ranks may be forked from a process that has loaded the package (`warm_start`).
     """
-    command = [*launcher(), "-n", str(ranks), sys.executable, *args]
+    forked = warm and is_module(args)
+    python = warm_python(clean_environment() | dict(env or {})) if forked else [sys.executable]
+    command = [*launcher(), "-n", str(ranks), *python, *args]
     status, printed, errors = run_command(command, timeout=timeout, env=env, cwd=cwd)
     return status, printed, ranks_said(errors) if status else errors
+
+
+def is_module(args: Sequence[str | os.PathLike[str]]) -> bool:
+    """Whether arguments of Python name a module or a file, and no option of its own."""
+    return bool(args) and (args[0] == "-m" or not str(args[0]).startswith("-"))
+
+
+def is_cold() -> bool:
+    """Whether ranks are started always: so it is said, or the launcher is none whose ranks can be forked."""
+    return os.environ.get("ZERO_MPI_TEST_WARM") == "0" or not hands_sigterm_on()
+
+
+def warm_python(environ: Mapping[str, str]) -> list[str]:
+    """What starts a rank in such an environment: a client of a server, or Python where there can be none."""
+    kind = environ.get("ZERO_MPI_OPS", "")
+    usual = clean_environment() | {"ZERO_MPI_OPS": kind}
+    usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
+    if environ != usual or is_cold():
+        return [sys.executable]
+    if kind not in _servers:
+        _servers[kind] = Server(usual)
+    if _servers[kind].environ != usual:
+        return [sys.executable]
+    return [sys.executable, "-ISE", str(WARM), "client", _servers[kind].address]
+
+
+class Server:
+    """A process of `warm_start` for one environment, which ends with this one."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ, self.address = dict(environ), f"zero_mpi-tests-{uuid.uuid4().hex}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(WARM), "server", self.address],
+            env=self.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != b"ready\n":
+            raise RuntimeError("the server of warm starts has not started: run tests/warm_start.py by hand")
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the server, and ranks that are left."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def ranks_said(errors: str) -> str:

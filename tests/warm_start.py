@@ -1,0 +1,188 @@
+"""Ranks that are forked from a process which has loaded the package already, instead of started anew.
+
+To start Python, load NumPy, the package and the compiled operations takes a rank longer than all that most
+tests want of it. So a test process has a server, one for each way to compute: it loads all that once, and
+forks a rank for each client that asks. The client is what the launcher starts: a Python without any module
+that hands over its files, environment, folder and cores, passes on every signal, and ends as the rank does;
+where it is killed, so is the rank. What is done before `main()` is then done once for many ranks, so tests of
+a start itself, and those that set variables, start ranks as users do: `run_job(..., warm=False)`.
+"""
+
+import _signal as signal
+import _socket
+import array
+import json
+import os
+import sys
+
+if sys.argv[1:2] == ["server"]:  # a client has no use for them, and no time
+    import contextlib
+    import fcntl
+    import gc
+    import runpy
+    import select
+    import socket
+    from importlib.util import find_spec
+
+INT, MOST_FILES = array.array("i").itemsize, 8
+HEAD = 8  # bytes of the length that a request begins with
+SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # that a client passes on
+
+
+# ------------------------------------------------------------------------- what the launcher starts
+
+
+def client(address: str, arguments: list[str]) -> None:
+    """Have a rank forked, and end as it ends. Imports little: it is started for each rank."""
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    connection.connect("\0" + address)
+    files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    asked = {"arguments": arguments, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
+    asked["cores"] = sorted(os.sched_getaffinity(0))
+    request = json.dumps(asked).encode()
+    rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", files))]
+    connection.sendmsg([len(request).to_bytes(HEAD, "little")], rights)
+    connection.sendall(request)
+    rank = int(connection.recv(64))
+    for name in SIGNALS:
+        signal.signal(getattr(signal, f"SIG{name}"), lambda number, frame: os.kill(rank, number))
+    answer = connection.recv(64)
+    code = os.waitstatus_to_exitcode(int(answer)) if answer else 1  # without one the server is gone
+    if code >= 0:
+        os._exit(code)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+
+
+# --------------------------------------------------------------------------- where ranks come from
+
+
+class Server:
+    """Forks a rank for each client and tells it how the rank ended; where a client ends, so does its rank.
+
+    ranks   (process, file that tells its end, client) by that file, and by the client's
+    """
+
+    def __init__(self, address: str) -> None:
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind("\0" + address)
+        self.listening.listen(64)
+        self.ranks: dict[int, tuple[int, int, socket.socket]] = {}
+        self.waiting = select.poll()
+        for file in (0, self.listening.fileno()):
+            self.waiting.register(file, select.POLLIN)
+
+    def serve(self) -> dict:
+        """Serve until the file 0 ends. Returns in a rank alone, with what it is to do."""
+        print("ready", flush=True)
+        while True:
+            for file, _ in self.waiting.poll():
+                if file == 0:
+                    self.leave()
+                elif file in self.ranks:
+                    self.end(file)
+                elif file == self.listening.fileno() and (asked := self.begin()) is not None:
+                    return asked
+
+    def leave(self) -> None:
+        """End, and all ranks too."""
+        for pid in {pid for pid, _, _ in self.ranks.values()}:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def begin(self) -> dict | None:
+        """Fork the rank of a client. Returns in the rank what it is to do."""
+        connection, _ = self.listening.accept()
+        head, rights, _, _ = connection.recvmsg(HEAD, socket.CMSG_SPACE(MOST_FILES * INT))
+        length, text = int.from_bytes(head, "little"), b""
+        while len(text) < length:
+            text += connection.recv(length - len(text))
+        given = array.array("i", rights[0][2]).tolist()
+        pid = os.fork()
+        if not pid:
+            for kept in (connection, self.listening, *{each for _, _, each in self.ranks.values()}):
+                kept.close()
+            for ended in {ended for _, ended, _ in self.ranks.values()}:
+                os.close(ended)
+            return json.loads(text) | {"given": given}
+        for each in given:
+            os.close(each)
+        connection.sendall(str(pid).encode())
+        rank = pid, os.pidfd_open(pid), connection
+        for file in (rank[1], connection.fileno()):
+            self.ranks[file] = rank
+            self.waiting.register(file, select.POLLIN)
+        return None
+
+    def end(self, file: int) -> None:
+        """Tell a client how its rank has ended, or end the rank of a client that has."""
+        pid, ended, connection = self.ranks[file]
+        if file != ended:  # nothing comes from a client but its end
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        for each in (ended, connection.fileno()):
+            self.waiting.unregister(each)
+            del self.ranks[each]
+        with contextlib.suppress(OSError):  # it was killed
+            connection.sendall(str(status).encode())
+        connection.close()
+        os.close(ended)
+
+
+def become(asked: dict) -> list[str]:
+    """Make this process what the client's would have been. Returns its arguments."""
+    given = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in asked["given"]]
+    for file in asked["given"]:
+        os.close(file)
+    for file, wanted in zip(given, asked["files"], strict=True):
+        os.dup2(file, wanted)
+        os.close(file)
+    os.setsid()
+    os.chdir(asked["folder"])
+    os.sched_setaffinity(0, asked["cores"])
+    for name in SIGNALS:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from zero_mpi import environment
+
+    threads = {name: os.environ[name] for name in environment.THREADS if name in os.environ}
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    for name, value in threads.items():  # as they were when NumPy was loaded
+        os.environ.setdefault(name, value)
+    environment.prepare()
+    return asked["arguments"]
+
+
+def load() -> None:
+    """Import what ranks need, but nothing of MPI, which must see the environment of each."""
+    import zero_mpi.evaluate.command
+    import zero_mpi.train.command  # noqa: F401
+    from zero_mpi import ops
+
+    find_spec("mpi4py.MPI")  # which loads the library, and does not start it
+    ops.prepare()
+    gc.freeze()
+
+
+def main() -> None:
+    """`warm_start.py client ADDRESS ARGUMENTS...`, or `warm_start.py server ADDRESS`."""
+    role, address, *arguments = sys.argv[1:]
+    if role == "client":
+        client(address, arguments)
+        return
+    load()
+    arguments = become(Server(address).serve())
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
