@@ -17,7 +17,9 @@ pytestmark = [
 SAYS = """
 import os, signal, sys, time
 from zero_mpi.comm.start_mpi import MPI
-print(sys.argv[1:], os.getcwd(), MPI.COMM_WORLD.size, os.environ.get("PMI_SIZE"), os.getpid(), flush=True)
+about = MPI.COMM_WORLD.size, os.environ.get("PMI_SIZE"), os.getpid()
+sys.stdout.write(f"{sys.argv[1:]} {os.getcwd()} {about[0]} {about[1]} {about[2]}\\n")
+sys.stdout.flush()
 exec(sys.argv[1])
 MPI.COMM_WORLD.Barrier()
 """
