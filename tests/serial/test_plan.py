@@ -247,7 +247,7 @@ RSS = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops, ops
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
@@ -261,7 +261,8 @@ def command(world, arguments):
     strategy, sizes, rows, rounds = arguments[0], eval(arguments[1]), int(arguments[2]), int(arguments[3])
     model, comm = Llama.from_flags(sizes), MPIComm()
     ops.prepare()
-    np.ones((500, 500), np.float32) @ np.ones((500, 500), np.float32)  # the library's own buffers
+    ones = np.ones((500, 500), np.float32)
+    ops.linear(ones @ ones, ones)  # the libraries' own buffers
     comm.allgather_object(bytes(1 << 20))
     before = resident()
     module = ShardedModule(model.stages(), comm, strategy_named(strategy))
