@@ -16,6 +16,12 @@ def llama_cpp() -> Any:
     return pytest.importorskip("xllamacpp", reason=reason, exc_type=ImportError)
 
 
+def torch_with(*names: str) -> tuple[Any, ...]:
+    """torch, and packages that stand on it."""
+    reason = "no torch to compare with: pip install torch transformers peft"
+    return tuple(pytest.importorskip(name, reason=reason, exc_type=ImportError) for name in ("torch", *names))
+
+
 def open_server(path: Path, adapter: Path | None = None) -> Any:
     """llama.cpp on a model, and an adapter, all in float32: its defaults round keys and values to 16 bits."""
     library = llama_cpp()

@@ -173,6 +173,10 @@ LOOKING: dict[str, How] = {
     'python -m zero_mpi.generate MODEL.gguf --lora runs/adapter/latest --prompt "The " --tokens 50': Run(
         says="The "
     ),
+    "python -m zero_mpi.export runs/adapter/latest peft-folder --base MODEL.gguf": Run(
+        says="peft-folder: f32"
+    ),
+    "python -m zero_mpi.export peft-folder adapter.gguf --base MODEL.gguf": Run(says="adapter.gguf: f32"),
     'python -m zero_mpi.generate runs/default/latest/model.gguf --prompt "def " --tokens 100': Run(
         says="def "
     ),

@@ -4,6 +4,7 @@ The tests walk over the fields of Config, so a new setting is covered on the day
 """
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -320,3 +321,11 @@ def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert parse(["--config", "run/config.toml"]) == recorded(parse(flags))
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["tied"] is False
+
+
+def test_every_path_is_recorded_from_the_root():
+    named = {"init": "base.gguf", "lora_init": "adapter.gguf", "data": ["text"], "trace": "run.json"}
+    kept = recorded(Config(**named, lora=2))
+    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == list(
+        map(os.path.abspath, ["base.gguf", "adapter.gguf", "text", "run.json"])
+    )

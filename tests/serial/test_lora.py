@@ -11,6 +11,8 @@ from test_resume import refused
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.errors import UsageError
+from zero_mpi.export.command import command
+from zero_mpi.launch.world import World
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.lora import LoRA
 
@@ -124,10 +126,14 @@ def test_export_writes_the_merged_model_and_generate_takes_both(alone, base, tmp
     assert both[0] == 0
 
 
-def test_a_run_goes_on_from_an_adapter_with_new_moments(alone, base, text, tmp_path):
+@pytest.mark.parametrize("kind", ["gguf", "peft"])
+def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text, tmp_path):
     out, flags = alone
-    start = ["--lora-alpha", "6", "--lora-init", str(out / "latest" / "adapter.gguf")]
-    train(2, tmp_path / "run", *flags[:-1], "0", *start)
+    start = out / "latest" / "adapter.gguf"
+    if kind == "peft":
+        assert command(World(0, 1), [str(start), str(tmp_path / "peft"), "--base", str(base)]) == 0
+        start = tmp_path / "peft"
+    train(2, tmp_path / "run", *flags[:-1], "0", "--lora-alpha", "6", "--lora-init", str(start))
     before, after = (GGUFFile.open(run / "latest" / "adapter.gguf") for run in (out, tmp_path / "run"))
     assert all(np.array_equal(before.tensor(name), after.tensor(name)) for name in before.tensors)
 

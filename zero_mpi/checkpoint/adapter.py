@@ -1,7 +1,7 @@
-"""Adapters in files: the GGUF that llama.cpp loads beside the base model, and whether it fits one.
+"""Adapters in files: the GGUF that llama.cpp loads beside the base model, or PEFT's folder; what fits a base.
 
-Tensors come in pairs, NAME.lora_a (R, C) and NAME.lora_b (O, R), for NAME of the base; `adapter.lora.alpha`
-over the rank is what their product counts.
+Tensors are read in pairs, NAME.lora_a (R, C) and NAME.lora_b (O, R), for NAME of the base; what
+`adapter.lora.alpha` says, over the rank, is what their product counts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface.peft import ALPHA, KIND, PEFT_CONFIG, TYPE, PeftFolder
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.files.open import is_folder
+from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
+from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA, is_adapter
 from zero_mpi.nn.low_rank import FIRST
 
-TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 SAMPLE = 256  # elements of each tensor that tell one file of weights from another
 
 
@@ -32,14 +33,15 @@ def metadata(lora: LoRA) -> dict[str, Any]:
     return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
 
 
-def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> GGUFFile:
-    """The adapter in a file; raises UsageError unless it is of the adapters that the model has."""
-    file = adapter_file(path)
-    found = lora_of(file)
-    if model.lora is None or found.rank != model.lora.rank or found.alpha != model.lora.alpha:
+def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSource:
+    """The adapter at a path; raises UsageError unless it is of the adapters that the model has."""
+    file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
+    found, lora = lora_of(file), model.lora
+    alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
+    if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
-            f"--lora-init {path}: has rank {found.rank} and alpha {found.alpha:g}; give --lora {found.rank} "
-            f"--lora-alpha {found.alpha:g}"
+            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; give --lora {found.rank} "
+            f"--lora-alpha {alpha!s}"
         )
     wanted = {name: param.shape for name, param in model.params().items() if is_adapter(name)}
     for name in wanted.keys() | file.tensors.keys():
@@ -52,17 +54,24 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> GGUFFile:
     return file
 
 
-def adapter_file(path: str | os.PathLike[str]) -> GGUFFile:
-    """The index of an adapter's file, or of the one in a checkpoint; raises UsageError."""
-    return GGUFFile.open(folders.weights_in(Path(path)) if is_folder(path) else path)
+def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource:
+    """The index of an adapter's file, of the one in a checkpoint, or of PEFT's folder; raises UsageError.
+
+    `base`: the keys of the model that it belongs to, which tell the order of rows in a folder of PEFT.
+    """
+    if not is_folder(path):
+        return GGUFFile.open(path)
+    if exists(Path(path) / PEFT_CONFIG):
+        return PeftFolder.open(path, base)
+    return GGUFFile.open(folders.weights_in(Path(path)))
 
 
-def is_adapter_file(file: GGUFFile) -> bool:
+def is_adapter_file(file: WeightSource) -> bool:
     """Whether its keys call it an adapter."""
     return GGUFKeys(file.metadata, str(file.path)).text(TYPE) == "adapter"
 
 
-def lora_of(file: GGUFFile) -> LoRA:
+def lora_of(file: WeightSource) -> LoRA:
     """The rank, alpha and targets of an adapter's file; raises UsageError for a file that is none."""
     keys = GGUFKeys(file.metadata, str(file.path))
     ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}

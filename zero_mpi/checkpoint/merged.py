@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.adapter import adapter_file, lora_of
+from zero_mpi.checkpoint.adapter import adapter_source, lora_of
 from zero_mpi.checkpoint.gguf.index import Metadata
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
@@ -27,7 +26,7 @@ class MergedWeights:
     Raises UsageError for an adapter of other weights.
     """
 
-    def __init__(self, base: WeightSource, adapter: GGUFFile) -> None:
+    def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
         self._scale = np.float32(lora.alpha / lora.rank)
         self._specs = dict(base.tensors)
@@ -83,6 +82,6 @@ class MergedWeights:
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """`open_weights`, with the adapter in a file or a checkpoint if one is named; raises UsageError."""
+    """`open_weights`, with the adapter at another path if one is named; raises UsageError."""
     source = open_weights(path)
-    return source if adapter is None else MergedWeights(source, adapter_file(adapter))
+    return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

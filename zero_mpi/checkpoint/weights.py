@@ -14,6 +14,7 @@ from zero_mpi.checkpoint.folders import ADAPTER, LATEST, MODEL
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
+from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.errors import FileError
 from zero_mpi.files.open import exists, is_folder
@@ -55,10 +56,12 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
         return GGUFFile.open(folder / MODEL)
     if exists(folder / CONFIG):
         return HuggingFaceFolder.open(folder)
-    if exists(folder / ADAPTER):
+    held = next((name for name in (ADAPTER, PEFT_CONFIG) if exists(folder / name)), None)
+    if held is not None:
         raise FileError(
-            f"{folder}: holds {ADAPTER} and no model: name the model that it was trained on, and this folder "
-            "by --lora (generate) or --merge (export); a run goes on from it by --lora-init"
+            f"{folder}: holds {held} and no model: name the model that it was trained on, and this folder "
+            "by --lora (generate) or --merge (export); export --base MODEL writes it alone, a run goes on by "
+            "--lora-init"
         )
     run = f"; it is a run directory: name {folder / LATEST}" if exists(folder / LATEST) else ""
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")

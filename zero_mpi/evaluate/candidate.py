@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
-from zero_mpi.checkpoint.adapter import adapter_file, weights_digest
+from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
@@ -80,7 +80,8 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
         of_model = replace(config, init=candidate.path)
         facts |= what_was_read(of_model, None, candidate.source, candidate.model, tokenizer)
         if candidate.lora is not None:
-            facts[f"the adapter of --lora {candidate.lora}"] = weights_digest(adapter_file(candidate.lora))
+            adapter = adapter_source(candidate.lora, candidate.source.metadata)
+            facts[f"the adapter of --lora {candidate.lora}"] = weights_digest(adapter)
     return Opened(config, candidates, tokenizer, threads), {
         name: short_digest(value) for name, value in facts.items()
     }

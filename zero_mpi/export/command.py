@@ -6,51 +6,40 @@ place, brought to disk and renamed: TARGET is whole, or it is not there.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sys
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from zero_mpi.checkpoint.adapter import adapter_source, is_adapter_file
 from zero_mpi.checkpoint.folders import replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.merged import open_merged
-from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
+from zero_mpi.checkpoint.merged import MergedWeights, open_merged
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
-from zero_mpi.data import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.data import tokenizer_from_json
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.export.encode import FILE_TYPES, encoded, encoded_pieces, kind_of
-from zero_mpi.export.huggingface import Outgoing, config_json, outgoing
-from zero_mpi.files.atomic import write_to_disk
+from zero_mpi.export.encode import FILE_TYPES, encoded, kind_of
+from zero_mpi.export.peft_folder import write_peft
+from zero_mpi.export.safetensors_folder import COPIED, DTYPES, TOKENIZER, Kinds, write_folder
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.files.open import is_file, is_folder, read_file, refusing
+from zero_mpi.files.open import is_file, is_folder, refusing
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-COPIED = (  # from one Hugging Face folder to the next
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
 SHARD_SIZE = "5GB"
@@ -65,11 +54,13 @@ def make_parser() -> Parser:
         epilog="Examples:\n\n"
         "  python -m zero_mpi.export runs/default/latest model-q8.gguf --type q8_0\n"
         "  python -m zero_mpi.export runs/default/latest model-q4.gguf --type q4_0\n"
-        "  python -m zero_mpi.export runs/default/latest folder --format safetensors",
+        "  python -m zero_mpi.export runs/default/latest folder --format safetensors\n"
+        "  python -m zero_mpi.export runs/adapter/latest peft-folder --base MODEL.gguf",
     )
-    parser.add_argument("source", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
     parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
     parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
+    parser.add_argument("--base", metavar="PATH", help="model of an adapter, which is the source")
     parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
     parser.add_argument("--pure", action="store_true", help="4 or 5 bits for embedding and head too, not 8")
     parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
@@ -89,14 +80,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError(f"--shard-size {options.shard_size}: a GGUF is one file; leave it out")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    source = open_source(options.source, as_gguf, options.merge)
+    write = writer(options, as_gguf, shard)
     try:
-        with arriving(target) as partial:
-            kinds = (
-                write_gguf(source, partial, options.type, options.pure)
-                if as_gguf
-                else write_folder(source, partial, options.type, shard)
-            )
+        with arriving(target) as place:
+            kinds = write(place)
     except OSError as error:
         cause = error.strerror or str(error)
         raise JobError(f"{error.filename or target}: cannot be written: {cause}") from error
@@ -126,7 +113,8 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         what = f"--type {kind}" if kind not in DTYPES else str(target)
         raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: take another name or type")
     if is_folder(target) and not target.is_symlink():
-        names = [name for name in sorted(os.listdir(target)) if name not in (CONFIG, *COPIED)]
+        ours = (CONFIG, *COPIED, PEFT_CONFIG, PEFT_MODEL)
+        names = [name for name in sorted(os.listdir(target)) if name not in ours]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
             found = f"a folder with {show(foreign)}" if foreign else "a folder"
@@ -139,6 +127,25 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
 
 
+def writer(options: Namespace, as_gguf: bool, most: int) -> Callable[[Path], Kinds]:
+    """What writes the target that is asked for; raises UsageError for a source that it cannot be made of."""
+    kind = options.type
+    if options.base is None:
+        source = open_source(options.source, as_gguf, options.merge)
+        if as_gguf:
+            return partial(write_gguf, source, kind, options.pure)
+        return partial(write_folder, source, kind, most)
+    for name, given in (("--merge", options.merge), ("--type", kind if as_gguf and kind != "f32" else None)):
+        if given is not None:
+            raise UsageError(f"{name} {given}: cannot be had with --base, which writes the adapter as it is")
+    base = open_weights(options.base)
+    adapter = adapter_source(options.source, base.metadata)
+    MergedWeights(base, adapter)  # whether it fits
+    if as_gguf:
+        return partial(write_gguf, adapter, kind, False)
+    return partial(write_peft, adapter, base, kind)
+
+
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     """The source; raises UsageError unless it is a model, and one that the target's format can say."""
     source = open_merged(path, adapter)
@@ -146,6 +153,8 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     if architecture is None or architecture == "zero_mpi":
         found = "none" if architecture is None else "the state of a training: give its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
+    if is_adapter_file(source):
+        raise UsageError(f"{source.path}: is an adapter: give the model that it was trained on by --base")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
         config_from_gguf(source.metadata, shapes, path, source.read).check_tensors(shapes, path)
@@ -154,10 +163,8 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 # ----------------------------------------------------------------------------------------- a GGUF file
 
-Kinds = dict[str, str]  # by the name of the tensor
 
-
-def write_gguf(source: WeightSource, path: Path, wanted: str, pure: bool) -> Kinds:
+def write_gguf(source: WeightSource, wanted: str, pure: bool, path: Path) -> Kinds:
     """Write a GGUF file. Returns the type of each tensor."""
     kind = GGMLQuantizationType[wanted.upper()]
     kinds = {name: kind_of(spec, kind, pure) for name, spec in source.tensors.items()}
@@ -188,87 +195,27 @@ def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
     return tokenizer_from_json(path, source.tensors["token_embd.weight"].shape[0]).metadata()
 
 
-# ------------------------------------------------------------------------------- a Hugging Face folder
-
-
-def write_folder(source: WeightSource, folder: Path, wanted: str, most: int) -> Kinds:
-    """Write configuration, tensors and tokenizer into a new folder. Returns the type of each tensor."""
-    config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
-    folder.mkdir()
-    write_json(folder / CONFIG, config)
-    kind = GGMLQuantizationType[wanted.upper()]
-    width = 4 if wanted == "f32" else 2
-    parts = in_parts(tensors, most // width)
-    names = [SINGLE]
-    if len(parts) > 1:
-        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-        where = {tensor.name: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        total = width * sum(tensor.spec.size for tensor in tensors)
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    for name, part in zip(names, parts, strict=True):
-        write_part(folder / name, part, kind)
-    write_tokenizer(source, folder)
-    return {tensor.name: wanted for tensor in tensors}
-
-
-def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
-    """The tensors in their order, cut into files of at most `most` elements, or of one tensor."""
-    parts: list[list[Outgoing]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if parts[-1] and filled + tensor.spec.size > most:
-            parts.append([])
-            filled = 0
-        parts[-1].append(tensor)
-        filled += tensor.spec.size
-    return parts
-
-
-def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
-    """Write one safetensors file."""
-    with SafetensorsStream(path, [(tensor.name, kind.name, tensor.shape) for tensor in tensors]) as stream:
-        for tensor in tensors:
-            what = f"{tensor.source.path}: tensor {show(tensor.spec.name)}"
-            stream.write_raw(tensor.name, encoded_pieces(what, tensor.pieces(), kind))
-
-
-def write_tokenizer(source: WeightSource, folder: Path) -> None:
-    """The tokenizer's files, from a folder or from keys; none where there is no tokenizer to write."""
-    if isinstance(source, HuggingFaceFolder):
-        for name in COPIED:
-            if os.path.isfile(source.path / name):
-                write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
-    elif (keys := GGUFKeys(source.metadata, str(source.path))).tokenizer == "gpt2":
-        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a value as JSON text."""
-    write_to_disk(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-
-
 # ------------------------------------------------------------------------------------------ the target
 
 
 @contextmanager
 def arriving(target: Path) -> Iterator[Path]:
     """A name beside `target` for a file or folder; it takes the target's place at the end, or is removed."""
-    partial = target.with_name(f".{target.name}.partial")
-    remove(partial)
+    place = target.with_name(f".{target.name}.partial")
+    remove(place)
     try:
-        yield partial
-        if partial.is_dir():
-            sync_folder(partial)
-        if partial.is_dir() and target.exists():
-            replace_folder(partial, target)  # now one of these names is the old folder's
-            remove(partial)
+        yield place
+        if place.is_dir():
+            sync_folder(place)
+        if place.is_dir() and target.exists():
+            replace_folder(place, target)  # now one of these names is the old folder's
+            remove(place)
             remove(target.with_name(f".{target.name}.old"))
         else:
-            partial.replace(target)
+            place.replace(target)
         sync_folder(target.absolute().parent)
     except BaseException:
-        remove(partial)
+        remove(place)
         raise
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.adapter import open_adapter, weights_digest
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
@@ -72,7 +71,7 @@ class RunSpec:
     model: ModelConfig
     checkpoint: ResumePoint | None
     description: Description
-    adapter: GGUFFile | None = None
+    adapter: WeightSource | None = None
     corpus: Corpus | None = None
     notes: tuple[str, ...] = ()
     no_room: str = ""

@@ -114,16 +114,10 @@ class HuggingFaceFolder:
             raise FileError(f"{self.path}: expected a tensor {show(name)}, the folder has none of that name")
         start, stop = checked_range(spec, start, stop)
         out = output(stop - start, out)
-        if not isinstance(spec, HuggingFaceTensor):
-            out[:] = self.constants[name][start:stop]
-        elif spec.order == Order.SAME:
-            self.weights.read(spec.source, start, stop, out)
-        elif spec.order == Order.HALVES:
-            width = spec.size // spec.shape[0]
-            interleaved(partial(self.weights.read, spec.source), spec.head, width, start, out)
+        if isinstance(spec, HuggingFaceTensor):
+            fill(self.weights, spec, start, out)
         else:
-            height, width = spec.shape
-            transposed(partial(self.weights.block, spec.source), height, width, start, out)
+            out[:] = self.constants[name][start:stop]
         return out
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
@@ -133,6 +127,20 @@ class HuggingFaceFolder:
 
 
 F32 = GGMLQuantizationType.F32
+
+
+def fill(
+    weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: npt.NDArray[np.float32]
+) -> None:
+    """Fill `out` with the elements from `start` on of a tensor, in GGUF's order."""
+    if spec.order == Order.SAME:
+        weights.read(spec.source, start, start + out.size, out)
+    elif spec.order == Order.HALVES:
+        width = spec.size // spec.shape[0]
+        interleaved(partial(weights.read, spec.source), spec.head, width, start, out)
+    else:
+        height, width = spec.shape
+        transposed(partial(weights.block, spec.source), height, width, start, out)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -1,0 +1,186 @@
+"""Adapters as PEFT keeps them: what is written and read is, in Hugging Face's own terms, the same adapter."""
+
+import json
+from dataclasses import replace
+
+import hf_models
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_llamacpp import BIASES, GPT, LLAMA, PROMPT, QWEN3, training_forward
+from test_lora_files import written
+
+from zero_mpi.checkpoint.adapter import open_adapter
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.errors import UsageError
+from zero_mpi.export.command import command
+from zero_mpi.launch.world import World
+from zero_mpi.models.lora import LoRA
+
+ALL, SOME = LoRA(3, 4.5), LoRA(2, 8.0, ("blk.1.ffn_*.weight", "blk.0.attn_[kq]*.weight"))
+CASES = {
+    "llama": (replace(LLAMA, biases=BIASES), ALL),
+    "llama, some": (LLAMA, SOME),
+    "qwen3": (QWEN3, SOME),
+    "gpt2": (GPT, ALL),
+}
+
+
+def export(*arguments):
+    """The command in this process."""
+    assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
+
+
+@pytest.fixture(params=CASES)
+def both(request, tmp_path):
+    """(model with adapters, all weights, base.gguf, adapter.gguf, PEFT's folder made of these)."""
+    model, weights, base, adapter = written(tmp_path, *CASES[request.param])
+    export(adapter, tmp_path / "peft", "--base", base)
+    return model, weights, base, adapter, tmp_path / "peft"
+
+
+def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp_path):
+    """The base as a folder, its matrices plus what the folder holds, through a forward written for that."""
+    model, weights, base, _, folder = both
+    export(base, tmp_path / "hf")
+    config, tensors = (
+        json.loads((tmp_path / "hf" / "config.json").read_text()),
+        load_file(tmp_path / "hf" / "model.safetensors"),
+    )
+    settings, factors = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / "adapter_model.safetensors"),
+    )
+    assert (settings["peft_type"], settings["task_type"], settings["bias"]) == ("LORA", "CAUSAL_LM", "none")
+    assert settings["fan_in_fan_out"] == (model.arch == "gpt2")
+    names = [f"base_model.model.{layer}" for layer in settings["target_modules"]]
+    assert sorted(factors) == sorted(f"{name}.lora_{one}.weight" for name in names for one in "AB")
+    for name, layer in zip(names, settings["target_modules"], strict=True):
+        a, b = (factors[f"{name}.lora_{one}.weight"] for one in "AB")
+        product = settings["lora_alpha"] / settings["r"] * b @ a
+        tensors[f"{layer}.weight"] += product.T if settings["fan_in_fan_out"] else product
+    ids = list(PROMPT)
+    expected = hf_models.logits(config, tensors, ids)
+    np.testing.assert_allclose(training_forward(model, weights, ids), expected, rtol=0, atol=1e-4)
+
+
+def test_the_way_back_has_the_same_bits(both, tmp_path):
+    model, weights, base, adapter, folder = both
+    export(folder, tmp_path / "back.gguf", "--base", base)
+    there, back, start = (
+        GGUFFile.open(adapter),
+        GGUFFile.open(tmp_path / "back.gguf"),
+        open_adapter(folder, model),
+    )
+    assert set(back.tensors) == set(there.tensors) == set(start.tensors)
+    for name in there.tensors:
+        assert np.array_equal(back.tensor(name), weights[name])
+        assert np.array_equal(start.tensor(name), weights[name])
+        for begin, end in ((0, 1), (3, weights[name].size - 1)):
+            assert np.array_equal(start.read(name, begin, end), weights[name].reshape(-1)[begin:end])
+    own, theirs = open_merged(base, adapter), open_merged(base, folder)
+    assert all(np.array_equal(own.tensor(name), theirs.tensor(name)) for name in own.tensors)
+
+
+def test_half_precision_and_the_same_name_twice(tmp_path):
+    _, _, base, adapter = written(tmp_path, LLAMA, SOME)
+    export(adapter, tmp_path / "peft", "--base", base, "--type", "bf16")
+    with pytest.raises(UsageError, match="is there already"):
+        export(adapter, tmp_path / "peft", "--base", base)
+    export(adapter, tmp_path / "peft", "--base", base, "--type", "f16", "--force")
+    found = open_merged(base, tmp_path / "peft").tensor("blk.1.ffn_up.weight")
+    np.testing.assert_allclose(
+        found, open_merged(base, adapter).tensor("blk.1.ffn_up.weight"), rtol=0, atol=2e-3
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(base.gguf, adapter.gguf, PEFT's folder) of a llama."""
+    folder = tmp_path_factory.mktemp("made")
+    _, _, base, adapter = written(folder, LLAMA, SOME)
+    export(adapter, folder / "peft", "--base", base)
+    return base, adapter, folder / "peft"
+
+
+def changed(made, folder, settings):
+    """A copy of PEFT's folder with other settings."""
+    values = json.loads((made[2] / "adapter_config.json").read_text()) | settings
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    (folder / "adapter_model.safetensors").write_bytes((made[2] / "adapter_model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"use_dora": True}, "use_dora: expected none of it, found True"),
+        ({"bias": "all"}, "bias: expected none of it"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected none of it"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern: expected none of it"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern: expected none of it"),
+        ({"a_new_idea": 1}, "a_new_idea: expected none of it"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: expected a start that leaves the base as it is"),
+        ({"peft_type": "IA3"}, r"peft_type: expected LORA \(only\)"),
+        ({"r": 0}, "r: expected a number above 0"),
+        ({"lora_alpha": None}, "lora_alpha: expected a number above 0"),
+    ],
+)
+def test_what_is_not_the_plain_product_is_refused(settings, said, made, tmp_path):
+    with pytest.raises(UsageError, match=f"adapter_config.json: {said}"):
+        open_merged(made[0], changed(made, tmp_path / "peft", settings))
+
+
+def test_another_divisor_is_another_alpha(made, tmp_path):
+    name = "blk.0.attn_k.weight"
+    unused = {"use_dora": False, "modules_to_save": None, "rank_pattern": {}, "layer_replication": None}
+    folder = changed(made, tmp_path / "peft", unused | {"use_rslora": True})
+    sources = (open_merged(made[0], adapter) for adapter in (None, made[2], folder))
+    base, plain, other = (source.tensor(name) for source in sources)
+    np.testing.assert_allclose((other - base) / (plain - base), 2**0.5, rtol=1e-3)
+    said = r"has rank 2 and alpha 11\.313708; give --lora 2 --lora-alpha 11\.313708"
+    with pytest.raises(UsageError, match=said):
+        open_adapter(folder, replace(LLAMA, lora=SOME))
+    assert open_adapter(folder, replace(LLAMA, lora=replace(SOME, alpha=11.313708)))
+
+
+def test_other_tensors_and_missing_files_are_refused(made, tmp_path):
+    folder = changed(made, tmp_path / "peft", {})
+    file, factors = folder / "adapter_model.safetensors", load_file(made[2] / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    for other, array, said in (
+        (
+            "base_model.model.lm_head.weight",
+            np.ones((2, 2), np.float32),
+            "expected base_model.model.LAYER.lora_A",
+        ),
+        (
+            "base_model.model.model.layers.0.mlp.experts.lora_A.weight",
+            factors[name],
+            "is not one of a llama model",
+        ),
+        (name, factors[name][:-1], "expected rows of the 4 heads of the base, found 23"),
+    ):
+        save_file(factors | {other: array}, file)
+        with pytest.raises(UsageError, match=said):
+            open_merged(made[0], folder)
+    file.unlink()
+    with pytest.raises(UsageError, match=r"expected adapter_model\.safetensors beside adapter_config\.json"):
+        open_merged(made[0], folder)
+    with pytest.raises(UsageError, match=r"holds adapter_config\.json and no model: name the model"):
+        export(folder, tmp_path / "x.gguf")
+
+
+def test_an_adapter_is_written_beside_its_base_alone(made, tmp_path):
+    base, adapter, folder = made
+    other = written(tmp_path, GPT, ALL)[2]
+    with pytest.raises(UsageError, match="is an adapter: give the model that it was trained on by --base"):
+        export(adapter, tmp_path / "peft")
+    with pytest.raises(UsageError, match="give the model that it was trained on"):
+        export(adapter, tmp_path / "peft", "--base", other)
+    with pytest.raises(UsageError, match=f"--merge {adapter}: cannot be had with --base"):
+        export(adapter, tmp_path / "peft", "--base", base, "--merge", adapter)
+    with pytest.raises(UsageError, match="--type q8_0: cannot be had with --base"):
+        export(folder, tmp_path / "small.gguf", "--base", base, "--type", "q8_0")
