@@ -48,10 +48,10 @@ def run_step(module, accumulator, config, step, micro_batches):
         accumulator.accumulate(x, partial(cross_entropy, targets=targets, scale=1 / tokens))
 
 
-def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, **options):
-    """Losses and norms of a short run, and the sha256 of the parameters after it."""
+def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update=None, **options):
+    """Losses and norms of a short run, and the sha256 of the parameters after it; update: for AdamW."""
     module = make(comm, config, strategy, **options)
-    optimizer = ShardedAdamW(module, lr=1e-2)
+    optimizer = ShardedAdamW(module, lr=1e-2, **update or {})
     accumulator = GradAccum(module, micro_batches)
     records = []
     for step in range(steps):

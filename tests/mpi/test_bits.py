@@ -87,6 +87,15 @@ def test_frozen_parameters_change_nothing_else(exact, strategy):
     assert tiny.train(exact, config, strategy, **options) == tiny.train(SerialComm(), config, **options)
 
 
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda one: one.name)
+def test_rates_by_name_are_the_same_wherever_slices_end(exact, strategy):
+    """Patterns that alternate within units, on slices that begin and end inside parameters."""
+    options = {"bucket_mb": 0.02, "update": {"lr_scale": {"blk.*": 0.5, "*norm*": 3.0, "*ffn_up*": 0.0}}}
+    found = tiny.train(exact, tiny.MODELS["llama"], strategy, **options)
+    assert found == tiny.train(SerialComm(), tiny.MODELS["llama"], **options)
+    assert found[1] != alone("llama", 5)[1]
+
+
 def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
     config = tiny.MODELS["llama"]
     assert tiny.train(exact, config, by_rows=True) == tiny.train(SerialComm(), config, by_rows=True)

@@ -45,6 +45,7 @@ SPECIAL |= {
     "transport": "mpi",
     "device": "cpu",
     "min_lr": 0.001,
+    "lr_scale": ["*.bias=0", "blk.*=1.5"],
     "trace": "t.json",
 }
 # Settings that one is refused without.
@@ -124,7 +125,8 @@ def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path)
         *(["--val-fraction", "1"], ["--val-fraction", "-0.1"], ["--beta1", "1"], ["--beta2", "-1"]),
         *(["--lr", "-1"], ["--lr", "nan"], ["--steps", "-1"], ["--log-every", "0"], ["--keep", "-1"]),
         *(["--bucket-mb", "0"], ["--bucket-mb", "nan"], ["--bucket-mb", "inf"], ["--prefetch", "-1"]),
-        *(["--lr", "inf"], ["--timeout", "nan"]),
+        *(["--lr", "inf"], ["--timeout", "nan"], ["--lr-scale", "*"], ["--lr-scale", "=2"]),
+        *(["--lr-scale", "*=-1"], ["--lr-scale", "*=nan"], ["--lr-scale", "a=1", "b=x"]),
     ],
     ids=" ".join,
 )

@@ -55,7 +55,7 @@ def base(text, tmp_path_factory):
 def alone(base, text, tmp_path_factory):
     """A run of one rank, and its flags."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    flags = [*DATA, *text, "--init", str(base), "--lora", "3", "--steps", "4"]
+    flags = [*DATA, *text, "--init", str(base), "--lora", "3", "--lr-scale", "*.lora_b=16", "--steps", "4"]
     train(1, out, *flags)
     return out, flags
 
@@ -146,6 +146,11 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text,
         (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: of no adapter: give --lora RANK"),
         (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "names no projection of a block"),
         (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
+        (
+            ["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"],
+            "--lr-scale: 'blk*t' names no parameter",
+        ),
+        (["--init", "BASE", "--lr-scale", "*b=2", "--dry-run"], "--lr-scale: '*b' names no parameter"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(more, said, base, text, tmp_path):

@@ -141,6 +141,74 @@ def test_steps_are_those_of_plain_adamw(way, max_norm):
     assert_same({name: second[name] for name in plain.v}, plain.v)
 
 
+SCALES = {"*": 0.5, "blk.*": 3.0, "blk.0.a.bias": 0.0}
+
+
+@every_way
+def test_rates_by_name_are_those_of_plain_adamw_with_groups(way):
+    module = make_module(**way)
+    optimizer = ShardedAdamW(module, **OPTIONS, lr_scale=SCALES)
+    first = module.state_dict()
+    groups = {x: [name for name in first if factor_of(name) == x] for x in (0.5, 3.0, 0.0)}
+    assert all(groups.values())
+    plain = {
+        x: PlainAdamW({name: first[name] for name in names}, **OPTIONS | {"lr": x * OPTIONS["lr"]})
+        for x, names in groups.items()
+    }
+    for number in range(4):
+        accumulate_gradients(module, number)
+        grads = gradients(module)
+        optimizer.step()
+        for x, names in groups.items():
+            plain[x].step({name: grads[name] for name in names})
+    assert_same(module.state_dict(), {name: array for one in plain.values() for name, array in one.p.items()})
+    assert np.array_equal(module.state_dict()["blk.0.a.bias"], first["blk.0.a.bias"])
+
+
+def factor_of(name):
+    """By the rule: the last pattern that matches."""
+    return 0.0 if name == "blk.0.a.bias" else 3.0 if name.startswith("blk.") else 0.5
+
+
+@every_way
+@pytest.mark.parametrize(("scales", "lr"), [({"*": 1.0}, 0.01), ({"*": 4.0}, 0.0025), ({"o*": 1.0}, 0.01)])
+def test_one_factor_for_all_has_the_bits_of_that_rate(way, scales, lr):
+    found = []
+    for options in ({"lr_scale": scales, "lr": lr}, {}):
+        module = make_module(**way)
+        optimizer = ShardedAdamW(module, **OPTIONS | options)
+        for number in range(3):
+            accumulate_gradients(module, number)
+            optimizer.step()
+        found.append(state_bytes(optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        ({"blk.7*": 2.0}, r"'blk\.7\*' names no parameter that is trained; names are like token_embd"),
+        ({"output*": 2.0}, "names no parameter that is trained"),  # frozen
+        ({"*": -1.0}, r"lr_scale: \*: expected .* at least 0"),
+        ({3: 1.0}, "expected name patterns"),
+        (["*=2"], "expected a mapping of name patterns to numbers"),
+    ],
+)
+def test_rates_of_nothing_are_refused(scales, said):
+    with pytest.raises(ValueError, match=f"ShardedAdamW: lr_scale: .*{said}|{said}"):
+        ShardedAdamW(make_module(frozen=["output*"]), lr_scale=scales)
+
+
+def test_arrays_of_one_s_own_have_the_rate_of_their_name():
+    module = make_module()
+    optimizer = ShardedAdamW(module, **OPTIONS, lr_scale={"blk.0.a.*": 0.0, "blk.0.a.bias": 2.0})
+    arrays = {name: np.ones(array.shape, np.float32) for name, array in module.state_dict().items()}
+    optimizer.step_on_params(arrays, {name: np.ones_like(array) for name, array in arrays.items()})
+    assert (arrays["blk.0.a.weight"] == 1).all()
+    moved = {name: 1 - arrays[name].ravel()[0] for name in ("blk.0.a.bias", "blk.1.norm.bias")}
+    assert moved["blk.0.a.bias"] == pytest.approx(2 * moved["blk.1.norm.bias"], rel=1e-5)
+
+
 @every_way
 def test_the_gaps_between_parameters_stay_zero(way):
     module = make_module(**way)

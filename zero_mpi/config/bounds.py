@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from zero_mpi.cli.parser import nearest, refuse_empty
 from zero_mpi.config import conflicts
@@ -46,6 +47,7 @@ def check(config: Config) -> None:
     thread_count(config.threads)
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
+    rate_scales(config.lr_scale)
     step_range(config.trace_steps, config.steps)
     conflicts.refuse(config)
     for name in FIELDS.keys() - {"prompt"}:
@@ -63,6 +65,23 @@ def thread_count(text: str | None) -> int | None:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise UsageError(f"--threads {shown(text)}: expected a number of at least 1, or auto")
     return int(text)
+
+
+def rate_scales(texts: Sequence[str]) -> dict[str, float]:
+    """`--lr-scale` as pattern -> factor; raises UsageError."""
+    found = dict[str, float]()
+    for text in texts:
+        pattern, _, factor = text.rpartition("=")
+        found.pop(pattern, None)  # the last one counts, and its place
+        try:
+            found[pattern] = float(factor)
+        except ValueError:
+            pattern = ""
+        if not pattern or not 0 <= found[pattern] < math.inf:
+            raise UsageError(
+                f"--lr-scale {shown(text)}: expected PATTERN=X with X of at least 0, such as *.lora_b=16"
+            )
+    return found
 
 
 def seconds(text: str | None) -> float | None:

@@ -21,6 +21,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "init": "PATH",
     "data": "PATH",
     "freeze": "PATTERN",
+    "lr_scale": "W=X",
     "lora": "R",
     "lora_alpha": "A",
     "lora_targets": "W",

@@ -110,6 +110,9 @@ class Config:
     decay_steps: int | None = flag(
         None, int, "optimizer", "last steps, in which wsd falls linearly (default: a tenth of all)"
     )
+    lr_scale: list[str] = flag(
+        None, list, "optimizer", "learning rate times X where names match; the last match wins"
+    )
     weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")
@@ -232,7 +235,7 @@ class Config:
     def plan(self) -> dict[str, Any]:
         """The settings that a resumed run may change, with which its rest becomes another one."""
         names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
-        return {name: getattr(self, name) for name in ("steps", *names)}
+        return {name: value for name in ("steps", *names) if (value := getattr(self, name)) != []}
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

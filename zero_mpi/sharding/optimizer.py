@@ -15,10 +15,11 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, array, came, instance, number
-from zero_mpi.comm.agree import agreed
+from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
+from zero_mpi.sharding.rates import ParameterRates, check_scales
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.telemetry import spans
 
@@ -48,6 +49,10 @@ class FlatMoments:
     def nbytes(self) -> int:
         """Bytes of both moments."""
         return int(self.first.nbytes + self.second.nbytes)
+
+    def part(self, inside: slice) -> FlatMoments:
+        """Those of some elements, views."""
+        return FlatMoments(self.first[inside], self.second[inside])
 
 
 Settings = tuple[float, tuple[float, float], float, float, Offload | None]
@@ -79,6 +84,8 @@ class ShardedAdamW:
     lr            learning rate; `step` may be given another one each time
     betas, eps    decay of the two moments, and what is added to the root of the second
     weight_decay  a step takes lr * weight_decay of a matrix away, apart from the gradient
+    lr_scale      name pattern -> what multiplies the learning rate of parameters that it matches ("*.lora_b":
+                  16); the last match wins, 0 leaves them as they are
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
     Making one is collective; raises ValueError for settings that cannot be, UsageError where ranks differ.
@@ -95,16 +102,24 @@ class ShardedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         offload: str = "none",
+        lr_scale: Mapping[str, float] | None = None,
     ) -> None:
         instance("ShardedAdamW: module", module, ShardedModule, "a ShardedModule")
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        chosen = agreed(module.comm, "this ShardedAdamW", lambda: check_settings(**settings, offload=offload))
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "offload": offload}
+
+        def checked() -> tuple[tuple[Settings, dict[str, float]], Facts]:
+            chosen, facts = check_settings(**settings)
+            trained = [name for name in module.params if module.is_trainable(name)]
+            scales = check_scales("ShardedAdamW: lr_scale", lr_scale or {}, trained)
+            return (chosen, scales), facts | {"lr_scale": list(scales.items())}
+
+        chosen, scales = agreed(module.comm, "this ShardedAdamW", checked)
         self.module, (self.lr, self.betas, self.eps, self.weight_decay, self._offload) = module, chosen
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.moments = self._make_moments()
         self._plain: dict[Key, tuple[FlatMoments, int]] = {}
-        self._decaying = {unit.name: decaying_chunks(unit) for unit in self.units}
+        self._rates = ParameterRates(self.units, scales)
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -147,11 +162,15 @@ class ShardedAdamW:
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
         parameters, gradients, _ = unit.updated
-        low, decay = unit.parameters.rounds_to, self.weight_decay * self._decaying[unit.name]
+        rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.rounds_to
+        decay = self.weight_decay * rates.decays
         for part, p, moments in self._pieces(unit, parameters):
-            runs = slice(part.start // unit.unit.quantum, -(-part.stop // unit.unit.quantum))
-            rounded = None if low is None else low[part]
-            self._update(p, gradients[part], moments, lr, scale, decay[runs], self.steps, rounded)
+            for here, factor in rates.within(part):
+                own = slice(here.start - part.start, here.stop - part.start)
+                runs = slice(here.start // quantum, -(-here.stop // quantum))
+                rounded = None if low is None else low[here]
+                state = p[own], gradients[here], moments.part(own)
+                self._update(*state, lr * factor, scale, decay[runs], self.steps, rounded)
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, FlatMoments]]:
         """A unit's parameters and moments where they are updated: all, or if offloaded piece by piece."""
@@ -211,8 +230,8 @@ class ShardedAdamW:
             self._plain[key] = moments, steps + 1
             known = self.module.params.get(str(key))
             decays = p.ndim >= 2 if known is None else known.decays
-            decay = np.array([self.weight_decay * decays])
-            self._update(p.reshape(-1), given[key].reshape(-1), moments, lr, 1.0, decay, steps + 1)
+            decay, rate = np.array([self.weight_decay * decays]), lr * self._rates.factor(str(key))
+            self._update(p.reshape(-1), given[key].reshape(-1), moments, rate, 1.0, decay, steps + 1)
 
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all of them can be updated."""
@@ -250,14 +269,6 @@ def keyed(what: str, arrays: Any) -> dict[Key, Array]:
     for key, value in found.items():
         array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
     return found
-
-
-def decaying_chunks(unit: ShardedUnit) -> Array:
-    """1 for each of the fixed chunks of what the optimizer updates that decays, else 0: (chunks,) float64."""
-    part, whole = unit.updated[2], unit.unit
-    chunks = [np.full(whole.chunks(name), param.decays, np.float64) for name, param in whole.params.items()]
-    found = np.concatenate(chunks)[part.start // whole.quantum : -(-part.stop // whole.quantum)]
-    return device.in_use().from_host(found)
 
 
 def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:

@@ -19,7 +19,7 @@ from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.bounds import thread_count
+from zero_mpi.config.bounds import rate_scales, thread_count
 from zero_mpi.config.epochs import in_steps, told
 from zero_mpi.config.inputs import (
     BYTE,
@@ -40,7 +40,9 @@ from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
+from zero_mpi.sharding.rates import check_scales
 from zero_mpi.telemetry import log, tensorboard
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, of_text, what_was_read
@@ -125,6 +127,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     named = None if init is None else read_model(init)
     tokenizer = choose_tokenizer(config, init, named)
     model = adapted(config, named or model_from_flags(config, tokenizer))
+    check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
@@ -134,6 +137,15 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     notes = tuple(remarks(config, is_text=tokenizer is not None))
     spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
     return spec, {name: short_digest(value) for name, value in facts.items()}
+
+
+def check_rates(config: Config, model: ModelConfig) -> None:
+    """Raise UsageError for a pattern of `--lr-scale` that names nothing which is trained."""
+    trained = [name for name in model.params() if is_trainable(name, config.frozen)]
+    try:
+        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def read_text(world: World, spec: RunSpec) -> RunSpec:

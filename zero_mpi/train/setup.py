@@ -12,6 +12,7 @@ import numpy as np
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
+from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer
 from zero_mpi.errors import UsageError
@@ -161,5 +162,6 @@ def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
+        lr_scale=rate_scales(config.lr_scale),
         offload=config.offload,
     )

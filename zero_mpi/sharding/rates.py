@@ -1,0 +1,86 @@
+"""What an update of a parameter takes by its name: whether it decays, and what multiplies its learning rate.
+
+Both are the same within a chunk of a unit. Decay is a table with a number for each chunk, which the update
+reads. Rates differ rarely: a unit is cut into stretches of one factor, and the update of each is given its
+rate. An element's update does not depend on such cuts, and without factors there is one stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arguments import instance, number
+from zero_mpi.device.types import Array
+from zero_mpi.sharding.sharded_unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class UnitRates:
+    """Of what an optimizer updates of one unit.
+
+    decays      1 for each chunk that decays, else 0: (chunks,) float64, where the update reads it
+    stretches   (elements, factor of the rate), one after the other
+    """
+
+    decays: Array
+    stretches: tuple[tuple[slice, float], ...]
+
+    def within(self, part: slice) -> Iterator[tuple[slice, float]]:
+        """The stretches of a part, cut to it."""
+        for run, factor in self.stretches:
+            start, stop = max(run.start, part.start), min(run.stop, part.stop)
+            if start < stop:
+                yield slice(start, stop), factor
+
+
+class ParameterRates:
+    """Of all units, by their names. `scales`: pattern -> factor of the learning rate, the last match wins."""
+
+    def __init__(self, units: Iterable[ShardedUnit], scales: Mapping[str, float]) -> None:
+        self.scales = scales
+        self._units = {unit.name: self._of(unit) for unit in units}
+
+    def __getitem__(self, unit: str) -> UnitRates:
+        return self._units[unit]
+
+    def factor(self, name: str) -> float:
+        """What multiplies the learning rate of a parameter."""
+        found = [factor for pattern, factor in self.scales.items() if fnmatchcase(name, pattern)]
+        return found[-1] if found else 1.0
+
+    def _of(self, unit: ShardedUnit) -> UnitRates:
+        part, whole = unit.updated[2], unit.unit
+        here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
+        chunks = [(whole.chunks(name), name, param) for name, param in whole.params.items()]
+        decays = np.concatenate([np.full(count, param.decays, np.float64) for count, _, param in chunks])
+        factors = np.concatenate([np.full(count, self.factor(name)) for count, name, _ in chunks])[here]
+        return UnitRates(
+            device.in_use().from_host(decays[here]), tuple(stretches(factors.tolist(), whole.quantum))
+        )
+
+
+def stretches(factors: Iterable[float], quantum: int) -> Iterator[tuple[slice, float]]:
+    """Neighbouring chunks of one factor as runs of elements."""
+    start = 0
+    for factor, same in groupby(factors):
+        stop = start + quantum * sum(1 for _ in same)
+        yield slice(start, stop), factor
+        start = stop
+
+
+def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
+    """Factors of learning rates by pattern; raises ValueError for what is none or names no parameter."""
+    instance(what, scales, Mapping, "a mapping of name patterns to numbers")
+    for pattern in scales:
+        instance(what, pattern, str, "name patterns")
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            few = ", ".join(list(trained)[:3])
+            raise ValueError(f"{what}: {pattern!r} names no parameter that is trained; names are like {few}")
+    return {pattern: number(f"{what}: {pattern}", x, least=0) for pattern, x in scales.items()}
