@@ -39,8 +39,9 @@ if TYPE_CHECKING:
         ShardInfo,
         Strategy,
     )
+    from zero_mpi.sharding.clipping import clip_grad_norm
     from zero_mpi.sharding.grad_accum import GradAccum
-    from zero_mpi.sharding.optimizer import ShardedAdamW, clip_grad_norm
+    from zero_mpi.sharding.optimizer import ShardedAdamW
     from zero_mpi.trace.timeline import tracing
 
 PUBLIC = {
@@ -55,7 +56,7 @@ PUBLIC = {
     "UsageError": "errors",
     "cross_entropy": "nn",
     "ShardedAdamW": "sharding.optimizer",
-    "clip_grad_norm": "sharding.optimizer",
+    "clip_grad_norm": "sharding.clipping",
     "DDP": "sharding",
     "FULL_SHARD": "sharding",
     "HYBRID_SHARD": "sharding",

@@ -15,13 +15,8 @@ from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.checksum import digest
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver, save_checkpoint
-from zero_mpi.checkpoint.state import (
-    Description,
-    TrainingProgress,
-    check_digests,
-    load_checkpoint,
-    open_checkpoint,
-)
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.models import GPT2
 
@@ -132,8 +127,9 @@ def refuse_moments(self, name, first, values):
 
 def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_folder):
     folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
-    model, state = open_checkpoint(folder)
-    check_digests(model, state, exact.rank, exact.size)
+    files = open_checkpoint(folder)
+    model, state = files.model, files.state
+    check_digests(files, exact.rank, exact.size)
     lines = [*model.metadata["training.tensor_digests"], *state.metadata["training.tensor_digests"]]
     assert [line.partition(" ")[2] for line in lines] == [*model.tensors, *state.tensors]
     assert lines == [

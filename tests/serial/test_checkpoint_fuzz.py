@@ -23,14 +23,8 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import save_checkpoint
-from zero_mpi.checkpoint.state import (
-    COUNTS,
-    Description,
-    TrainingProgress,
-    check_digests,
-    load_checkpoint,
-    open_checkpoint,
-)
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import UsageError
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models import Llama
@@ -98,7 +92,7 @@ class Bench:
         """One of the two allowed outcomes; True where the pair loaded."""
         self.write(pair)
         try:
-            check_digests(*open_checkpoint(self.folder))
+            check_digests(open_checkpoint(self.folder))
             progress = load_checkpoint(self.folder, self.target)
         except UsageError as error:
             return is_bad(str(error))

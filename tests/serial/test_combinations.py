@@ -17,6 +17,7 @@ REFUSED = {  # flags that are refused: what is said, and what lets them be
     "--lora-alpha 2": ("--lora-alpha 2.0: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
     "--lora-targets a b": (r"--lora-targets .*: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
     "--lora-init a.gguf": ("--lora-init a.gguf: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
+    "--ema 0.9 --offload moments": ("--ema 0.9: cannot be had with --offload moments", "--offload none"),
     "--epochs 2 --steps 5": ("--epochs 2: expected that or --steps 5, not both", None),
     "--trace-steps 2:5": ("--trace-steps 2:5: .*--trace FILE", "--trace t.json"),
     "--min-lr 0.1 --lr 0.01": ("--min-lr 0.1: expected at most --lr 0.01", "--lr 0.2"),

@@ -127,6 +127,7 @@ def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path)
         *(["--bucket-mb", "0"], ["--bucket-mb", "nan"], ["--bucket-mb", "inf"], ["--prefetch", "-1"]),
         *(["--lr", "inf"], ["--timeout", "nan"], ["--lr-scale", "*"], ["--lr-scale", "=2"]),
         *(["--lr-scale", "*=-1"], ["--lr-scale", "*=nan"], ["--lr-scale", "a=1", "b=x"]),
+        *(["--ema", "0"], ["--ema", "1"], ["--ema", "nan"]),
     ],
     ids=" ".join,
 )
@@ -139,7 +140,10 @@ def test_values_out_of_range_are_refused_by_name(flags):
 
 
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
-    config = Config(**{name: other_value(name) for name in FIELDS if name != "epochs"})
+    others = {name: other_value(name) for name in FIELDS if name != "epochs"} | {
+        "offload": "none"
+    }  # beside ema
+    config = Config(**others)
     assert from_file(tmp_path, write_toml(config)) == config
 
 

@@ -27,13 +27,8 @@ from thinned import thinned
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import (
-    Description,
-    TrainingProgress,
-    check_digests,
-    load_checkpoint,
-    open_checkpoint,
-)
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import JobError
 from zero_mpi.models import Llama
 
@@ -195,8 +190,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def sound_step(folder: Path) -> int:
     """The step of a checkpoint whose two files are what was written."""
-    model, state = open_checkpoint(folder)
-    check_digests(model, state)
+    files = open_checkpoint(folder)
+    state = files.state
+    check_digests(files)
     return int(state.metadata["training.iteration_count"])
 
 

@@ -9,7 +9,7 @@ from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.generate.text_model import TextModel
 
@@ -71,8 +71,9 @@ def same(a: object, b: object) -> bool:
 
 
 def test_every_tensor_was_trained_a_little_and_checks(tuned, source):
-    model, state = open_checkpoint(tuned)
-    check_digests(model, state)
+    files = open_checkpoint(tuned)
+    model = files.model
+    check_digests(files)
     assert set(model.tensors) == set(source.tensors)
     for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.29.ffn_down.weight", "output_norm.weight"):
         before, after = source.tensor(name), model.tensor(name)

@@ -16,7 +16,7 @@ from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
 from thinned import thinned
 
-from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
@@ -75,7 +75,7 @@ def assert_one_line(errors: str, cause: str) -> None:
 def assert_goes_on(out: Path, flags: list[str], tmp_path: Path) -> None:
     """The checkpoint of step 2 is sound, and going on from it is the run that was never stopped."""
     assert (out / "latest").readlink() == Path("step-00000002")
-    check_digests(*open_checkpoint(out / "latest"))
+    check_digests(open_checkpoint(out / "latest"))
     assert not list(out.glob(".step-*")), "a partial folder was left"
     assert [path.name for path in out.glob("step-*")] == ["step-00000002"]
     train(1, tmp_path / "whole", *flags, "--steps", "4")
@@ -129,7 +129,7 @@ def test_what_fails_in_the_background_comes_up_before_the_next_save(flags, tmp_p
     assert_one_line(errors, "File too large")
     assert 80 <= len(fields(out)) < 120
     assert (out / "latest").readlink() == Path("step-00000040")
-    check_digests(*open_checkpoint(out / "latest"))
+    check_digests(open_checkpoint(out / "latest"))
 
 
 # Runs `zero_mpi.train`; before step 4 the folder of the run becomes read-only: a mount of it on itself does

@@ -20,7 +20,7 @@ from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.safetensors import SafetensorsStream
-from zero_mpi.checkpoint.state import signature
+from zero_mpi.checkpoint.sound import signature
 from zero_mpi.errors import UsageError
 from zero_mpi.inspect import command as inspect_command
 from zero_mpi.inspect.compare import compare

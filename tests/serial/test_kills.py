@@ -19,7 +19,7 @@ from jobs import RANK_VARIABLES, clean_environment, end, launcher, run_job
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 
 pytestmark = needs_mpiexec
 # Saving takes most of a step here: 180 000 parameters, and two rounds of micro-batches.
@@ -91,8 +91,9 @@ def wait_for_next(out: Path, job: subprocess.Popen[bytes], log: Path) -> float:
 
 def sound_step(folder: Path) -> int:
     """The step of a checkpoint whose two files are what was written."""
-    model, state = open_checkpoint(folder)
-    check_digests(model, state)
+    files = open_checkpoint(folder)
+    state = files.state
+    check_digests(files)
     return int(state.metadata["training.iteration_count"])
 
 

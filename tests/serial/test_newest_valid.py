@@ -17,7 +17,7 @@ from thinned import thinned
 
 from zero_mpi.checkpoint.checksum import digest, digest_of_state, from_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import ID, MODEL_DIGESTS, STATE_DIGEST, TENSOR_DIGESTS, signature
+from zero_mpi.checkpoint.sound import DIGESTS, ID, STATE_DIGEST, TENSOR_DIGESTS, signature
 
 MODEL, STATE = "model.gguf", "optimizer.gguf"
 NEWEST, OLDER = "step-00000003", "step-00000002"
@@ -262,7 +262,7 @@ def test_values_that_are_not_finite_are_refused_though_all_sums_are_right(value,
 def write_signed(folder: Path, name: str, value: float) -> None:
     """Put a value into a tensor and sign both files anew, as a program that trained on would have done."""
     model, state = GGUFFile.open(folder / MODEL), GGUFFile.open(folder / STATE)
-    sums = [from_lines(state.metadata[key]) for key in (MODEL_DIGESTS, TENSOR_DIGESTS)]
+    sums = [from_lines(state.metadata[key]) for key in (DIGESTS["model"], TENSOR_DIGESTS)]
     own = sums[name == STATE]
     info = (model if name == MODEL else state).tensors[TENSORS[name]]
     content = bytearray((folder / name).read_bytes())

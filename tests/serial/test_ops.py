@@ -17,7 +17,7 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.ops import reference
-from zero_mpi.ops.reference import ADAMW_BLOCK
+from zero_mpi.ops.flat_reference import ADAMW_BLOCK
 
 STEP = 1e-5  # of the difference quotients
 SHOWN: set[str] = set()  # names of operations that a test is about
@@ -484,6 +484,22 @@ def test_adamw_bits_do_not_depend_on_how_the_arrays_are_cut(size, cuts):
 @shows("adamw")
 def test_adamw_takes_an_empty_slice():
     ops.adamw(*flat_state(0), **SETTINGS)
+
+
+@shows("moving_average")
+@pytest.mark.parametrize(
+    ("size", "cuts"), [(13, [1, 2, 7]), (ADAMW_BLOCK + 37, [1023, ADAMW_BLOCK]), (0, [])]
+)
+def test_a_moving_average_is_its_formula_wherever_it_is_cut(size, cuts):
+    e, p = (numbers(size, seed=seed).astype(np.float32) for seed in (1, 2))
+    whole, pieces = e.copy(), e.copy()
+    with unchanged(p):
+        ops.moving_average(whole, p, 0.99)
+    for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
+        ops.moving_average(pieces[start:stop], p[start:stop], 0.99)
+    assert whole.tobytes() == pieces.tobytes()
+    expected = np.float32(0.99) * e + np.float32(1 - 0.99) * p
+    assert whole.tobytes() == expected.tobytes(), "each product and the sum rounded once"
 
 
 @shows("chunk_squares")

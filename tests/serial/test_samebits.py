@@ -18,7 +18,7 @@ from test_consistency import FLAGS, RUN, refused
 
 from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
 from zero_mpi.ops import trial
@@ -70,7 +70,11 @@ def nudged(name, operation):
         found = operation(*given, **named)
         result = found[0] if isinstance(found, tuple) else found
         if not isinstance(result, np.ndarray):  # a loss has its gradient beside it
-            result = found[1] if isinstance(found, tuple) else given[0 if name == "adamw" else -1]
+            result = (
+                found[1]
+                if isinstance(found, tuple)
+                else given[0 if name in ("adamw", "moving_average") else -1]
+            )
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
         return found
 
@@ -255,8 +259,9 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
     command = [*launcher(), "-n", "1", *RUN, *more, ":", "-n", "1", sys.executable, str(script), *more]
     status, printed, errors = run_command(command, timeout=40, cwd=tmp_path)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
-    model, state = open_checkpoint(tmp_path / "out" / "latest")
-    check_digests(model, state, 0, 1)
+    files = open_checkpoint(tmp_path / "out" / "latest")
+    state = files.state
+    check_digests(files, 0, 1)
     assert json.loads(state.metadata["training.machine"])["processor"] == same_bits.processor()
 
 

@@ -2,6 +2,8 @@
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
+and ema.gguf where a run keeps a moving average.
+
 A checkpoint is written into a temporary folder beside its place; files and folder are brought to disk, then
 one rename makes it visible, and `latest` is replaced by another. Whatever moment a process is killed at, what
 `latest` names is complete. These functions are for one rank.
@@ -19,6 +21,7 @@ from pathlib import Path
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
+AVERAGE = "ema.gguf"  # of the model, or of adapters
 LATEST, BEST = "latest", "best"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.(latest|best)\.partial")

@@ -1,4 +1,4 @@
-"""Save and load any module and its optimizer: one folder with the two files of a checkpoint.
+"""Save and load any module and its optimizer: one folder with the files of a checkpoint.
 
 Nothing of it depends on ranks or strategy: tensors have their full shapes and are known by name. The layers
 are not in the files; whoever loads makes the same module first.
@@ -15,21 +15,18 @@ from typing import Any
 from zero_mpi.arguments import came, instance, some
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.header import pack_file
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.saver import on_root, write_files
-from zero_mpi.checkpoint.shards import moments_of, parameters_of
+from zero_mpi.checkpoint.saver import on_root, parts_of, write_files
+from zero_mpi.checkpoint.sound import ID, CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
-    ID,
     Description,
     TrainingProgress,
-    check_digests,
     check_tensors,
     load_state,
     model_tensors,
     moment_tensors,
-    open_checkpoint,
 )
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import exists, is_folder
@@ -37,6 +34,7 @@ from zero_mpi.nn.layer import Param
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.optimizer import ShardedAdamW
 
+OURS = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
 FOLDER = str | os.PathLike[str]
 
 
@@ -44,8 +42,9 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
     The folder is written beside its place and renamed: it is complete or, whatever happens, what was there
-    before. It must be new, or one that `save` wrote, which is replaced. Holds `model.gguf` and
-    `optimizer.gguf`, float32. Gradients are not part of it: save between steps. Returns its path.
+    before. It must be new, or one that `save` wrote, which is replaced. Holds `model.gguf`, `optimizer.gguf`
+    and, of an optimizer with an average, `ema.gguf`, float32. Gradients are not part of it: save between
+    steps. Returns its path.
 
     Raises on all ranks: ValueError for a module or optimizer that is none, or not this module's; UsageError
     for a folder that holds something else, for names and shapes that GGUF does not take (names of up to 33
@@ -65,7 +64,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
         scale_exponent=scale.exponent,
         scale_steps=scale.good_steps,
     )
-    parts = parameters_of(optimizer), moments_of(optimizer)
+    parts = parts_of(optimizer, description)
     try:
         on_root(comm, partial(begin, final))
         write_files(comm, folders.beside(final), optimizer, parts, (progress, description))
@@ -102,7 +101,7 @@ def check_place(final: Path) -> None:
         return
     if not is_folder(final):
         raise UsageError(f"save: {final}: expected a folder or nothing, found a file; name another place")
-    surplus = sorted({path.name for path in final.iterdir()} - {folders.MODEL, folders.OPTIMIZER})
+    surplus = sorted({path.name for path in final.iterdir()} - OURS)
     if surplus:
         raise UsageError(
             f"save: {final}: expected a new folder, or one with {folders.MODEL} and {folders.OPTIMIZER} "
@@ -124,22 +123,23 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> int:
     instance("load: module", module, ShardedModule, "a ShardedModule")
     comm = module.comm
 
-    def opened() -> tuple[tuple[GGUFFile, GGUFFile], Facts]:
+    def opened() -> tuple[CheckpointFiles, Facts]:
         check("load", folder, module, optimizer)
-        model, state = open_checkpoint(Path(folder))
-        check_model(model, dict(module.params))
-        check_tensors(state, optimizer)
-        return (model, state), {"the checkpoint": model.metadata[ID]}
+        files = open_checkpoint(Path(folder))
+        for file in files.weights.values():
+            check_model(file, dict(module.params))
+        check_tensors(files, optimizer)
+        return files, {"the checkpoint": files.state.metadata[ID]}
 
     def sound() -> tuple[None, Facts]:
-        check_digests(model, state, comm.rank, comm.size)
+        check_digests(files, comm.rank, comm.size)
         return None, {}
 
-    model, state = agreed(comm, "load", opened)
+    files: CheckpointFiles = agreed(comm, "load", opened)
     agreed(comm, "load", sound)
     module.drop_gathered()
     module.zero_gradients()
-    progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(model, state, optimizer), {}))
+    progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(files, optimizer), {}))
     return progress.step
 
 
@@ -152,7 +152,7 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
 
 
-def check_model(model: GGUFFile, params: dict[str, Param]) -> None:
+def check_model(model: WeightSource, params: dict[str, Param]) -> None:
     """Raise UsageError unless the file holds the module's parameters in their shapes, and nothing else."""
     missing = [name for name in params if name not in model.tensors]
     surplus = [name for name in model.tensors if name not in params]

@@ -1,4 +1,4 @@
-"""Writes the two files of a checkpoint from all ranks, in pieces.
+"""Writes the files of a checkpoint from all ranks, in pieces.
 
 Slices are brought to rank 0 piece by piece, or each rank writes its own where they belong (`parallel`). While
 one piece is written, by a thread, the next is digested and brought: rank 0 needs room for two pieces, which
@@ -48,7 +48,7 @@ class Content:
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
-"""From the digests of both files' tensors to the keys of both."""
+"""From the digests of each file's tensors to the keys of each."""
 
 
 class Output:
@@ -169,10 +169,10 @@ class Pieces:
         self._wait(0)
 
 
-def write_pair(
+def write_together(
     comm: Comm, contents: Sequence[Content], stamp: Stamp, *, parallel: bool, tick: Callable[[str], None]
 ) -> None:
-    """Write both files and bring them to disk. Collective; raises JobError on all ranks if one fails.
+    """Write all files and bring them to disk. Collective; raises JobError on all ranks if one fails.
 
     `tick` is told what is going on, again and again.
     """

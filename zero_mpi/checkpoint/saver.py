@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.checksum import digest_of_state
-from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_pair
-from zero_mpi.checkpoint.shards import Contribution, Snapshot, moments_of, parameters_of
+from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_together
+from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, moments_of, parameters_of
+from zero_mpi.checkpoint.sound import AVERAGE, MODEL, digest_of_files
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
+    STATE,
     Description,
     TrainingProgress,
     model_tensors,
@@ -31,7 +32,7 @@ from zero_mpi.errors import JobError, explain
 from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.telemetry import spans
 
-Parts = tuple[list[Contribution], list[Contribution]]
+Parts = dict[str, list[Contribution]]  # by the role of the file
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,13 @@ class Saver:
     def save(self, progress: TrainingProgress) -> None:
         """Save the state as it is now. Collective; JobError on all ranks if this or the one before failed."""
         self.wait()
-        parts = parameters_of(self.optimizer, self.description.is_adapter), moments_of(self.optimizer)
+        parts = parts_of(self.optimizer, self.description)
         if not self.background:
             with spans.during(spans.CHECKPOINT, "save", f"step {progress.step}"):
                 self._finished.append(self._write(progress, parts))
             return
         with spans.during(spans.CHECKPOINT, "copy"):
-            copies = self._snapshot.take(parts[0]), self._snapshot.take(parts[1])
+            copies = {role: self._snapshot.take(role, part) for role, part in parts.items()}
         run = partial(self._write_behind, progress, copies)
         self._thread = threading.Thread(target=run, name="zero_mpi saver", daemon=True)
         self._thread.start()
@@ -137,9 +138,9 @@ class Saver:
         seconds = time.monotonic() - begun
         self.longest = max(self.longest, seconds)
         final = folders.step_folder(self.out, progress.step)
-        return Saved(final, progress.step, digest_of_state(digests), seconds)
+        return Saved(final, progress.step, digest_of_files(digests), seconds)
 
-    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> Digests:
+    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> dict[str, Digests]:
         return write_files(
             self.comm,
             folder,
@@ -156,6 +157,13 @@ class Saver:
         return f"{link} is {link.readlink()}" if link.is_symlink() else "there is no earlier one"
 
 
+def parts_of(optimizer: ShardedAdamW, description: Description) -> Parts:
+    """What this rank gives to each file of a checkpoint, views, in the files' order."""
+    trained = description.is_adapter
+    average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.average is not None else {}
+    return {MODEL: parameters_of(optimizer, trained), **average, STATE: moments_of(optimizer)}
+
+
 def write_files(
     comm: Comm,
     folder: Path,
@@ -165,25 +173,27 @@ def write_files(
     *,
     parallel: bool = False,
     tick: Callable[[str], None] = lambda what: None,
-) -> Digests:
-    """Write both files into `folder`: what all ranks hold, and what is `said` of it. Collective.
+) -> dict[str, Digests]:
+    """Write all files into `folder`: what all ranks hold, and what is `said` of it. Collective.
 
-    Returns the digests of the tensors of both, on rank 0. Raises JobError on all ranks if one fails.
+    Returns the digests of the tensors of each, on rank 0. Raises JobError on all ranks if one fails.
     """
     progress, description = said
-    tensors = model_tensors(optimizer, description), moment_tensors(optimizer)
-    weights = folder / description.weights
-    contents = (
-        Content(weights, description.architecture, tensors[0], parts[0], description.constants),
-        Content(folder / folders.OPTIMIZER, ARCHITECTURE, tensors[1], parts[1]),
-    )
-    digests: Digests = {}
+    names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
+    about = description.architecture, model_tensors(optimizer, description)
+    contents = [
+        Content(folder / names[role], *about, part, description.constants)
+        if role in names
+        else Content(folder / folders.OPTIMIZER, ARCHITECTURE, moment_tensors(optimizer), part)
+        for role, part in parts.items()
+    ]
+    digests: dict[str, Digests] = {}
 
-    def keys(model: Digests, moments: Digests) -> tuple[dict[str, object], dict[str, object]]:
-        digests.update({**model, **moments})
-        return stamp(progress, description, model, moments)
+    def keys(*found: Digests) -> list[dict[str, object]]:
+        digests.update(zip(parts, found, strict=True))
+        return list(stamp(progress, description, digests).values())
 
-    write_pair(comm, contents, keys, parallel=parallel, tick=tick)
+    write_together(comm, contents, keys, parallel=parallel, tick=tick)
     return digests
 
 

@@ -1,4 +1,4 @@
-"""What each rank gives to a checkpoint: its slices of the parameters and of both moments."""
+"""What each rank gives to a checkpoint: its slices of parameters, of their average and of both moments."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ def parameters_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contri
     return [contribution(comm, "", unit, *unit.parameters.kept) for unit in units]
 
 
+def averages_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contribution]:
+    """The averages' slices, views, and unless they are of what is `trained` alone the frozen parameters."""
+    comm, values = optimizer.module.comm, optimizer.averages()
+    frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
+    for unit in frozen:
+        unit.wait_gather()
+    found = [contribution(comm, "", unit, *unit.parameters.kept) for unit in frozen]
+    units = [(unit, values[unit.name], unit.updated[2]) for unit in optimizer.units]
+    return found + [contribution(comm, "", unit, average, part) for unit, average, part in units]
+
+
 def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:
     """The moments' slices, views: all first ones, then all second ones."""
     comm = optimizer.module.comm
@@ -78,14 +89,14 @@ class Snapshot:
     """Copies of contributions, so that training may go on; the room is kept for the next ones."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[str, str], Array] = {}
+        self._rooms: dict[tuple[str, str, str], Array] = {}
 
-    def take(self, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """The same contributions with copied values."""
-        return [replace(given, values=self._copy(given)) for given in contributions]
+    def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
+        """The same contributions to one file with copied values."""
+        return [replace(given, values=self._copy(role, given)) for given in contributions]
 
-    def _copy(self, given: Contribution) -> Array:
-        key = given.prefix, given.unit.name
+    def _copy(self, role: str, given: Contribution) -> Array:
+        key = role, given.prefix, given.unit.name
         if key not in self._rooms:
             self._rooms[key] = empty(given.values.size, given.values.dtype)
         device.in_use().copy(self._rooms[key], given.values)

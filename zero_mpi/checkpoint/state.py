@@ -1,13 +1,12 @@
-"""A training state as a pair of files, at any number of ranks: what they say, and how they are read.
+"""A training state as files, at any number of ranks: what they say, and how they are read.
 
-`model.gguf` holds the model and nothing else, so llama.cpp opens it as it is. `optimizer.gguf` holds the
-moments of each tensor in full shape and where the run stood. Both hold the same id and the digests of their
-tensors, optimizer.gguf also those of the model: what one bit changed, or halves of two checkpoints, shows.
+`model.gguf` holds the model and nothing else, so llama.cpp opens it as it is; so does `ema.gguf`, where a run
+keeps a moving average. `optimizer.gguf` holds the moments of each tensor in full shape and where the run
+stood. How the files answer for each other: `checkpoint.sound`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,30 +17,28 @@ import numpy as np
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.best import Best, read_best
-from zero_mpi.checkpoint.checksum import (
-    as_lines,
-    digest_of_pieces,
-    digest_of_state,
-    from_lines,
-    piece_digests,
-)
-from zero_mpi.checkpoint.gguf.header import ARCHITECTURE_KEY, pack_key
+from zero_mpi.checkpoint.checksum import as_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.shards import FIRST, SECOND
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.sound import (
+    DIGESTS,
+    FORMAT_VERSION,
+    ID,
+    STATE_DIGEST,
+    TENSOR_DIGESTS,
+    CheckpointFiles,
+    digest_of_files,
+    keys_of,
+    open_checkpoint,
+    signature,
+)
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import show
-from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
 from zero_mpi.sharding.sharded_state import fill
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
-FORMAT_VERSION = 2
-ID, STATE_DIGEST = "training.checkpoint_id", "training.state_digest"
-TENSOR_DIGESTS, MODEL_DIGESTS = "training.tensor_digests", "training.model_digests"
-READ_AT_ONCE = 1 << 22  # bytes digested at a time
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 
@@ -98,17 +95,20 @@ class Description:
 
 # ------------------------------------------------------------------------------------------------- keys
 
+STATE = "optimizer"  # the role of optimizer.gguf among the files
+
 
 def stamp(
-    progress: TrainingProgress, description: Description, model: Mapping[str, str], moments: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of both files, from the digests of their tensors."""
+    progress: TrainingProgress, description: Description, digests: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """The keys of each file by its role, from the digests of its tensors; `optimizer` is the last."""
     shared = {
-        STATE_DIGEST: digest_of_state({**model, **moments}),
+        STATE_DIGEST: digest_of_files(digests),
         "training.iteration_count": np.uint64(progress.step),
         "training.token_count": np.uint64(progress.tokens),
     }
-    own = {**description.model, "general.file_type": np.uint32(0), **shared, TENSOR_DIGESTS: as_lines(model)}
+    own = {**description.model, "general.file_type": np.uint32(0), **shared}
+    files = {role: {**own, TENSOR_DIGESTS: as_lines(found)} for role, found in digests.items()}
     scaled = SCALE_COUNTS if progress.scale_exponent or progress.scale_steps else {}
     counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scaled}.items()}
     texts = {
@@ -116,10 +116,11 @@ def stamp(
         for name in ("settings", "machine", "plan")
     }
     head = {"optimizer.type": "adamw", "optimizer.file_version": np.uint32(FORMAT_VERSION)}
-    digests = {TENSOR_DIGESTS: as_lines(moments), MODEL_DIGESTS: as_lines(model)}
-    rest = {**head, **counts, **progress.best.keys(), **shared, **texts, **digests}
-    name = signature(own, rest)
-    return {**own, ID: name}, {**rest, ID: name}
+    lines = {TENSOR_DIGESTS: as_lines(digests[STATE])}
+    lines |= {key: as_lines(digests[role]) for role, key in DIGESTS.items() if role in digests}
+    files[STATE] = {**head, **counts, **progress.best.keys(), **shared, **texts, **lines}
+    name = signature(*files.values())
+    return {role: {**keys, ID: name} for role, keys in files.items()}
 
 
 def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
@@ -136,55 +137,7 @@ def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]
     return [(prefix + name, module.params[name].shape) for prefix in (FIRST, SECOND) for name in names]
 
 
-# ---------------------------------------------------------------------------------------------- checking
-
-
-def open_checkpoint(folder: Path) -> tuple[GGUFFile, GGUFFile]:
-    """The indices of both files; raises UsageError if either is not sound or they are not a pair."""
-    model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
-    check_pair(model, state)
-    return model, state
-
-
-def keys_of(file: WeightSource) -> GGUFKeys:
-    """The keys of a file, read with their types."""
-    return GGUFKeys(file.metadata, str(file.path))
-
-
-def check_pair(model: WeightSource, state: GGUFFile) -> None:
-    """Raise UsageError unless the files are two halves of one checkpoint that say what was written."""
-    version = keys_of(state).whole("optimizer.file_version")
-    if version != FORMAT_VERSION:
-        raise UsageError(
-            f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
-        )
-    ids = [keys_of(file).text(ID) for file in (model, state)]
-    if None in ids or ids[0] != ids[1]:
-        raise UsageError(
-            f"{state.path.parent}: {model.path.name} and {folders.OPTIMIZER} are not of one checkpoint "
-            f"(ids {show(str(ids[0]))} and {show(str(ids[1]))})"
-        )
-    check_signature(model, state)
-
-
-def signature(model: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """The id of a checkpoint: a hash of all other keys of both files, digests of tensors included."""
-    total = hashlib.sha256()
-    for keys in (model, state):
-        for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
-            total.update(pack_key(key, keys[key]))
-    return total.hexdigest()[:32]
-
-
-def check_signature(model: WeightSource, state: GGUFFile) -> None:
-    """Raise UsageError unless both files say what was written: sizes, tokenizer, progress, settings, ..."""
-    if signature(model.metadata, state.metadata) != state.metadata[ID]:
-        raise UsageError(
-            f"{state.path.parent}: {model.path.name} or {folders.OPTIMIZER} has a key that is not the one "
-            "that was written"
-        )
-    if from_lines(keys_of(model).texts(TENSOR_DIGESTS)) != from_lines(keys_of(state).texts(MODEL_DIGESTS)):
-        raise UsageError(f"{model.path}: the key {TENSOR_DIGESTS} is not the one that was written")
+# ----------------------------------------------------------------------------------------------- reading
 
 
 def read_progress(state: GGUFFile) -> TrainingProgress:
@@ -192,31 +145,6 @@ def read_progress(state: GGUFFile) -> TrainingProgress:
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
     counts = {name: read_count(state, key) for key, name in known.items()}
     return TrainingProgress(**counts, best=read_best(keys_of(state)))
-
-
-def check_digests(model: GGUFFile, state: GGUFFile, rank: int = 0, ranks: int = 1) -> None:
-    """Raise UsageError unless both files hold the tensors that were written; this rank's share of them.
-
-    All `ranks` together look at every tensor once.
-    """
-    expected = [
-        (file, name, digests.get(name))
-        for file, digests in (
-            (model, from_lines(keys_of(state).texts(MODEL_DIGESTS))),
-            (state, from_lines(keys_of(state).texts(TENSOR_DIGESTS))),
-        )
-        for name in [*file.tensors, *(name for name in digests if name not in file.tensors)]
-    ]
-    for file, name, digest in expected[rank::ranks]:
-        if name not in file.tensors or file_digest(file, name) != digest:
-            raise UsageError(
-                f"{file.path}: tensor {show(name)} is not the one that was written (its checksum differs)"
-            )
-
-
-def file_digest(file: GGUFFile, name: str) -> str:
-    """The digest of a tensor as it stands in a file."""
-    return digest_of_pieces(piece_digests(piece) for piece in file.raw_pieces(name, READ_AT_ONCE))
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
@@ -232,20 +160,26 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     return value
 
 
-def check_tensors(state: GGUFFile, optimizer: ShardedAdamW) -> None:
-    """Raise UsageError unless the file holds both moments of each trained parameter, and nothing else."""
+def check_tensors(files: CheckpointFiles, optimizer: ShardedAdamW) -> None:
+    """Raise UsageError unless there are both moments of each trained parameter, and nothing else, and of each
+    its average if the optimizer keeps one."""
+    state, average, module = files.state, files.average, optimizer.module
+    if (average is None) != (optimizer.average is None):
+        found = "no moving average, expected one" if average is None else "a moving average, expected none"
+        raise UsageError(f"{state.path.parent}: found {found}: give ema as it was")
     expected = dict(moment_tensors(optimizer))
-    for name, shape in expected.items():
-        info = state.tensors.get(name)
+    trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
+    wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
+    wanted += [(average, *each) for each in trained] if average is not None else []
+    for file, name, shape in wanted:
+        info = file.tensors.get(name)
         if info is None or info.shape != shape:
             found = "missing" if info is None else f"of shape {info.shape}"
-            raise UsageError(f"{state.path}: {name} is {found}, expected shape {shape}")
+            raise UsageError(f"{file.path}: {name} is {found}, expected shape {shape}")
     surplus = [name for name in state.tensors if name not in expected]
     if surplus:
         raise UsageError(f"{state.path}: {surplus[0]} is surplus: this run trains no such tensor")
 
-
-# ----------------------------------------------------------------------------------------------- reading
 
 Read = Callable[[str, int, int], Array]
 
@@ -267,16 +201,20 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
     """
-    return load_state(*open_checkpoint(folder), optimizer)
+    return load_state(open_checkpoint(folder), optimizer)
 
 
-def load_state(model: GGUFFile, state: GGUFFile, optimizer: ShardedAdamW) -> TrainingProgress:
+def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgress:
     """`load_checkpoint` from files whose indices were read already."""
-    check_tensors(state, optimizer)
+    check_tensors(files, optimizer)
+    model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
     module.load_slices(finite(model.read, model.path), names)
     for unit in optimizer.units:
         load_moments(unit, optimizer.moments[unit.name], state)
+        if optimizer.average is not None and files.average is not None:
+            read = finite(files.average.read, files.average.path)
+            fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
     progress = read_progress(state)
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     scale = module.loss_scale

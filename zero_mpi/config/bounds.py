@@ -42,6 +42,8 @@ def check(config: Config) -> None:
         if choices and value is not None and value not in choices:
             meant = nearest(str(value), choices)
             raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
+    if config.ema is not None and not 0 < config.ema < 1:
+        raise UsageError(f"--ema {config.ema}: expected more than 0 and less than 1, such as 0.999")
     if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)

@@ -32,6 +32,9 @@ CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
     Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),
+    Contradiction(
+        "ema", lambda c: c.offload != "none", "cannot be had with --offload {offload}: leave one of them out"
+    ),
     Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(

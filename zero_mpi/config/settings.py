@@ -117,6 +117,9 @@ class Config:
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")
     eps: float = flag(1e-8, float, "optimizer", "added to the second moment's root")
+    ema: float | None = flag(
+        None, float, "optimizer", "keep an average of the parameters too: X of it stay each step", fixed=True
+    )
     grad_clip: float = flag(1.0, float, "optimizer", "largest norm of the gradient; 0: any")
 
     strategy: str = flag(

@@ -18,12 +18,8 @@ import numpy as np
 
 from zero_mpi.checkpoint.adapter import is_adapter_file, lora_of
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import (
-    COUNTS,
-    ID,
-    STATE_DIGEST,
-    read_json,
-)
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.state import COUNTS, read_json
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError

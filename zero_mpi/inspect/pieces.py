@@ -16,9 +16,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.checksum import PIECE_BYTES
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import (
-    ARCHITECTURE,
-)
+from zero_mpi.checkpoint.sound import AVERAGE, MODEL, average_beside
+from zero_mpi.checkpoint.state import ARCHITECTURE, STATE
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.files.gguf_keys import GGUFKeys
@@ -30,15 +29,16 @@ READ_AT_ONCE = 1 << 20  # bytes read at a time
 
 @dataclass(frozen=True)
 class Subject:
-    """What lies at a path: a model, a training state, or both as a checkpoint."""
+    """What lies at a path: a model, a training state, or both as a checkpoint, with an average maybe."""
 
     model: WeightSource | None
     state: GGUFFile | None
+    average: GGUFFile | None = None
 
     @property
     def parts(self) -> dict[str, WeightSource]:
-        """Both as far as they are there, by role."""
-        parts = {"model": self.model, "optimizer": self.state}
+        """All as far as they are there, by role."""
+        parts = {MODEL: self.model, AVERAGE: self.average, STATE: self.state}
         return {role: part for role, part in parts.items() if part is not None}
 
 
@@ -51,8 +51,10 @@ def open_subject(path: Path) -> Subject:
     source = open_weights(adapter if os.path.exists(adapter) else path)
     if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
         return Subject(None, source)
-    state = path / folders.OPTIMIZER
-    return Subject(source, GGUFFile.open(state) if os.path.exists(state) else None)
+    if not os.path.exists(path / folders.OPTIMIZER):
+        return Subject(source, None)
+    state = GGUFFile.open(path / folders.OPTIMIZER)
+    return Subject(source, state, average_beside(state))
 
 
 def keys_of(source: WeightSource) -> GGUFKeys:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_mpi.checkpoint.checksum import digest_of_state, from_lines
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import (
+from zero_mpi.checkpoint.checksum import from_lines
+from zero_mpi.checkpoint.sound import (
     STATE_DIGEST,
     TENSOR_DIGESTS,
-    check_pair,
+    CheckpointFiles,
+    check_files,
+    digest_of_files,
 )
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
@@ -25,12 +26,13 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [tensor for rows in read.values() for tensor in rows]
     with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
-    whole = digest_of_state({name: value for one in digests.values() for name, value in one.items()})
+    whole = digest_of_files(digests)
     problems = [
         problem for role in with_sums for problem in wrong_digests(subject.parts[role], digests[role])
     ]
     if subject.model is not None and subject.state is not None:
-        problems += wrong_pair(subject.model, subject.state, problems, whole)
+        files = CheckpointFiles(subject.model, subject.state, subject.average)
+        problems += wrong_files(files, problems, whole)
     not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
     return {
         "checksums": sum(len(digests[role]) for role in with_sums),
@@ -42,12 +44,12 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     }
 
 
-def wrong_pair(model: WeightSource, state: GGUFFile, known: Sequence[str], whole: str) -> Iterator[str]:
-    """What keeps two files from being a checkpoint whose state has the digest `whole`."""
+def wrong_files(files: CheckpointFiles, known: Sequence[str], whole: str) -> Iterator[str]:
+    """What keeps files from being a checkpoint whose state has the digest `whole`."""
     try:
-        check_pair(model, state)
-        if not known and keys_of(state).text(STATE_DIGEST) != whole:
-            yield f"{state.path}: key {STATE_DIGEST} is not that of the tensors"
+        check_files(files)
+        if not known and keys_of(files.state).text(STATE_DIGEST) != whole:
+            yield f"{files.state.path}: key {STATE_DIGEST} is not that of the tensors"
     except UsageError as error:
         yield str(error)
 

@@ -53,6 +53,7 @@ causal_attention_backward = _dispatched(reference.causal_attention_backward)
 cross_entropy = _dispatched(reference.cross_entropy)
 linear_cross_entropy = _dispatched(reference.linear_cross_entropy)
 adamw = _dispatched(reference.adamw)
+moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
 
 _compiles = (

@@ -127,6 +127,7 @@ def updates() -> Iterator[Array]:
     yield ops.chunk_squares(g, 1024)
     rates: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": decay}
     ops.adamw(p, g, m, v, grad_scale=0.3, step=3, **rates)
+    ops.moving_average(m, p, 0.9)
     yield from (p, m, v)
 
 

@@ -55,6 +55,7 @@ class Case:
     reduce_dtype: str | None = None
     device: str = "cpu"
     offload: str = NONE
+    ema: float | None = None
 
     @property
     def precision(self) -> Precision:

@@ -47,6 +47,7 @@ RATES = {
 }
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "prefetch", "bucket_mb", "recompute", "async_save", "reduce_dtype", "offload",
+    "ema",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
 OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)

@@ -28,7 +28,7 @@ class Memory:
     """Bytes on rank 0.
 
     parameters, gradients, moments   kept between rounds and steps: slices, or wholes where replicated; where
-                    a node shares one copy, this rank's part of it
+                    a node shares one copy, this rank's part of it; a moving average counts as a moment
     masters         the parameters in float32, where `parameters` are rounded copies of them
     rooms           on the GPU, for moments that pass through it
     gathered        units that are whole for a while
@@ -77,8 +77,9 @@ def plan_memory(case: Case) -> Memory:
     buffers = sum(padded(length) for length in case.layout.buffers)
     gathers = sum(padded(length) for length in case.layout.gathers)
     kinds, trained = case.precision, [(unit, own) for unit, own in units if unit.trainable]
-    moments = 2 * BYTES * sum(updated(case, unit, own) for unit, own in trained)
-    snapshot = BYTES * sum(own * (3 if unit.trainable else 1) for unit, own in units) * case.async_save
+    averages = case.ema is not None
+    moments = (2 + averages) * BYTES * sum(updated(case, unit, own) for unit, own in trained)
+    snapshot = BYTES * sum(own * copies(case, unit) for unit, own in units) * case.async_save
     masters = BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low
     on_host = moments * case.offloads + masters * case.offloads_masters
     on_host += snapshot * case.on_gpu + case.transport.pinned(case.ranks)
@@ -99,6 +100,13 @@ def plan_memory(case: Case) -> Memory:
         node_shared=node_shared(case, gathers, buffers),
         host=on_host,
     )
+
+
+def copies(case: Case, unit: Unit) -> int:
+    """How often a slice is copied for the files of a checkpoint; an average has the frozen ones as well."""
+    average = case.ema is not None and (unit.trainable or case.model.lora is None)
+    whole = 1 if unit.trainable or case.model.lora is None else 0
+    return whole + average + 2 * unit.trainable
 
 
 def kept_parameters(case: Case, unit: Unit, own: int) -> int:

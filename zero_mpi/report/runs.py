@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import ID, STATE_DIGEST
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
@@ -237,7 +237,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     return Checkpoint(
         folder.name,
         step,
-        nbytes=model.nbytes + state.nbytes,
+        nbytes=sum(path.stat().st_size for path in folder.glob("*.gguf")),
         digest=keys.text(STATE_DIGEST) or "",
         id=keys.text(ID) or "",
         parameters=sum(spec.size for spec in model.tensors.values()),

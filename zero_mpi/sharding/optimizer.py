@@ -1,4 +1,4 @@
-"""AdamW over the slices that a rank owns, clipping by the global norm, and learning-rate schedules.
+"""AdamW over the slices that a rank owns.
 
 The moments live where the optimizer works: 1/N of them per rank where moments are sharded. A step whose
 gradient norm is not finite is skipped, on all ranks alike since all see the same norm.
@@ -17,6 +17,8 @@ from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, array, came, instance, number
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
+from zero_mpi.sharding.average import MovingAverage, check_average
+from zero_mpi.sharding.clipping import check_max_norm, clip_factor
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.offload import HostMoments, Offload, make_offload
 from zero_mpi.sharding.rates import ParameterRates, check_scales
@@ -86,6 +88,8 @@ class ShardedAdamW:
     weight_decay  a step takes lr * weight_decay of a matrix away, apart from the gradient
     lr_scale      name pattern -> what multiplies the learning rate of parameters that it matches ("*.lora_b":
                   16); the last match wins, 0 leaves them as they are
+    ema           keep a moving average of what `step` trains too: ema * average + (1 - ema) * parameter after
+                  each update, from the first parameters on; `zero_mpi.save` writes it as a model of its own
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
     Making one is collective; raises ValueError for settings that cannot be, UsageError where ranks differ.
@@ -103,23 +107,37 @@ class ShardedAdamW:
         weight_decay: float = 0.1,
         offload: str = "none",
         lr_scale: Mapping[str, float] | None = None,
+        ema: float | None = None,
     ) -> None:
         instance("ShardedAdamW: module", module, ShardedModule, "a ShardedModule")
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "offload": offload}
 
         def checked() -> tuple[tuple[Settings, dict[str, float]], Facts]:
+            check_average(ema, offload)
             chosen, facts = check_settings(**settings)
             trained = [name for name in module.params if module.is_trainable(name)]
             scales = check_scales("ShardedAdamW: lr_scale", lr_scale or {}, trained)
-            return (chosen, scales), facts | {"lr_scale": list(scales.items())}
+            return (chosen, scales), facts | {"lr_scale": list(scales.items()), "ema": ema}
 
         chosen, scales = agreed(module.comm, "this ShardedAdamW", checked)
         self.module, (self.lr, self.betas, self.eps, self.weight_decay, self._offload) = module, chosen
         self.steps = self.skipped = 0
-        self.units = [unit for unit in module.units if unit.unit.trainable]
         self.moments = self._make_moments()
+        self.average = None if ema is None else MovingAverage(self.units, ema)
         self._plain: dict[Key, tuple[FlatMoments, int]] = {}
         self._rates = ParameterRates(self.units, scales)
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """The units that are trained."""
+        return [unit for unit in self.module.units if unit.unit.trainable]
+
+    def averages(self) -> Mapping[str, Array]:
+        """The moving averages by unit, where they are kept; before any update they are the parameters."""
+        assert self.average is not None, "made with ema=X"
+        if not self.steps:
+            self.average.begin(self.units)
+        return self.average.values
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -136,6 +154,8 @@ class ShardedAdamW:
         pending.wait()
         finite = math.isfinite(norm)
         if finite:
+            if self.average is not None:
+                self.averages()
             self.steps += 1
             self.module.drop_gathered()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
@@ -143,6 +163,8 @@ class ShardedAdamW:
             with spans.during(spans.OPTIMIZER, "update"):
                 for unit in self.units:
                     self._update_unit(unit, lr, scale)
+                    if self.average is not None:
+                        self.average.follow(unit)
                 if self._offload is not None and self._offload.masters:
                     self._offload.finish()
             self.module.broadcast_updated_params()
@@ -247,9 +269,10 @@ class ShardedAdamW:
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        """Bytes of moments on this rank, wherever they are."""
+        """Bytes of moments and averages on this rank, wherever they are."""
         plain = [moments for moments, _ in self._plain.values()]
-        return sum(moments.nbytes for moments in [*self.moments.values(), *plain])
+        average = 0 if self.average is None else self.average.nbytes
+        return average + sum(moments.nbytes for moments in [*self.moments.values(), *plain])
 
     def offloaded_bytes(self) -> tuple[int, int]:
         """(host, device): bytes of moments in pinned memory, and of the rooms that they pass through."""
@@ -269,32 +292,3 @@ def keyed(what: str, arrays: Any) -> dict[Key, Array]:
     for key, value in found.items():
         array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
     return found
-
-
-def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
-    """Raise ValueError for what no norm can be held to; infinity is a way to ask for the norm alone."""
-    if (max_norm is not None or required) and max_norm != math.inf:
-        number(f"{what}: max_norm", max_norm, above=0)
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `max_norm`."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
-def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
-    """Scale the module's gradients in place so that their global norm is at most `max_norm`. Collective.
-
-    Returns the norm before. `ShardedAdamW.step(max_norm=...)` does the same without a pass of its own.
-    """
-    instance("clip_grad_norm: module", module, ShardedModule, "a ShardedModule")
-    check_max_norm("clip_grad_norm", max_norm, required=True)
-    module.check_gradients("clip_grad_norm")
-    module.sync_gradients()
-    norm = module.gradient_norm()
-    factor = clip_factor(norm, max_norm)
-    if math.isfinite(norm) and factor < 1.0:
-        for unit in module.units:
-            if unit.unit.trainable:
-                unit.gradient.scale(factor)
-    return norm

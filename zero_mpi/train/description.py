@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from zero_mpi.checkpoint import adapter, folders
-from zero_mpi.checkpoint.state import ID, Description
+from zero_mpi.checkpoint.sound import ID
+from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import Config
@@ -66,7 +67,7 @@ def what_was_read(
 ) -> dict[str, Any]:
     """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
     return {
-        f"the checkpoint of --resume {config.resume}": start and start.state.metadata.get(ID),
+        f"the checkpoint of --resume {config.resume}": start and start.files.state.metadata.get(ID),
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
         "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),

@@ -169,7 +169,7 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     if checkpoint is None:
         begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"
     else:
-        step = read_progress(checkpoint.state).step
+        step = read_progress(checkpoint.files.state).step
         left = max(0, config.steps - step)
         begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) are left"
     yield f"begins     {begins}"

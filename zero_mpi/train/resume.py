@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import Description, check_digests, open_checkpoint, read_json
+from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
+from zero_mpi.checkpoint.state import Description, read_json
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data.control_tokens import PLAIN
@@ -35,8 +35,7 @@ class ResumePoint:
     """A checkpoint to go on from, its indices read."""
 
     folder: Path
-    model: GGUFFile
-    state: GGUFFile
+    files: CheckpointFiles
 
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
@@ -84,21 +83,21 @@ def real(folder: Path) -> Path:
 def open_checked(folder: Path, rank: int, ranks: int) -> ResumePoint:
     """A checkpoint whose indices are sound, and this rank's share of its tensors; raises UsageError."""
     point = read_indices(folder)
-    check_digests(point.model, point.state, rank, ranks)
+    check_digests(point.files, rank, ranks)
     return point
 
 
 def read_indices(folder: Path) -> ResumePoint:
-    """The checkpoint in a folder; raises UsageError unless there is a pair of sound files in it."""
+    """The checkpoint in a folder; raises UsageError unless the files in it are sound and belong together."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
-    return ResumePoint(folder, *open_checkpoint(folder))
+    return ResumePoint(folder, open_checkpoint(folder))
 
 
 def check_resume(point: ResumePoint, description: Description) -> None:
     """Raise UsageError if the checkpoint is of another run, naming the first difference."""
-    before = {**SINCE, **read_json(point.state, "training.settings")}
+    before = {**SINCE, **read_json(point.files.state, "training.settings")}
     difference = next(differences(before, description.settings), None)
     if difference:
         key, was, now = difference
@@ -113,10 +112,10 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
     """Notes on what may differ from the checkpoint, but moves bits or changes the rest of the run."""
-    yield from map(Caution, changes(read_json(point.state, "training.machine"), description.machine))
+    yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(read_json(point.state, "training.plan"), description.plan)
+        for key, was, now in differences(read_json(point.files.state, "training.plan"), description.plan)
     ]
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"

@@ -57,7 +57,8 @@ class Saving(Observer):
 
     def seconds_needed(self) -> float:
         """What the last checkpoint may take before the run's time is up."""
-        state = 3 * self._session.module.replicated_memory_bytes  # parameters and two moments
+        files = 3 + (self._session.config.ema is not None)  # parameters, two moments, their average
+        state = files * self._session.module.replicated_memory_bytes
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
     def save(self, progress: TrainingProgress) -> None:

@@ -100,7 +100,7 @@ def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> Tra
     if init is not None and (start is None or spec.model.lora is not None):
         world.together(lambda: module.load_slices(finite(init.read, init.path), base))
     if start is not None:
-        progress: TrainingProgress = world.together(lambda: load_state(start.model, start.state, optimizer))
+        progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
         return progress
     adapter = spec.adapter
     if adapter is not None:
@@ -164,4 +164,5 @@ def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),
         offload=config.offload,
+        ema=config.ema,
     )

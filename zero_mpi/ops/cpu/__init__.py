@@ -21,7 +21,7 @@ from zero_mpi.ops.cpu.elementwise import (
     swiglu_backward,
 )
 from zero_mpi.ops.cpu.embedding import embedding, embedding_backward, positions, positions_backward
-from zero_mpi.ops.cpu.flat import adamw, chunk_squares
+from zero_mpi.ops.cpu.flat import adamw, chunk_squares, moving_average
 from zero_mpi.ops.cpu.linear import linear, linear_backward_b, linear_backward_w, linear_backward_x
 from zero_mpi.ops.cpu.loss import cross_entropy, linear_cross_entropy
 from zero_mpi.ops.cpu.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
@@ -29,6 +29,7 @@ from zero_mpi.ops.cpu.norm import layer_norm, layer_norm_backward, rms_norm, rms
 OPERATIONS = (
     add,
     adamw,
+    moving_average,
     causal_attention,
     causal_attention_backward,
     chunk_squares,

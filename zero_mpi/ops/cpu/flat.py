@@ -70,6 +70,13 @@ def update(
                 rounded[i] = narrow(low, pr[i])
 
 
+@kernel(filled(1), given(1), FLOAT, FLOAT, liberties=False)
+def move_average(e: Array, p: Array, keep: float, rest: float) -> None:
+    """The average of `reference.moving_average`, element by element."""
+    for i in range(e.size):
+        e[i] = e[i] * keep + rest * p[i]
+
+
 @kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
 def add_squares(g: Array, chunk: int, sums: Array) -> None:
     """sums[i] = the float64 sum of squares of the i-th run of `chunk` elements."""
@@ -117,6 +124,15 @@ def adamw(
     in_parts((kept.size, run), work)
     if low is not None and not by_kernel:
         low[...] = p
+
+
+def moving_average(e: Array, p: Array, keep: float) -> None:
+    """`reference.moving_average`."""
+    if not single(e, p) or not (e.flags.c_contiguous and p.flags.c_contiguous):
+        reference.moving_average(e, p, keep)
+        return
+    numbers = np.array([keep, 1.0 - keep], np.float32)
+    in_parts((e.size, 1), lambda part: move_average(e[part], p[part], *numbers))
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:

@@ -1,0 +1,251 @@
+"""A moving average of the parameters: its formula, its file beside the model, and what a run makes of it."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+from jobs import COMPILED, run_job
+from test_command_bits import fields, needs_mpiexec, train
+from test_optim import OPTIONS, WAYS, accumulate_gradients, every_way, make_module
+from test_resume import refused
+
+from zero_mpi import SerialComm, ShardedAdamW, load, save
+from zero_mpi.checkpoint.adapter import lora_of
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.errors import UsageError
+from zero_mpi.models.lora import FROZEN, LoRA
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.rank_memory import plan_memory
+
+KEEP = 0.75
+
+
+def averages(optimizer):
+    """By the names of parameters."""
+    return {
+        name: array.copy()
+        for unit in optimizer.units
+        for name, array in unit.unit.views(optimizer.averages()[unit.name]).items()
+    }
+
+
+@every_way
+def test_it_is_the_formula_and_a_skipped_step_leaves_it(way):
+    """In float32, each product and sum rounded once: the very bits of NumPy's."""
+    module = make_module(**way, frozen=["blk.1*"])
+    optimizer = ShardedAdamW(module, **OPTIONS, ema=KEEP)
+    expected = {name: array for name, array in module.state_dict().items() if module.is_trainable(name)}
+    first = averages(optimizer)
+    assert first.keys() == expected.keys()
+    assert all(np.array_equal(first[name], expected[name]) for name in first)
+    for number in range(5):
+        accumulate_gradients(module, number)
+        if number in (0, 2):  # also before there is any
+            module.units[0].gradient.sum[0] = np.inf
+        assert optimizer.step().skipped == (number in (0, 2))
+        if number not in (0, 2):
+            now = module.state_dict()
+            expected = {
+                name: np.float32(KEEP) * array + np.float32(1 - KEEP) * now[name]
+                for name, array in expected.items()
+            }
+        found = averages(optimizer)
+        assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    plain = make_module(**way, frozen=["blk.1*"])
+    assert ShardedAdamW(plain, **OPTIONS, ema=KEEP).memory_bytes() == 3 * sum(
+        array.nbytes for array in optimizer.averages().values()
+    )
+
+
+@pytest.mark.parametrize("ema", [0, 1.0, "x", float("nan")])
+def test_what_no_average_can_keep_is_refused(ema):
+    with pytest.raises(ValueError, match="ShardedAdamW: ema: expected"):
+        ShardedAdamW(make_module(), ema=ema)
+
+
+def test_what_lies_in_the_host_s_memory_has_none():
+    with pytest.raises(UsageError, match=r"--ema 0\.9: cannot be had with --offload moments"):
+        ShardedAdamW(make_module(), ema=0.9, offload="moments")
+
+
+def stepped(steps, **options):
+    """A module and an optimizer after so many steps."""
+    module = make_module(WAYS["no-shard"]["strategy"], frozen=["blk.1*"])
+    optimizer = ShardedAdamW(module, **OPTIONS, **options)
+    for number in range(steps):
+        accumulate_gradients(module, number)
+        optimizer.step()
+    return module, optimizer
+
+
+def test_a_module_s_folder_holds_it_and_gives_it_back(tmp_path):
+    module, optimizer = stepped(3, ema=KEEP)
+    save(tmp_path / "saved", module, optimizer)
+    files = open_checkpoint(tmp_path / "saved")
+    check_digests(files)
+    whole = module.state_dict() | averages(optimizer)
+    assert {name: files.average.tensor(name).tobytes() for name in files.average.tensors} == {
+        name: array.tobytes() for name, array in whole.items()
+    }
+    other, fresh = stepped(0, ema=KEEP)
+    assert load(tmp_path / "saved", other, fresh) == 3
+    for one, two in ((module, optimizer), (other, fresh)):
+        accumulate_gradients(one, 3)
+        two.step()
+    ours, theirs = averages(optimizer), averages(fresh)
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    save(tmp_path / "saved", other, fresh)  # its own folder is replaced
+    without = stepped(0)
+    with pytest.raises(UsageError, match="found a moving average, expected none: give ema as it was"):
+        load(tmp_path / "saved", *without)
+    save(tmp_path / "plain", *without)
+    with pytest.raises(UsageError, match="found no moving average, expected one"):
+        load(tmp_path / "plain", other, fresh)
+
+
+def test_before_the_first_step_it_is_the_model(tmp_path):
+    module, optimizer = stepped(0, ema=KEEP)
+    save(tmp_path / "saved", module, optimizer)
+    files = open_checkpoint(tmp_path / "saved")
+    assert all(np.array_equal(files.model.tensor(n), files.average.tensor(n)) for n in files.model.tensors)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_plan_counts_its_bytes(adapters):
+    config = tiny.MODELS["llama"]
+    frozen = ()
+    if adapters:
+        config, frozen = replace(config, lora=LoRA(3, 6.0)), FROZEN
+    found = {}
+    for ema in (None, KEEP):
+        module = tiny.make(SerialComm(), config, frozen=frozen)
+        case = Case(config, frozen=frozen, ema=ema, async_save=True)
+        found[ema] = memory = plan_memory(case)
+        assert memory.moments == ShardedAdamW(module, ema=ema).memory_bytes()
+    trained = found[None].moments // 2
+    assert found[KEEP].moments == 3 * trained
+    assert found[KEEP].snapshot - found[None].snapshot == (trained if adapters else found[None].parameters)
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--tied"]
+DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
+FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text, as flags."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
+    return ["--data", str(path)]
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """A run of one rank, with two checkpoints."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train(1, out, *SIZES, *FLAGS, *text, "--save-every", "2")
+    return out
+
+
+def files(out, weights="model.gguf"):
+    """The files of the newest checkpoint, and nothing else is there."""
+    folder = out / "latest"
+    names = sorted([weights, "ema.gguf", "optimizer.gguf"])
+    assert sorted(path.name for path in folder.iterdir()) == names
+    return [(folder / name).read_bytes() for name in names]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ["--strategy", "no-shard", "--async-save"]),
+        (3, ["--transport", "mpi", "--checkpoint-io", "parallel"]),
+        (3, ["--strategy", "shard-grad-op"]),
+    ],
+)
+def test_the_same_files_on_several_ranks(ranks, more, alone, text, tmp_path):
+    train(ranks, tmp_path / "run", *SIZES, *FLAGS, *text, *more)
+    assert files(tmp_path / "run") == files(alone)
+    assert fields(tmp_path / "run") == fields(alone)
+
+
+@needs_mpiexec
+def test_a_resume_goes_on_with_it(alone, text, tmp_path):
+    shutil.copytree(alone / "step-00000002", tmp_path / "run" / "step-00000002")
+    train(3, tmp_path / "run", *SIZES, *FLAGS, *text, "--strategy", "no-shard")
+    assert files(tmp_path / "run") == files(alone)
+    changed = [*FLAGS[:-4], "--ema", "0.8", "--steps", "5"]
+    assert "--ema was 0.7, now 0.8" in refused(1, tmp_path / "run", *SIZES, *changed, *text)
+
+
+def test_it_is_a_model_by_its_formula(alone):
+    """From the models of both checkpoints and the average of the first."""
+    first, last = (open_checkpoint(alone / f"step-0000000{step}") for step in (2, 4))
+    assert last.average.tensors == last.model.tensors
+    for name in last.model.tensors:
+        model, average = last.model.tensor(name), last.average.tensor(name)
+        if "norm" in name:
+            assert np.array_equal(model, average), "it was frozen"
+        else:
+            assert not np.array_equal(model, average)
+            gone = abs(average - first.average.tensor(name)).max()
+            assert 0 < gone <= abs(model - first.average.tensor(name)).max()
+    keep = ("training.checkpoint_id", "training.tensor_digests")
+    own, others = (
+        {key: value for key, value in file.metadata.items() if key not in keep}
+        for file in (last.average, last.model)
+    )
+    assert repr(own) == repr(others)
+
+
+def test_inspect_and_generate_take_it(alone):
+    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(alone)])
+    assert status == 0
+    assert "ema.gguf: GGUF" in printed
+    assert "sound" in printed
+    ask = ["--prompt", "line", "--tokens", "5", "--temperature", "0"]
+    command = ["-m", "zero_mpi.generate", str(alone / "latest" / "ema.gguf"), *ask]
+    status, printed, errors = run_job(1, command, env=COMPILED)
+    assert (status, errors) == (0, "")
+    assert printed.startswith("line")
+
+
+@pytest.mark.parametrize("what", ["bit", "gone", "other"])
+def test_a_broken_one_is_passed_over(what, alone, text, tmp_path):
+    shutil.copytree(alone, tmp_path / "run", symlinks=True)
+    file = tmp_path / "run" / "latest" / "ema.gguf"
+    if what == "bit":
+        raw = bytearray(file.read_bytes())
+        raw[-100] ^= 1
+        file.write_bytes(raw)
+    elif what == "gone":
+        file.unlink()
+    else:
+        shutil.copy(alone / "step-00000002" / "ema.gguf", file)
+    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(tmp_path / "run"), "--json"])
+    assert status == (2 if what == "gone" else 1), printed
+    train(1, tmp_path / "run", *SIZES, *FLAGS, *text)
+    assert files(tmp_path / "run") == files(alone)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any(event.get("step") == 4 and event["event"] == "saved" for event in events[-3:])
+
+
+@needs_mpiexec
+def test_of_adapters_it_is_an_adapter(alone, text, tmp_path):
+    base = alone / "latest" / "model.gguf"
+    flags = ["--init", str(base), "--lora", "2", "--lora-targets", "*attn_q.weight", *DATA, *text]
+    train(1, tmp_path / "one", *flags, "--ema", "0.7", "--steps", "3")
+    train(3, tmp_path / "run", *flags, "--ema", "0.7", "--steps", "3")
+    assert files(tmp_path / "run", "adapter.gguf") == files(tmp_path / "one", "adapter.gguf")
+    average = GGUFFile.open(tmp_path / "run" / "latest" / "ema.gguf")
+    assert lora_of(average).rank == 2
+    ask = ["--lora", str(average.path), "--prompt", "line", "--tokens", "3"]
+    assert run_job(1, ["-m", "zero_mpi.generate", str(base), *ask], env=COMPILED)[0] == 0

@@ -1,0 +1,92 @@
+"""The part of `reference` that works on flat buffers: the optimizer's update, averages, sums of squares."""
+
+from __future__ import annotations
+
+import math
+
+from zero_mpi.device.arrays import namespace
+from zero_mpi.device.types import Array
+
+ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
+
+
+def adamw(
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: Array,
+    step: int,
+    low: Array | None = None,
+) -> None:
+    """One AdamW update, in place in p, m and v; all flat and of one size. `low` takes p rounded.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
+    p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
+    decay (n,), float64: of each of n runs of one length that p consists of.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
+    stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
+    """
+    xp = namespace(p)
+    root_c2 = math.sqrt(1.0 - beta2**step)
+    rate = lr / (1.0 - beta1**step)
+    keep, run = (1.0 - lr * decay).astype(p.dtype), run_length(p, decay)
+    for start in range(0, p.size, ADAMW_BLOCK):
+        part = slice(start, start + ADAMW_BLOCK)
+        d = g[part] * grad_scale
+        mb, vb, pb = m[part], v[part], p[part]
+        mb *= beta1
+        mb += (1.0 - beta1) * d
+        vb *= beta2
+        d *= d
+        d *= 1.0 - beta2
+        vb += d
+        xp.sqrt(vb, out=d)
+        d /= root_c2
+        d += eps
+        xp.divide(mb, d, out=d)
+        d *= rate
+        pb *= keep[(start + xp.arange(pb.size)) // run]
+        pb -= d
+        if low is not None:
+            low[part] = pb
+
+
+def moving_average(e: Array, p: Array, keep: float) -> None:
+    """e = keep e + (1 - keep) p, in place in e; both flat and of one size.
+
+    Each element is computed alone, as in `adamw`.
+    """
+    for start in range(0, p.size, ADAMW_BLOCK):
+        part = slice(start, start + ADAMW_BLOCK)
+        e[part] *= keep
+        e[part] += (1.0 - keep) * p[part]
+
+
+def run_length(p: Array, runs: Array) -> int:
+    """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
+    length = max(1, int(p.size) // max(1, int(runs.size)))
+    assert length * runs.size == p.size or p.size == 0, f"{p.size} elements are not {runs.size} equal runs"
+    return length
+
+
+def chunk_squares(g: Array, chunk: int) -> Array:
+    """Float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
+
+    Each sum depends on its own run alone, so a vector of them is the same however the runs are dealt out.
+    """
+    xp = namespace(g)
+    sums = xp.empty(g.size // chunk, xp.float64)
+    block = max(1, ADAMW_BLOCK // chunk)
+    matrix = g.reshape(-1, chunk)
+    for start in range(0, len(sums), block):
+        wide = matrix[start : start + block].astype(xp.float64)
+        wide *= wide
+        sums[start : start + block] = wide.sum(axis=1)
+    return sums
