@@ -13,12 +13,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zero_mpi.data.control_tokens import PARSE, TextReader
+from zero_mpi.data.documents import Document, Tokens
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
@@ -27,8 +26,6 @@ from zero_mpi.data.token_file import read_token_file
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST
-
-Tokens = NDArray[np.integer]
 
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
 _BLOCK = 1 << 20  # ids looked at together
@@ -48,13 +45,7 @@ class Corpus:
     vocab_size: int
 
 
-class _Document(NamedTuple):
-    name: str
-    tokens: Tokens
-    digest: bytes  # sha256 of the file's bytes, and a mark where control tokens are read in them
-
-
-_Reading = tuple[list[_Document], list[str]]  # documents, and notes on what was left out
+_Reading = tuple[list[Document], list[str]]  # documents, and notes on what was left out
 
 
 def _read(paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes: bool) -> _Reading:
@@ -62,7 +53,7 @@ def _read(paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if are_tokens(files):
-        return [_Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
+        return [Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
     return _text_documents(files, TextFilter(paths, any_bytes), reader, vocab)
 
 
@@ -116,12 +107,12 @@ def _separator(tokenizer: Tokenizer) -> int | None:
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
 
 
-def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[_Document]:
+def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[Document]:
     """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
     last, mark = _separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
         closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-        yield _Document(name, closed, hashlib.sha256(data).digest() + mark)
+        yield Document(name, closed, hashlib.sha256(data).digest() + mark)
 
 
 def _blocks(ids: Tokens) -> Iterator[tuple[int, Tokens]]:
@@ -219,7 +210,7 @@ def _joined(pieces: list[Tokens]) -> Tokens:
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 
 
-def _digest(documents: Sequence[_Document]) -> str:
+def _digest(documents: Sequence[Document]) -> str:
     """sha256 over (length of name, name, digest) of each: no two lists of documents read alike."""
     total = hashlib.sha256()
     for document in documents:
