@@ -47,6 +47,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
     "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*",),
     "scipy": ("ops.cpu.*",),
+    "jinja2": ("data.conversations.sandbox",),
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 300

@@ -14,7 +14,7 @@ from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
-from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
+from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 
 __all__ = [
     "BPETokenizer",
@@ -45,7 +45,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FIL
     UsageError, saying what the keys hold and what to do, for any other kind, and as `BPETokenizer` raises it.
     """
     if ByteTokenizer.is_in(metadata, place):
-        return ByteTokenizer()
+        return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))
     model = GGUFKeys(metadata, place).tokenizer
     if model == "gpt2":
         return BPETokenizer(metadata, place)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from zero_mpi.data import Tokenizer
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.open import read_file
-from zero_mpi.files.parse import parse_json
+from zero_mpi.files.json_lines import each_line, is_text
 
 Ids = NDArray[np.int64]
 QUESTION = ("question", "context")  # names of what an answer follows: one of them
@@ -60,17 +59,7 @@ class EncodedChoices:
 
 def read_choices(path: Path) -> list[MultipleChoice]:
     """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
-    try:
-        text = read_file(path, expected="a file of JSON lines")
-    except FileError as error:
-        raise FileError(f"--choices {error}") from None
-    found = []
-    for number, raw in enumerate(text.split(b"\n"), 1):
-        if raw.strip():
-            try:
-                found.append(one_choice(number, parse_json(raw, unique=True)))
-            except ValueError as error:
-                raise FileError(f"--choices {shown(path)}, line {number}: {error}") from None
+    found = list(each_line(path, "--choices", one_choice))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
     return found
@@ -97,14 +86,6 @@ def one_choice(line: int, value: Any) -> MultipleChoice:
             f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
         )
     return MultipleChoice(line, question, tuple(answers), right)
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value is a text that has bytes: JSON can say half of a pair of letters, which has none."""
-    try:
-        return isinstance(value, str) and value == value.encode().decode()
-    except UnicodeEncodeError:
-        return False
 
 
 def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
-from zero_mpi.files.gguf_keys import THE_FILE, TOKENIZER, TOKENS, GGUFKeys
+from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, TOKENIZER, TOKENS, GGUFKeys
 
 _BYTES = 256
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types
@@ -78,13 +78,19 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids."""
+    """256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids.
+
+    It has the chat template that is given to it, if one is.
+    """
 
     bos = 256
     eos = 257
     pad = 258
     vocab_size = 260
     ends = frozenset({257})
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self._template = {} if chat_template is None else {TEMPLATE: chat_template}
 
     def encode(self, data: bytes | str, *, special: bool = False) -> NDArray[np.uint16]:
         """The ids of `data`, shape (number of bytes,); text goes through UTF-8. No bos or eos is added.
@@ -141,6 +147,7 @@ class ByteTokenizer:
             "tokenizer.ggml.add_bos_token": False,
             "tokenizer.ggml.add_eos_token": False,
             "tokenizer.ggml.add_space_prefix": False,
+            **self._template,
         }
 
     @classmethod

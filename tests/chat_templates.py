@@ -1,0 +1,204 @@
+"""Chat templates of our own, in the constructs of those that public models have; and a tokenizer for them."""
+
+from __future__ import annotations
+
+from bpe_files import keys_of
+
+from zero_mpi.data import BPETokenizer
+from zero_mpi.data.tokenizers.byte import byte_characters
+
+CHATML = """\
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA2 = """\
+{% if messages[0]['role'] == 'system' %}
+{% set turns = messages[1:] %}
+{% set system = messages[0]['content'] %}
+{% else %}
+{% set turns = messages %}
+{% set system = none %}
+{% endif %}
+{% for message in turns %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('user and assistant must take turns') }}
+{% endif %}
+{% if loop.first and system is not none %}
+{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}
+{% else %}
+{% set content = message['content'] %}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{- bos_token + '[INST] ' + content.strip() + ' [/INST]' -}}
+{% elif message['role'] == 'assistant' %}
+{{- ' ' + content.strip() + ' ' + eos_token -}}
+{% endif %}
+{% endfor %}"""
+LLAMA3 = """\
+{{- bos_token }}
+{%- if date_string is not defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}
+    {%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '\\n' }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content | trim }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- message.tool_calls[0].function | tojson }}
+        {{- '<|eot_id|>' }}
+        {%- continue %}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim }}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+MISTRAL = """\
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in turns %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.last and system is defined %}
+            {{- '[INST] ' + system + '\\n\\n' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST] ' + message['content'] + '[/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] | trim + eos_token }}
+    {%- else %}
+        {{- raise_exception('user and assistant only, with one system message at first') }}
+    {%- endif %}
+{%- endfor %}
+"""
+GEMMA = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no role of a system') }}{% endif %}
+{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+PHI3 = """\
+{% for message in messages %}
+{% if message['role'] in ['system', 'user'] %}
+{{'<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n'}}
+{%- elif message['role'] == 'assistant' %}
+{{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+QWEN3 = """\
+{%- set ns = namespace(last=messages | length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = messages | length - loop.index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' %}
+        {%- set thoughts = '' %}
+        {%- if '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thoughts) %}
+            {%- set content = '<think>\\n' + thoughts + '\\n</think>\\n\\n' + content %}
+        {%- endif %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+PLAIN = """\
+{% for message in messages %}
+{{ '### ' + message['role'] }}:
+{{ message['content'] }}
+
+{% endfor %}
+{% if add_generation_prompt %}
+### assistant:
+{% endif %}"""
+# As trainers write them: the author says himself what the assistant says.
+MARKED = """\
+{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+<|im_start|>assistant
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+
+{% else %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama 2": LLAMA2,
+    "llama 3": LLAMA3,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "phi 3": PHI3,
+    "zephyr": ZEPHYR,
+    "qwen 3": QWEN3,
+    "plain": PLAIN,
+    "marked": MARKED,
+}
+
+CONTROL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>")
+CONTROL += ("<|end_header_id|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|end|>")
+CONTROL += ("<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>")
+
+
+def chat_keys(template: str | None = None) -> dict[str, object]:
+    """Keys of a byte-level BPE that has the control tokens of all templates."""
+    letters = byte_characters()
+    merges = ["h e", "he l", "hel l", "hell o", "Ġ hello", ". Ċ", "Ċ Ċ", "Ġ [", "> Ċ", "Ã ©", "Ġ t", "Ġt h"]
+    merges += ["Ġth e", "! Ċ"]
+    tokens = [*letters, *(merge.replace(" ", "") for merge in merges), *CONTROL]
+    types = [1] * (len(tokens) - len(CONTROL)) + [3] * len(CONTROL)
+    ids = {token: place for place, token in enumerate(tokens)}
+    special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "unknown_token_id": ids["<unk>"]}
+    keys = keys_of(tokens, merges, types=types, add_bos_token=True, **special)
+    return keys if template is None else keys | {"tokenizer.chat_template": template}
+
+
+def chat_tokenizer(template: str | None = None) -> BPETokenizer:
+    """That tokenizer."""
+    return BPETokenizer(chat_keys(template))

@@ -1,0 +1,192 @@
+"""Files of conversations: one in each line of JSON, in the forms that people have, told apart by their keys.
+
+    {"messages": [{"role": "user", "content": "..."}, ...]}
+    {"prompt": "...", "completion": "..."}                               or both as lists of messages
+    {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
+    {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
+
+Other keys of a line are passed over; those of a message are handed to the template as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import quoted, show, shown
+from zero_mpi.files.json_lines import each_line, is_text
+from zero_mpi.files.open import open_file, refusing
+
+Message = dict[str, Any]
+T = TypeVar("T")
+
+SUFFIX = ".jsonl"
+USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
+SPEAKERS = {
+    **dict.fromkeys(("human", "user", "prompter"), USER),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bard", "bing", "model"), ASSISTANT),
+    "system": SYSTEM,
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), TOOL),
+}
+EXPECTED = (
+    "expected an object with messages, with prompt and completion, with instruction and output, or with "
+    "conversations"
+)
+HEAD = 1 << 16  # bytes of a file in which a key of these must stand
+KEYS = re.compile(rb'(?<!\\)"(?:messages|completion|instruction|conversations)"\s*:')
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said. name: of the file, and the number of the line; answers: from where turns are answers.
+
+    A message is a dictionary with `role` and `content`. Only turns of the assistant from number `answers` on
+    are to be learned.
+    """
+
+    name: str
+    messages: tuple[Message, ...]
+    answers: int = 0
+
+
+def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
+    """Whether files hold conversations, all of them; raises UsageError if only some do, or for no access."""
+    found = [holds_conversations(path) for _, path in files]
+    if any(found) and not all(found):
+        one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
+        raise UsageError(
+            f"--data takes conversations or other data, not both: {one} holds conversations, {other} does "
+            "not: name the files of one kind"
+        )
+    return any(found)
+
+
+def holds_conversations(path: Path) -> bool:
+    """Whether a file is one of conversations, by its name and the keys at its beginning."""
+    if path.suffix.lower() != SUFFIX:
+        return False
+    with refusing("--data", path), open_file(path) as file:
+        return KEYS.search(file.read(HEAD)) is not None
+
+
+def read_conversations(name: str, path: Path, make: Callable[[Conversation], T]) -> Iterator[T]:
+    """What `make` makes of each conversation of a file, called `name`.
+
+    FileError that names file, line, what was expected and what came, also where `make` raises ValueError.
+    """
+    return each_line(path, "--data", lambda line, value: make(one_conversation(f"{name}:{line}", value)))
+
+
+def one_conversation(name: str, value: Any) -> Conversation:
+    """The conversation of a line; ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{EXPECTED}, found {quoted(value)}")
+    read = next((read for keys, read in FORMS if all(key in value for key in keys)), None)
+    if read is None:
+        raise ValueError(f"{EXPECTED}, found {', '.join(map(show, list(value)[:5])) or 'nothing'}")
+    earlier, messages = read(value)
+    if not messages:
+        raise ValueError("expected at least one message, found none")
+    return Conversation(name, (*earlier, *messages), len(earlier))
+
+
+def by_messages(value: Message) -> tuple[list[Message], list[Message]]:
+    """OpenAI's form: (nothing, all messages)."""
+    return [], messages_of("messages", value["messages"])
+
+
+def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
+    """A prompt and what completes it; of texts, the user's message and the assistant's."""
+    kinds = {type(value[name]) for name in ("prompt", "completion")}
+    if kinds == {list}:
+        return messages_of("prompt", value["prompt"]), messages_of("completion", value["completion"])
+    if kinds & {list}:
+        raise ValueError(
+            "prompt and completion: expected two texts, or two lists of messages, found one of each"
+        )
+    return [said(USER, value, "prompt")], [said(ASSISTANT, value, "completion")]
+
+
+def by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
+    """Alpaca's form; an input follows the instruction, with a line left free between them."""
+    asked = said(USER, value, "instruction")
+    if value.get("input"):
+        asked["content"] += "\n\n" + said(USER, value, "input")["content"]
+    return [*by_system(value), asked], [said(ASSISTANT, value, "output")]
+
+
+def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
+    """ShareGPT's form."""
+    found = []
+    for place, turn in enumerate(listed("conversations", value["conversations"])):
+        where = f"conversations[{place}]"
+        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+            raise ValueError(f"{where}: expected an object with from and value, found {quoted(turn)}")
+        speaker = turn["from"]
+        if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
+            names = ", ".join(SPEAKERS)
+            raise ValueError(f"{where}: from: expected one of {names}, found {quoted(speaker)}")
+        found.append(said(SPEAKERS[speaker.lower()], turn, "value", f"{where}: "))
+    return [], [*by_system(value), *found]
+
+
+FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], list[Message]]]], ...] = (
+    (("messages",), by_messages),
+    (("conversations",), by_speakers),
+    (("prompt", "completion"), by_prompt),
+    (("instruction", "output"), by_instruction),
+)
+
+
+def by_system(value: Message) -> list[Message]:
+    """The message of a line's `system`; none where it is not there or empty."""
+    return [said(SYSTEM, value, "system")] if value.get("system") else []
+
+
+def said(role: str, value: Message, key: str, where: str = "") -> Message:
+    """A message whose content is the text of a key."""
+    if not is_text(value[key]):
+        raise ValueError(f"{where}{key}: expected a text, found {quoted(value[key])}")
+    return {"role": role, "content": value[key]}
+
+
+def listed(key: str, value: Any) -> list[Any]:
+    """A list; ValueError for anything else."""
+    if not isinstance(value, list):
+        raise ValueError(f"{key}: expected a list of messages, found {quoted(value)}")
+    return value
+
+
+def messages_of(key: str, value: Any) -> list[Message]:
+    """Messages with a role and a content that is one text."""
+    return [one_message(f"{key}[{place}]", each) for place, each in enumerate(listed(key, value))]
+
+
+def one_message(where: str, value: Any) -> Message:
+    """A message; one that calls tools may have no content. ValueError for anything else."""
+    if not isinstance(value, dict) or "role" not in value:
+        raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
+    role, content = value["role"], value.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{where}: role: expected one of {', '.join(ROLES)}, found {quoted(role)}")
+    if content is None and value.get("tool_calls"):
+        content = ""
+    texts: list[Any] = list(map(text_of, content)) if isinstance(content, list) else [content]
+    for place, text in enumerate(texts):
+        if not is_text(text):
+            found = content[place] if isinstance(content, list) else content
+            raise ValueError(
+                f'{where}: content: expected a text, or parts such as {{"type": "text", "text": "..."}}, '
+                f"found {quoted(found)}"
+            )
+    return value | {"content": "\n".join(texts)}
+
+
+def text_of(part: Any) -> Any:
+    """The text of a part of a message's content; None for a part of another kind."""
+    return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

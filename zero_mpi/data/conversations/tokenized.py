@@ -1,0 +1,113 @@
+"""Conversations as tokens, each with a mark: whether the loss counts it where it is what comes next.
+
+The ids are those of the whole text. What a token stands for is as long as its spelling, so the sums of
+lengths tell which tokens have letters of an answer. One that has letters of both sides counts, for a model
+that answers has to say all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.conversations.answers import AnswerFinder, Span
+from zero_mpi.data.conversations.chat_template import template_of
+from zero_mpi.data.conversations.formats import Conversation, read_conversations
+from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
+
+ANSWERS, ALL = "answers", "all"
+LOSSES = (ANSWERS, ALL)
+GROUP = 256  # conversations that are encoded together
+
+
+class TokenizedConversation(NamedTuple):
+    """A conversation as text and as tokens.
+
+    name      of the file, and the number of the line in it
+    ids       (n,) uint16 or uint32; counted (n,) bool: which of them the loss counts
+    lengths   (n,) int64: bytes of the text that each stands for
+    """
+
+    name: str
+    text: str
+    ids: NDArray[np.unsignedinteger[Any]]
+    counted: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+
+
+class RenderedConversation(NamedTuple):
+    """A conversation as text, and where in it the answers are."""
+
+    name: str
+    text: str
+    spans: list[Span]
+
+
+class ConversationReader:
+    """Reads conversations by a tokenizer and the chat template that came with it.
+
+    loss_on   what counts: "answers" of the assistant, or "all"
+
+    Raises UsageError where there is no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, loss_on: str = ANSWERS) -> None:
+        self._tokenizer, self._all = tokenizer, loss_on == ALL
+        self._template = template_of(tokenizer)
+        self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
+        self._finder = AnswerFinder(self._template, [self._spelt[place] for place in tokenizer.ends])
+
+    def read(self, files: Iterable[tuple[str, Path]]) -> Iterator[TokenizedConversation]:
+        """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
+        found = chain.from_iterable(read_conversations(name, path, self.render) for name, path in files)
+        while group := list(islice(found, GROUP)):
+            ids = self._tokenizer.encode_batch([each.text for each in group], special=True)
+            yield from map(self._marked, group, ids)
+
+    def render(self, conversation: Conversation) -> RenderedConversation:
+        """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
+        if not self._all:
+            return RenderedConversation(conversation.name, *self._finder.find(conversation))
+        text = self._template.render(conversation.messages).text
+        return RenderedConversation(conversation.name, text, [(0, len(text))])
+
+    def _marked(
+        self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]]
+    ) -> TokenizedConversation:
+        lengths = self._lengths[ids]
+        ends = np.cumsum(lengths)
+        if lengths.sum() != len(each.text.encode()):
+            raise UsageError(
+                f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
+                f"{lengths.sum()} of {len(each.text.encode())} bytes in its tokens"
+            )
+        counted = np.zeros(len(ids), bool)
+        for start, stop in in_bytes(each.text, each.spans):
+            if start < stop:
+                counted[np.searchsorted(ends, start, "right") : np.searchsorted(ends - lengths, stop)] = True
+        return TokenizedConversation(each.name, each.text, ids, counted, lengths)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        """Bytes of each token's spelling (V,), of control tokens too; made where it is used."""
+        decoded = (self._tokenizer.decode([place]) for place in range(self._tokenizer.vocab_size))
+        return np.array(
+            [len(text) or len(spelt.encode()) for text, spelt in zip(decoded, self._spelt, strict=True)],
+            np.int64,
+        )
+
+
+def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Places of letters as places of bytes in UTF-8."""
+    if text.isascii():
+        return list(spans)
+    return [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
