@@ -189,13 +189,13 @@ CONTROL += ("<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>")
 def chat_keys(template: str | None = None) -> dict[str, object]:
     """Keys of a byte-level BPE that has the control tokens of all templates."""
     letters = byte_characters()
-    merges = ["h e", "he l", "hel l", "hell o", "Ġ hello", ". Ċ", "Ċ Ċ", "Ġ [", "> Ċ", "Ã ©", "Ġ t", "Ġt h"]
-    merges += ["Ġth e", "! Ċ"]
+    merges = ["h e", "he l", "hel l", "hell o", "Ġ hello", "! Ċ", "Ċ Ċ", "Ġ [", "> Ċ", "Ã ©", "Ġ t", "Ġt h"]
+    merges += ["Ġth e"]
     tokens = [*letters, *(merge.replace(" ", "") for merge in merges), *CONTROL]
     types = [1] * (len(tokens) - len(CONTROL)) + [3] * len(CONTROL)
     ids = {token: place for place, token in enumerate(tokens)}
     special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "unknown_token_id": ids["<unk>"]}
-    keys = keys_of(tokens, merges, types=types, add_bos_token=True, **special)
+    keys = keys_of(tokens, merges, pre="qwen2", types=types, add_bos_token=True, **special)
     return keys if template is None else keys | {"tokenizer.chat_template": template}
 
 

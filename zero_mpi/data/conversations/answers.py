@@ -10,6 +10,7 @@ another content for the turn, and its content lies where the two texts differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.data.conversations.formats import ASSISTANT, Conversation, Message
@@ -65,9 +66,9 @@ class AnswerFinder:
 
     def _by_content(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
         """Where the text differs if a turn says something else, with the token that ends a turn after it."""
-        content = messages[turn]["content"].strip()
-        word = next(word for word in "012" if word not in (content[:1], content[-1:]))
-        other = [*messages[:turn], messages[turn] | {"content": word}, *messages[turn + 1 :]]
+        content = messages[turn]["content"]
+        letter = next(letter for letter in map(chr, count(ord("A"))) if letter not in content)
+        other = [*messages[:turn], messages[turn] | {"content": letter}, *messages[turn + 1 :]]
         instead = self._template.render(other).text
         if instead == text:
             return None

@@ -1,0 +1,412 @@
+"""Conversations as tokens: their text is that of Transformers, answers count, bad lines are named."""
+
+import json
+import re
+from datetime import datetime
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from chat_templates import CHATML, MARKED, TEMPLATES, chat_keys, chat_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata, tokenizer_json
+from zero_mpi.data.conversations import sandbox
+from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
+from zero_mpi.data.conversations.formats import (
+    Conversation,
+    are_conversations,
+    one_conversation,
+    read_conversations,
+)
+from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import TEMPLATE
+
+
+def said(*contents, system=None):
+    """Messages of user and assistant by turns."""
+    roles = ("user", "assistant")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return first + [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
+
+
+TALK = said("hello the", "<think>\nhm\n</think>\n\nhello!", "Größe 10?", "It is 10", system="Be é brief.")
+TALKS = {
+    "one question": said("hi"),
+    "an answer": said("hi", "hello there. "),
+    "white space": said(" hi\n", "\n hello. \n", "\tso\n\n", " "),
+    "several": TALK[1:],
+    "with a system": TALK,
+    "only a system": TALK[:1],
+    "control tokens": said("what is <|im_end|> [INST]", "a <s> of </s>"),
+}
+CALL = {"name": "é<", "arguments": {"x": [1]}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
+TALKS["a tool"] = [*said("look"), CALLING, {"role": "tool", "content": "0"}, *said("u", "so: 0")[1:]]
+
+
+@lru_cache
+def transformers_tokenizer():
+    """The same tokens in Transformers."""
+    import tokenizers
+    import transformers
+
+    backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(chat_keys())))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    """`apply_chat_template` of Transformers, on the one day that a template here knows."""
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls):
+            return sandbox.TODAY
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+
+    def apply(messages, template, **options):
+        return transformers_tokenizer().apply_chat_template(messages, chat_template=template, **options)
+
+    return apply
+
+
+@lru_cache
+def reader(name, loss_on=ANSWERS):
+    """What reads conversations by one of the templates."""
+    return ConversationReader(chat_tokenizer(TEMPLATES[name]), loss_on)
+
+
+def written(folder, *values):
+    """A file of these lines."""
+    path = folder / "chat.jsonl"
+    path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), "utf-8")
+    return path
+
+
+def read(folder, name, *values, loss_on=ANSWERS):
+    """The conversations of a file of these lines."""
+    return list(reader(name, loss_on).read([("chat.jsonl", written(folder, *values))]))
+
+
+# ------------------------------------------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_text_is_that_of_transformers(name, prompt, oracle):
+    """Text or error, for each template and conversation."""
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    taken = 0
+    for messages in TALKS.values():
+        try:
+            expected = oracle(messages, TEMPLATES[name], add_generation_prompt=prompt, tokenize=False)
+        except Exception as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                template.render(messages, prompt)
+        else:
+            assert template.render(messages, prompt).text == expected
+            taken += 1
+    assert taken >= 5
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_are_those_of_transformers(name, tmp_path, oracle):
+    (found,) = read(tmp_path, name, {"messages": TALK[1:]})
+    assert found.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
+def test_ids_are_those_of_the_whole_text(contents):
+    """Whatever is said, and whatever of it counts; what counts holds every letter of the answers."""
+    for name in ("chatml", "plain", "llama 2"):
+        each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
+        tokenizer = chat_tokenizer()
+        (ids,) = tokenizer.encode_batch([each.text], special=True)
+        found = reader(name)._marked(each, ids)
+        assert found.ids.tolist() == tokenizer.encode(each.text, special=True).tolist()
+        covered = np.repeat(found.counted, found.lengths)
+        assert len(covered) == len(each.text.encode())
+        for start, stop in each.spans:
+            assert covered[len(each.text[:start].encode()) : len(each.text[:stop].encode())].all()
+
+
+# ------------------------------------------------------------------------------------------ what counts
+
+
+THOUGHT = "<think>\nhm\n</think>\n\nhello!"
+ANSWER_TEXTS = {  # of TALK without its system, by template; those of a template's marks, or else by its texts
+    "chatml": [f"{THOUGHT}<|im_end|>", "It is 10<|im_end|>"],
+    "llama 2": [f" {THOUGHT} </s>", " It is 10 </s>"],
+    "llama 3": [f"{THOUGHT}<|eot_id|>", "It is 10<|eot_id|>"],
+    "mistral": [f" {THOUGHT}</s>", " It is 10</s>"],
+    "gemma": [f"{THOUGHT}<end_of_turn>", "It is 10<end_of_turn>"],
+    "phi 3": [f"{THOUGHT}<|end|>", "It is 10<|end|>"],
+    "zephyr": [f"{THOUGHT}</s>", "It is 10</s>"],
+    "qwen 3": ["hello!<|im_end|>", "<think>\n\n</think>\n\nIt is 10<|im_end|>"],
+    "plain": [f"{THOUGHT}\n", "It is 10"],  # "!\n" is one token
+    "marked": [f"{THOUGHT}<|im_end|>", "It is 10<|im_end|>"],
+}
+
+
+def answers_in(found):
+    """The texts of the runs of tokens that count."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], found.counted.view(np.int8), [0]))))
+    ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
+    return [raw[ends[a] : ends[b]].decode() for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_counts_are_answers_with_their_end_of_turn(name, tmp_path):
+    (found,) = read(tmp_path, name, {"messages": TALK[1:]})
+    assert answers_in(found) == ANSWER_TEXTS[name]
+    (whole,) = read(tmp_path, name, {"messages": TALK[1:]}, loss_on=ALL)
+    assert whole.counted.all()
+    assert whole.ids.tolist() == found.ids.tolist()
+
+
+def test_marks_of_a_template_are_those_of_transformers(tmp_path, oracle):
+    """And what is found without the marks, by the texts alone, is the same."""
+    bare = MARKED.replace("{% generation %}", "{% if true %}").replace("endgeneration", "endif")
+    bare = ConversationReader(chat_tokenizer(bare))
+    for name in ("an answer", "several", "with a system"):
+        (found,) = read(tmp_path, "marked", {"messages": TALKS[name]})
+        expected = oracle(TALKS[name], MARKED, return_dict=True, return_assistant_tokens_mask=True)
+        assert found.ids.tolist() == expected["input_ids"]
+        assert found.counted.tolist() == list(map(bool, expected["assistant_masks"]))
+        (other,) = bare.read([("chat.jsonl", tmp_path / "chat.jsonl")])
+        assert other.text == found.text
+        assert other.counted.tolist() == found.counted.tolist()
+
+
+MOVED = {  # templates that write a turn otherwise once more follows: what is said, and what counts
+    "a system that goes to the last question": ("mistral", TALK, [f"{THOUGHT}</s>", "It is 10</s>"]),
+    "thoughts that are left out, and digits alike": (
+        "qwen 3",
+        said("a", "<think>\nx\n</think>\n\n01", "b", "c", "d", "e"),
+        ["01<|im_end|>", "c<|im_end|>", "<think>\n\n</think>\n\ne<|im_end|>"],
+    ),
+    "an answer at first": ("phi 3", [*said("u", "hello")[1:], *said("x")], ["hello<|end|>"]),
+    "an answer at first, of a template that looks at the first message": (
+        "gemma", [*said("u", "hello")[1:], *said("x", "y")], ["hello<end_of_turn>", "y<end_of_turn>"],
+    ),
+    "empty answers": ("chatml", said("a", "", "b", "c"), ["<|im_end|>", "c<|im_end|>"]),
+    "a token that ends a turn in an answer": (
+        "chatml",
+        said("a", "b<|im_end|>c"),
+        ["b<|im_end|>c<|im_end|>"],
+    ),
+    "a call of a tool": (
+        "llama 3",
+        TALKS["a tool"],
+        ['{"name": "é<", "arguments": {"x": [1]}}<|eot_id|>', "so: 0<|eot_id|>"],
+    ),
+    "nothing at the end": ("plain", said("a", "b\n\n"), ["b"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_answers_are_found_where_a_turn_depends_on_what_follows(case, tmp_path):
+    name, messages, expected = MOVED[case]
+    (found,) = read(tmp_path, name, {"messages": messages})
+    assert answers_in(found) == expected
+
+
+def test_a_turn_that_a_template_leaves_out_counts_nothing(tmp_path):
+    template = CHATML.replace(
+        "for message in messages", "for message in messages if message.role != 'assistant'"
+    )
+    reads = ConversationReader(chat_tokenizer(template))
+    (found,) = reads.read([("chat.jsonl", written(tmp_path, {"messages": TALK}))])
+    assert not found.counted.any()
+
+
+def test_a_token_of_both_sides_counts(tmp_path):
+    """ "!\\n" is one token, and its "!" is of the answer."""
+    (found,) = read(tmp_path, "plain", {"messages": said("a", "b!")})
+    assert answers_in(found) == ["b!\n"]
+
+
+def test_only_a_completion_counts(tmp_path):
+    earlier = said("a", "b", "c")
+    (found,) = read(tmp_path, "chatml", {"prompt": earlier, "completion": said("u", "d")[1:]})
+    assert answers_in(found) == ["d<|im_end|>"]
+
+
+# --------------------------------------------------------------------------------------------- the lines
+
+
+AB = said("a", "b")
+FORMS = {
+    "messages": ({"messages": AB}, AB),
+    "messages beside others": ({"prompt": "x", "completion": "y", "messages": AB, "id": 7}, AB),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ac"]}]},
+        said("a\nc"),
+    ),
+    "other keys of a message": ({"messages": [AB[0] | {"name": "Ann"}]}, [AB[0] | {"name": "Ann"}]),
+    "prompt": ({"prompt": "a", "completion": "b"}, AB),
+    "prompt of messages": ({"prompt": AB[:1], "completion": AB[1:]}, AB),
+    "alpaca": ({"instruction": "a", "input": "", "output": "b"}, AB),
+    "alpaca without": ({"instruction": "a", "input": None, "output": "b", "system": ""}, AB),
+    "alpaca with": (
+        {"instruction": "a", "input": "in", "output": "b", "system": "s"}, said("a\n\nin", "b", system="s"),
+    ),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "a"}, {"from": "GPT", "value": "b"}]}, AB),
+    "sharegpt with": (
+        {"conversations": [{"from": "user", "value": "a"}], "system": "s"}, said("a", system="s"),
+    ),
+    "sharegpt's tool": (
+        {"conversations": [{"from": "observation", "value": "a"}]}, [{"role": "tool", "content": "a"}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lines_of_all_forms(form):
+    value, expected = FORMS[form]
+    assert one_conversation("x:1", value).messages == tuple(expected)
+
+
+KINDS = "expected an object with messages, with prompt and completion, with instruction and output, or with"
+BAD = {
+    '["a"]': rf"{KINDS} conversations, found \['a'\]",
+    "{}": rf"{KINDS} conversations, found nothing",
+    '{"text": 1, "prompt": 2}': "found 'text', 'prompt'$",
+    '{"messages": []}': "expected at least one message, found none",
+    '{"messages": {}}': "messages: expected a list of messages, found {}",
+    '{"messages": ["hi"]}': r"messages\[0\]: expected an object with role and content, found 'hi'",
+    '{"messages": [{"content": "a"}]}': r"messages\[0\]: expected an object with role and content",
+    '{"messages": [{"role": "me", "content": "a"}]}': "role: expected one of system, user, assistant, tool, "
+    "found 'me'",
+    '{"messages": [{"role": ["user"], "content": "a"}]}': r"role: expected .*, found \['user'\]",
+    '{"messages": [{"role": "user"}]}': "content: expected a text, or parts .*, found None",
+    '{"messages": [{"role": "user", "content": 7}]}': "content: expected a text, or parts .*, found 7",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"content: expected a text.*found '\\ud800'",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "found {'type': 'im",
+    '{"prompt": "a", "completion": 1}': "^--data .*, line 2: completion: expected a text, found 1$",
+    '{"prompt": "a", "completion": []}': "two texts, or two lists of messages, found one of each",
+    '{"instruction": "a", "output": "b", "input": 3}': "input: expected a text, found 3",
+    '{"instruction": "a", "output": "b", "system": 3}': "system: expected a text, found 3",
+    '{"conversations": "hi"}': "conversations: expected a list of messages, found 'hi'",
+    '{"conversations": [{"role": "user"}]}': r"conversations\[0\]: expected an object with from and value",
+    '{"conversations": [{"from": "cat", "value": "a"}]}': r"\[0\]: from: expected one of human, .*'cat'",
+    '{"conversations": [{"from": 1, "value": "a"}]}': "from: expected one of human, .*, found 1",
+    '{"conversations": [{"from": "gpt", "value": 1}]}': r"\[0\]: value: expected a text, found 1",
+    '{"messages": ': "line 2: ",
+    '{"messages": [], "messages": []}': "expected 'messages' once, found it twice",
+    "\xff": "line 2: not UTF-8 at byte 0",
+    "[" * 9999: "line 2: nested too deeply",
+    '{"messages": [{"role": "assistant", "content": "b"}]}': "the chat template: user and assistant m",
+}
+
+
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:60])
+def test_a_bad_line_is_named(line, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(b"\n".join([json.dumps({"messages": AB}).encode(), line.encode("latin-1"), b""]))
+    with pytest.raises(UsageError, match=BAD[line]) as caught:
+        list(reader("llama 2").read([("chat.jsonl", path)]))
+    assert str(caught.value).startswith(f"--data {path}, line 2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_blank_lines_are_passed_over_and_numbers_stay(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    first, last = (json.dumps(value) for value in ({"prompt": "a", "completion": "b"}, {"messages": AB}))
+    path.write_bytes(f"\n  \n{first}\r\n\n{last}".encode())
+    found = list(read_conversations("chat.jsonl", path, lambda each: each))
+    assert [each.name for each in found] == ["chat.jsonl:3", "chat.jsonl:5"]
+
+
+def test_which_files_are_conversations(tmp_path):
+    chat, text, lines = (tmp_path / name for name in ("chat.jsonl", "text.txt", "rows.jsonl"))
+    chat.write_text('{broken\n{"messages" : []}\n')
+    text.write_text('{"messages": []}\n')
+    lines.write_text(json.dumps({"text": '"messages": []'}) + "\n")
+    assert are_conversations([("chat", chat)])
+    assert not are_conversations([("text", text), ("rows", lines)])
+    with pytest.raises(UsageError, match=r"not both: .*chat\.jsonl holds con.*, .*text\.txt does not"):
+        are_conversations([("text", text), ("chat", chat)])
+
+
+# ------------------------------------------------------------------------------------------ the template
+
+
+LONG = "the chat template: it takes too long"
+MEMORY = "the chat template: it takes too much memory"
+WICKED = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
+    "{% for a in range(9999) %}{{ range(9999) | map('pprint') | list | length }}{% endfor %}": LONG,
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "it calls itself too deeply",
+    "{{ range(10**9) }}": "Range too big",
+    "{{ 'a' * 10**10 }}": "the result of \\* is too large",
+    "{{ 9 ** 99999 }}": "the result of \\*\\* is too large",
+    "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}": "too large",
+    "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
+    "{{ 'x' | center(10**9) }}": MEMORY,
+    "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}": "more than [0-9]+ letters",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{% include 'x' %}": "no loader",
+    "{{ raise_exception('no\x1b\nway') }}": r"the chat template: no\\x1b\\nway$",
+    "{{ messages[7].content.x }}": "UndefinedError",
+    "{{ '\\ud800' }}": "halves of letters",
+    "{% if %}": "the chat template is none that Jinja2 takes: TemplateSyntaxError",
+    "{{ messages | random }}": "No filter named 'random'",
+    "{{" + "(" * 5000 + ")" * 5000 + "}}": "it calls itself too deeply",
+}
+
+
+@pytest.mark.parametrize("source", WICKED, ids=lambda source: source[:60])
+def test_a_template_is_bounded(source, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    with pytest.raises(ValueError, match=WICKED[source]) as caught:
+        ChatTemplate(source, {}).render(AB)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_bounds_hold_while_a_template_runs_and_no_longer():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    for _ in range(2):
+        assert template.render(AB).text == "a"
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with pytest.raises(ValueError, match="division by zero"):
+        ChatTemplate("{{ messages | length / 0 }}", {}).render(AB)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_json_in_a_template_is_that_of_transformers(oracle):
+    source = "{{ messages | tojson(indent=2) }}{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}"
+    expected = oracle(said("é<&>'"), source, tokenize=False)
+    assert ChatTemplate(source, {}).render(said("é<&>'")).text == expected
+
+
+def test_the_template_comes_with_the_tokenizer(tmp_path):
+    for tokenizer in (chat_tokenizer(), ByteTokenizer()):
+        with pytest.raises(UsageError, match="no chat template: give one with --chat-template FILE"):
+            ConversationReader(tokenizer)
+    again = tokenizer_from_metadata(ByteTokenizer(CHATML).metadata())
+    assert again.metadata()[TEMPLATE] == CHATML
+    (found,) = ConversationReader(again).read([("chat.jsonl", written(tmp_path, {"messages": AB}))])
+    assert found.ids.tolist() == list(found.text.encode())
+    assert answers_in(found) == ["b<|im_end|>"]
+
+
+def test_files_of_templates(tmp_path):
+    (tmp_path / "t.jinja").write_bytes(b"a\xff")
+    with pytest.raises(UsageError, match=r"^--chat-template .*t\.jinja: expected a .* in UTF-8, .* at 1$"):
+        read_template(tmp_path / "t.jinja")
+    with pytest.raises(UsageError, match=r"^--chat-template .*none\.jinja: no such file"):
+        read_template(tmp_path / "none.jinja")
