@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
     "evaluate": "loss and perplexity of a text, right answers to questions",
     "generate": "text from a GGUF model",
+    "samples": "conversations as training reads them, and which of their tokens count",
     "inspect": "what a model file or checkpoint holds, and whether it is sound",
     "export": "a model as F16, BF16, Q8_0, ... or safetensors",
     "plan": "memory, traffic and time of a run, before it is started",

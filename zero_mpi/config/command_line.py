@@ -28,6 +28,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "lora_init": "FILE",
     "tokenizer": "WHICH",
     "control_tokens": "HOW",
+    "chat_template": "FILE",
     "threads": "N",
     "max_time": "TIME",
     "trace": "FILE",

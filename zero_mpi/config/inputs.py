@@ -12,17 +12,20 @@ import numpy as np
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
     Tokenizer,
+    collect_files,
     holds_token_files,
     tokenizer_from_json,
     tokenizer_from_metadata,
 )
+from zero_mpi.data.conversations.chat_template import read_template
+from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.gguf_keys import TOKENIZER, GGUFKeys
+from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
@@ -72,6 +75,7 @@ def choose_tokenizer(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
     """The tokenizer of text data, None for token files; raises UsageError if it does not fit the model."""
+    check_kind_of_data(config)
     if holds_token_files(config.data):
         if init is None and config.vocab_size is None:
             raise UsageError("token files need --vocab-size V with --arch, or --init MODEL.gguf")
@@ -83,7 +87,7 @@ def choose_tokenizer(
 
 def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
     """The tokenizer that the flags mean; raises UsageError if it does not fit the model."""
-    tokenizer = open_tokenizer(config, init, model)
+    tokenizer = with_template(open_tokenizer(config, init, model), config.chat_template)
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
             f"--tokenizer {shown(config.tokenizer or FROM_INIT)} has {tokenizer.vocab_size} tokens, "
@@ -102,6 +106,26 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
     if init is None or model is None:
         raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
     return tokenizer_of(init, model)
+
+
+def check_kind_of_data(config: Config) -> None:
+    """Raise UsageError for a flag that has no meaning for data of this kind: conversations, or others."""
+    is_chat = are_conversations(collect_files(config.data))
+    why = {
+        "chat_template": "--data holds no conversations, which are .jsonl files",
+        "loss_on": "--data holds no conversations, which are .jsonl files",
+        "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
+    }
+    for name, reason in why.items():
+        if getattr(config, name) is not None and is_chat == (name == "control_tokens"):
+            raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
+
+
+def with_template(tokenizer: Tokenizer, path: str | None) -> Tokenizer:
+    """A tokenizer with the chat template of a file in the place of its own, if one is given."""
+    if path is None:
+        return tokenizer
+    return tokenizer_from_metadata(tokenizer.metadata() | {TEMPLATE: read_template(path)})
 
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
@@ -136,7 +160,12 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
             f"--tokenizer {shown(path)}: there is no such file; expected byte, from-init, a GGUF or a "
             "tokenizer.json"
         )
-    if path.suffix == ".json":
+    return tokenizer_in(path)
+
+
+def tokenizer_in(path: str | Path) -> Tokenizer:
+    """The tokenizer of a file that is there, by its name; raises UsageError, also where it is not."""
+    if str(path).endswith(".json"):
         return tokenizer_from_json(path)
     return tokenizer_from_metadata(GGUFFile.open(path).metadata, str(path))
 

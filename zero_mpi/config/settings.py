@@ -14,6 +14,7 @@ from typing import Any
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import STEPS, defaults
 from zero_mpi.data.control_tokens import READINGS
+from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 
@@ -77,7 +78,12 @@ class Config:
     )
     lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to go on from, of the same rank")
 
-    data: list[str] = flag(None, list, "data", "text or .npy token files (default: Python's library)")
+    data: list[str] = flag(
+        None,
+        list,
+        "data",
+        "text, .npy token files, or conversations as .jsonl (default: Python's library)",
+    )
     tokenizer: str | None = flag(
         None,
         str,
@@ -91,6 +97,16 @@ class Config:
         "what text means that spells one, as <|im_start|>: parse: the token; plain: the letters (default: "
         "plain, with a warning)",
         choices=READINGS,
+    )
+    chat_template: str | None = flag(
+        None, str, "data", "Jinja file by which conversations become text (default: the tokenizer's own)"
+    )
+    loss_on: str | None = flag(
+        None,
+        str,
+        "data",
+        "what counts of conversations: answers, those of the assistant; all (default: answers)",
+        choices=LOSSES,
     )
     val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
 

@@ -1,10 +1,11 @@
 """From files and folders to two token streams, one to train on and one held out.
 
 A corpus is an ordered list of documents: text files, whose bytes are encoded and closed by an eos token (a
-bos if the tokenizer has no eos), or token files, whose ids are taken as they are. Whole documents are held
-out, so no text is on both sides. Its sha256 covers names and bytes of the documents, wherever they lie and
-however they are split: a checkpoint records it, and a resume on other data is noticed. With no path named,
-the corpus is Python's own standard library: real text that is on every machine.
+bos if the tokenizer has no eos), token files, whose ids are taken as they are, or conversations, each as its
+chat template writes and ends it. Whole documents are held out, so no text is on both sides. Its sha256 covers
+names and bytes of the documents, wherever they lie and however they are split: a checkpoint records it, and a
+resume on other data is noticed. With no path named, the corpus is Python's own standard library: real text
+that is on every machine.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from zero_mpi.data.control_tokens import PARSE, TextReader
+from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader
 from zero_mpi.data.documents import Document, Tokens
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
@@ -48,29 +51,44 @@ class Corpus:
 _Reading = tuple[list[Document], list[str]]  # documents, and notes on what was left out
 
 
-def _read(paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes: bool) -> _Reading:
+def _read(
+    paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes: bool, loss_on: str
+) -> _Reading:
     """Every document, and notes on what was left out."""
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if are_tokens(files):
         return [Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
-    return _text_documents(files, TextFilter(paths, any_bytes), reader, vocab)
+    if reader is None:
+        raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+    if vocab < reader.tokenizer.vocab_size:
+        size = reader.tokenizer.vocab_size
+        raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {vocab}")
+    if are_conversations(files):
+        return _conversations(files, ConversationReader(reader.tokenizer, loss_on))
+    return _text_documents(files, TextFilter(paths, any_bytes), reader)
+
+
+def _conversations(files: Sequence[tuple[str, Path]], reader: ConversationReader) -> _Reading:
+    """Each conversation as a document, as its template ends it; none of which nothing counts."""
+    documents, left_out = list[Document](), 0
+    for found in reader.read(files):
+        if found.counted.any():
+            documents.append(Document(found.name, found.ids, found.digest, found.counted))
+        else:
+            left_out += 1
+    return documents, [f"conversations without an answer left out: {left_out:,}"] if left_out else []
 
 
 def _text_documents(
-    files: Sequence[tuple[str, Path]], text_filter: TextFilter, reader: TextReader | None, vocab: int
+    files: Sequence[tuple[str, Path]], text_filter: TextFilter, reader: TextReader
 ) -> _Reading:
     """Text files encoded, eos behind each."""
-    if reader is None:
-        raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
-    tokenizer = reader.tokenizer
-    if vocab < tokenizer.vocab_size:
-        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab}")
     documents = [
         document for texts in _groups(_texts(files, text_filter)) for document in _encoded(texts, reader)
     ]
     notes = [*text_filter.notes(), *reader.notes()]
-    if _separator(tokenizer) is None:
+    if _separator(reader.tokenizer) is None:
         notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
     return documents, notes
 
@@ -131,18 +149,20 @@ def load_corpus(
     vocab_size: int,
     any_bytes: bool = False,
     control_tokens: str | None = None,
+    loss_on: str = ANSWERS,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
     `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the spelling of
     one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore
-    both. A single token file stays a mapped view; several, or text, are held in memory. Raises UsageError for
-    what the user can mend: paths, fraction, files, sizes.
+    both. `loss_on`: what counts of conversations, "answers" or "all". A single token file stays a mapped
+    view; several, or text, are held in memory. Raises UsageError for what the user can mend: paths, fraction,
+    files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     reader = None if tokenizer is None else TextReader(tokenizer, control_tokens)
-    read, notes = _read(paths, reader, vocab_size, any_bytes)
+    read, notes = _read(paths, reader, vocab_size, any_bytes, loss_on)
     documents = [document for document in read if document.tokens.size]
     if not documents:
         raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))

@@ -89,7 +89,10 @@ WIDE = (  # the longer ones first: UTF-32 begins as UTF-16 does
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
 PICKLED = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
-LINES_REMEDY = "write out the field that is the text first, say: jq -r .text FILE > NEW.txt"
+LINES_REMEDY = (
+    "write out the field that is the text first, say: jq -r .text FILE > NEW.txt; a .jsonl of conversations "
+    "has messages, prompt and completion, instruction and output, or conversations in each line"
+)
 BINARY = Kind("binary data", "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32")
 CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 

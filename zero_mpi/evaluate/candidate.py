@@ -9,7 +9,7 @@ from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.inputs import fitting_tokenizer, read_model, tokenizer_of
+from zero_mpi.config.inputs import check_kind_of_data, fitting_tokenizer, read_model, tokenizer_of
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
 from zero_mpi.errors import UsageError
@@ -96,6 +96,7 @@ def open_candidate(path: str, lora: str | None) -> Candidate:
 def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
     """The tokenizer that text and questions need; for ids alone the model's own, if it can be read."""
     config = task.config
+    check_kind_of_data(config)
     if task.choices is not None or not holds_token_files(config.data):
         return fitting_tokenizer(config, candidate.source, candidate.model)
     return own_tokenizer(candidate)

@@ -15,6 +15,7 @@ from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.models import ModelConfig
 from zero_mpi.train.resume import ResumePoint
 
@@ -32,6 +33,8 @@ def describe(
         metadata = model.metadata() | name | tokenizer.metadata()
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
+    if tokenizer is not None and config.chat_template is not None:
+        metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
     if tokenizer is not None and config.control_tokens is not None:  # token files spell nothing
@@ -71,6 +74,7 @@ def what_was_read(
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
         "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
+        "the chat template": tokenizer and tokenizer.metadata().get(TEMPLATE),
     }
 
 

@@ -35,6 +35,7 @@ from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
+from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
@@ -204,6 +205,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         vocab_size=model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
         control_tokens=config.control_tokens,
+        loss_on=config.loss_on or ANSWERS,
     )
 
 

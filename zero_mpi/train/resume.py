@@ -27,6 +27,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
 
+CORPUS = "the text of --data, or what --chat-template and --loss-on make of it (its sha256)"
 SINCE = {"control_tokens": PLAIN}  # settings that older checkpoints do not hold, as they were then
 
 
@@ -101,9 +102,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
     difference = next(differences(before, description.settings), None)
     if difference:
         key, was, now = difference
-        label = {"corpus": "the text of --data (its sha256)"}.get(key) or shown(
-            key if "." in key else spelled(key)
-        )
+        label = {"corpus": CORPUS}.get(key) or shown(key if "." in key else spelled(key))
         raise UsageError(
             f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
             f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"

@@ -7,6 +7,7 @@ that answers has to say all of it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -42,6 +43,11 @@ class TokenizedConversation(NamedTuple):
     ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+
+    @property
+    def digest(self) -> bytes:
+        """Of the text, and of what counts in it: the template and what the loss is on move it."""
+        return hashlib.sha256(hashlib.sha256(self.text.encode()).digest() + self.counted.tobytes()).digest()
 
 
 class RenderedConversation(NamedTuple):

@@ -1,0 +1,164 @@
+"""`python -m zero_mpi.samples`: what it prints of a small file, for people, pipes and programs."""
+
+import json
+
+import pytest
+from chat_templates import CHATML, ZEPHYR, chat_keys
+
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
+from zero_mpi.samples.command import command
+
+SAID = {"role": "assistant", "content": "One.\n\nTwo é"}
+LINES = [
+    {
+        "messages": [
+            {"role": "user", "content": "hi\x1b[31m"},
+            {"role": "assistant", "content": "One.\n\nTwo é"},
+        ]
+    },
+    {"instruction": "Sum", "input": "1 2", "output": "3"},
+    {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}]},
+]
+SHOWN = """\
+chat.jsonl:1: 55 tokens, 11 counted
+<|im_start|>system
+You help.<|im_end|>
+<|im_start|>user
+hi\\x1b[31m<|im_end|>
+<|im_start|>assistant
+«One.
+
+Two é<|im_end|>»
+
+
+chat.jsonl:3: 46 tokens, 2 counted
+<|im_start|>system
+You help.<|im_end|>
+<|im_start|>user
+Sum
+
+1 2<|im_end|>
+<|im_start|>assistant
+«3<|im_end|>»
+
+
+3 conversations: 121 tokens, 13 of them counted (10.7 %); the longest has 55
+without an answer, which training leaves out: 1
+"""
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A model file with a template, and a file of conversations with a blank line."""
+    write_model(tmp_path / "m.gguf", chat_keys(CHATML))
+    first, *rest = map(json.dumps, LINES)
+    (tmp_path / "chat.jsonl").write_text("\n".join([first, "", *rest, ""]))
+    return tmp_path
+
+
+def write_model(path, keys):
+    """A GGUF file of these keys, without weights."""
+    with GGUFStream(path, "llama", keys, []):
+        pass
+
+
+def printed(capfdbinary, *arguments):
+    """What the command writes."""
+    assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
+    return capfdbinary.readouterr().out.decode()
+
+
+def test_samples_as_text(chat, capfdbinary):
+    flags = (chat / "m.gguf", "--data", chat / "chat.jsonl", "--count", "2")
+    assert printed(capfdbinary, *flags) == SHOWN
+    totals = "".join(SHOWN.splitlines(keepends=True)[-2:])
+    assert printed(capfdbinary, *flags, "--count", "0") == totals
+
+
+def test_samples_as_json(chat, capfdbinary):
+    found = json.loads(printed(capfdbinary, chat / "m.gguf", "--data", chat / "chat.jsonl", "--json"))
+    assert [sample["name"] for sample in found["samples"]] == ["chat.jsonl:1", "chat.jsonl:3", "chat.jsonl:4"]
+    assert found["samples"][1]["parts"] == [
+        {
+            "text": "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nSum\n\n1 2<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            "counted": False,
+        },
+        {"text": "3<|im_end|>", "counted": True},
+        {"text": "\n", "counted": False},
+    ]
+    totals = {name: value for name, value in found.items() if name != "samples"}
+    assert totals == {"conversations": 3, "tokens": 121, "counted": 13, "longest": 55, "left_out": 1}
+
+
+def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
+    """They end with each line, and what is said has none."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    flags = (chat / "m.gguf", "--data", chat / "chat.jsonl", "--count", "1")
+    text = printed(capfdbinary, *flags)
+    assert "\x1b[32mOne.\x1b[0m\n\x1b[32m\x1b[0m\n\x1b[32mTwo é<|im_end|>\x1b[0m\n" in text
+    assert "hi\\x1b[31m<" in text
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "«One.\n\nTwo é<|im_end|>»\n" in printed(capfdbinary, *flags)
+
+
+def test_all_counts_and_another_template(chat, capfdbinary):
+    (chat / "z.jinja").write_text(ZEPHYR)
+    flags = ("--data", chat / "chat.jsonl", "--count", "2", "--chat-template", chat / "z.jinja")
+    text = printed(capfdbinary, chat / "m.gguf", *flags, "--loss-on", "all")
+    assert text.startswith(
+        "chat.jsonl:1: 25 tokens, 25 counted\n«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
+    )
+    assert "(100 %)" in text
+
+
+def test_tokenizers_from_wherever_they_are(chat, capfdbinary):
+    """A folder's tokenizer.json with its configuration, and the bytes' own with a template in its file."""
+    folder = chat / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(chat_keys())))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(chat_keys(CHATML))))
+    flags = ("--data", chat / "chat.jsonl", "--count", "2")
+    assert printed(capfdbinary, folder / "tokenizer.json", *flags) == SHOWN
+    write_model(chat / "bytes.gguf", ByteTokenizer(CHATML).metadata())
+    assert "«3<|im_end|>»" in printed(capfdbinary, chat / "bytes.gguf", *flags)
+
+
+REFUSED = {
+    "no conversations": (["m.gguf", "--data", "m.gguf"], "--data m.gguf: expected conversations as .jsonl"),
+    "some": (["m.gguf", "--data", "."], "--data takes conversations or other data, .*: chat.jsonl holds"),
+    "no template": (["none.gguf", "--data", "chat.jsonl"], "tokenizer has no chat template: give one"),
+    "no file": (["gone.gguf", "--data", "chat.jsonl"], "gone.gguf: no such file"),
+    "no data": (["m.gguf", "--data", "gone.jsonl"], "--data gone.jsonl does not exist"),
+    "no template file": (
+        ["m.gguf", "--data", "chat.jsonl", "--chat-template", "gone"], "--chat-template gone: no such file",
+    ),
+    "a bad template": (
+        ["m.gguf", "--data", "chat.jsonl", "--chat-template", "bad"], "the chat template is none that Jinja2",
+    ),
+    "a template that refuses": (
+        ["m.gguf", "--data", "chat.jsonl", "--chat-template", "no"], "--data chat.jsonl, line 1: the .*: no!",
+    ),
+    "count": (["m.gguf", "--data", "chat.jsonl", "--count", "-1"], "--count -1: expected at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shown_is_refused_in_a_line(case, chat, monkeypatch):
+    monkeypatch.chdir(chat)
+    write_model(chat / "none.gguf", chat_keys())
+    (chat / "bad").write_text("{% if %}")
+    (chat / "no").write_text("{{ raise_exception('no!') }}")
+    arguments, expected = REFUSED[case]
+    with pytest.raises(UsageError, match=expected) as caught:
+        command(World(0, 1), arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_runs_in_one_process():
+    with pytest.raises(UsageError, match="leave mpirun out"):
+        command(World(0, 2), ["m.gguf", "--data", "x"])
