@@ -40,7 +40,7 @@ SETTINGS = {  # one process with one thread, and no compiled operations: they ta
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",  # the library warns of threads after a fork
 }
-COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate")
+COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate", "samples")
 
 Case = Callable[[Random, Path], list[str]]
 

@@ -29,6 +29,7 @@ PLACES = {  # what is wrong -> a path, in a folder that has the things of `place
 }
 SMALL = ["--layers", "1", "--dim", "8", "--heads", "2", "--context", "8", "--steps", "1", "--sample", "0"]
 TRAIN = ["zero_mpi.train", *SMALL, "--data", "text", "--out", "out"]
+SAMPLES = ["zero_mpi.samples", "model.gguf", "--data", "chat.jsonl"]
 READ = {  # commands that read the path in the place of PATH
     "train --data": [*TRAIN, "--data", "PATH"],
     "train --data, two": [*TRAIN, "--data", "text", "PATH"],
@@ -42,6 +43,9 @@ READ = {  # commands that read the path in the place of PATH
     "plan --doctor": ["zero_mpi.plan", "--doctor", "PATH"],
     "plan --tokenizer": ["zero_mpi.plan", "--tokenizer", "PATH"],
     "generate": ["zero_mpi.generate", "PATH"],
+    "samples": ["zero_mpi.samples", "PATH", "--data", "chat.jsonl"],
+    "samples --data": ["zero_mpi.samples", "model.gguf", "--data", "PATH"],
+    "samples --chat-template": [*SAMPLES, "--chat-template", "PATH"],
     "inspect": ["zero_mpi.inspect", "PATH"],
     "export": ["zero_mpi.export", "PATH", "new.gguf"],
     "report": ["zero_mpi.report", "PATH"],
@@ -70,6 +74,7 @@ def places(tmp_path_factory):
     Path(write_text(folder, documents=1)[0]).rename(folder / "text")
     train(1, folder / "run", "--data", str(folder / "text"), *SMALL, "--batch-size", "1")
     shutil.copy(folder / "run" / "latest" / "model.gguf", folder)
+    (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     (folder / "loop").symlink_to("loop")
     (folder / "secret").write_text("text " * 99)
     (folder / "locked").mkdir()

@@ -13,12 +13,7 @@ from zero_mpi.samples.command import command
 
 SAID = {"role": "assistant", "content": "One.\n\nTwo é"}
 LINES = [
-    {
-        "messages": [
-            {"role": "user", "content": "hi\x1b[31m"},
-            {"role": "assistant", "content": "One.\n\nTwo é"},
-        ]
-    },
+    {"messages": [{"role": "user", "content": "hi\x1b[31m"}, SAID]},
     {"instruction": "Sum", "input": "1 2", "output": "3"},
     {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}]},
 ]

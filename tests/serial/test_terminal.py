@@ -16,6 +16,7 @@ ARGUMENTS = {
     "generate": [HOSTILE],
     "inspect": [HOSTILE],
     "export": [HOSTILE, "out.gguf"],
+    "samples": ["model.gguf", "--data", HOSTILE],
     "plan": ["--doctor", HOSTILE],
     "report": [HOSTILE],
     "trace": [HOSTILE],

@@ -1,0 +1,95 @@
+"""Files of conversations and chat templates that lie: other values in every place, programs without end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from chat_templates import TEMPLATES, chat_keys
+from fuzz_choices import ODD, lines
+
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+
+TURNS = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
+FORMS: list[dict[str, Any]] = [
+    {"messages": TURNS},
+    {"prompt": "Two and two?", "completion": "Four."},
+    {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    {"instruction": "Add", "input": "2 2", "output": "4", "system": "Be brief."},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi!"}], "system": ""},
+]
+PROGRAMS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+    "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% for a in range(99999) %}{{ messages[0].content * 9999 }}{% endfor %}",
+    "{{ 'x' | center(10 ** 12) }}", "{{ 9 ** 9 ** 9 }}", "{{ ('x' * 9999999) | join('y' * 9999999) }}",
+    "{{ [['a'] * 9999] * 9999 | tojson }}", "{{ range(99999) | map('tojson') | batch(3) | list }}",
+    "{{ raise_exception('\x1b[31m' * 9999) }}", "{{ '\x1b]0;title\x07' }}", "{{ messages[0]['\\ud800'] }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__init__.__globals__ }}", "{% if %}",
+    "{% include 'm.gguf' %}", "{{ self._TemplateReference__context }}", "{{" + "(" * 9999, "{{ 1 // 0 }}",
+    "{% generation %}{{ messages }}{% endgeneration %}", "{% generation %}", "", "x",
+]  # fmt: skip
+
+
+def samples(folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str) -> list[str]:
+    """The command on a file of these bytes, with this template in a file beside it."""
+    with GGUFStream(folder / "m.gguf", "llama", chat_keys(), []):
+        pass
+    (folder / "chat.jsonl").write_bytes(raw)
+    (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")
+    command = ["-m", "zero_mpi.samples", "m.gguf", "--data", "chat.jsonl", "--chat-template", "t.jinja"]
+    return [*command, *flags]
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """Conversations of all forms, by a template that takes them."""
+    name = random.choice(["chatml", "phi 3", "zephyr", "qwen 3", "marked"])
+    return samples(folder, lines(*random.choices(FORMS, k=5)), TEMPLATES[name])
+
+
+def values(random: Random, folder: Path) -> list[str]:
+    """Another value in one place of a line, or of a turn."""
+    form = json.loads(json.dumps(random.choice(FORMS)))
+    places = [form, *(turn for turns in form.values() if isinstance(turns, list) for turn in turns)]
+    place = random.choice(places)
+    place[random.choice([*place, "system", "more"])] = random.choice([*ODD, TURNS])
+    return samples(folder, lines(FORMS[0], form), random.choice([*TEMPLATES.values()]))
+
+
+def others(random: Random, folder: Path) -> list[str]:
+    """A line that is no object."""
+    return samples(folder, lines(FORMS[0], random.choice(ODD)))
+
+
+def damaged(random: Random, folder: Path) -> list[str]:
+    """Bytes changed, cut or put in."""
+    raw = bytearray(lines(*FORMS))
+    for _ in range(random.randint(1, 4)):
+        raw[random.randrange(len(raw))] = random.randrange(256)
+    return samples(folder, bytes(raw[: random.randint(1, len(raw))]), TEMPLATES["chatml"], "--json")
+
+
+def programs(random: Random, folder: Path) -> list[str]:
+    """A template that goes on for ever, takes all memory, or looks for a way out."""
+    return samples(folder, lines(FORMS[0]), random.choice(PROGRAMS))
+
+
+def templates(random: Random, folder: Path) -> list[str]:
+    """A template with letters changed, cut or put in."""
+    text = list(random.choice([*TEMPLATES.values()]))
+    for _ in range(random.randint(1, 2)):
+        text[random.randrange(len(text))] = random.choice("{}%-'|()[].=x \n\\\udc80é")
+    return samples(folder, lines(*FORMS), "".join(text[: random.randint(1, 9 * len(text))]))
+
+
+CASES = {
+    "sound": sound,
+    "values": values,
+    "others": others,
+    "damaged": damaged,
+    "programs": programs,
+    "templates": templates,
+}

@@ -1,0 +1,163 @@
+"""Conversations as `--data`: what a corpus makes of them, flags that do not go with them, and a run."""
+
+import json
+import tomllib
+
+import pytest
+from chat_templates import CHATML, ZEPHYR, chat_tokenizer
+from jobs import run_job
+from test_command_bits import needs_mpiexec, train
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.config.inputs import check_kind_of_data, with_template
+from zero_mpi.config.settings import Config
+from zero_mpi.data import ByteTokenizer, load_corpus
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import TEMPLATE
+
+TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "They are four."}]
+SAME = {"prompt": "Two and two?", "completion": "They are four."}
+ASKED = {"messages": TALK[:1]}
+
+
+def write_lines(path, *values):
+    """A file of JSON lines."""
+    path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
+    return str(path)
+
+
+def corpus(path, template=CHATML, **options):
+    """The corpus of a file by a template."""
+    given = {"val_fraction": 0.0, "context": 8, "seed": 0, "vocab_size": 400} | options
+    return load_corpus([path], tokenizer=chat_tokenizer(template), **given)
+
+
+def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", {"messages": TALK}, ASKED, SAME, ASKED)
+    found = corpus(path)
+    assert found.documents == 2
+    assert found.notes == ("conversations without an answer left out: 2",)
+    assert corpus(path, loss_on="all").documents == 4
+    held = corpus(path, val_fraction=0.5)
+    assert (held.documents, held.val_documents) == (2, 1), "whole conversations are held out"
+
+
+def test_nothing_but_questions_is_no_data(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", ASKED)
+    with pytest.raises(UsageError, match=r"no text and no tokens: .*; conversations without an answer"):
+        corpus(path)
+
+
+def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
+    """Not of the form of a line, which says the same in other words."""
+    path = tmp_path / "chat.jsonl"
+    first = corpus(write_lines(path, {"messages": TALK})).sha256
+    assert corpus(write_lines(path, SAME)).sha256 == first
+    others = [
+        corpus(str(path), ZEPHYR).sha256,
+        corpus(str(path), loss_on="all").sha256,
+        corpus(write_lines(path, {"messages": TALK[:1]} | {"messages": [*TALK, *TALK]})).sha256,
+    ]
+    assert len({first, *others}) == 4
+
+
+def test_a_folder_is_of_one_kind(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", {"messages": TALK})
+    write_lines(folder / "b.jsonl", SAME)
+    assert corpus(str(folder)).documents == 2
+    (folder / "README.md").write_text("About these conversations.")
+    with pytest.raises(UsageError, match=r"not both: .*a\.jsonl holds conversations, .*README\.md does not"):
+        corpus(str(folder))
+
+
+REFUSED = {
+    "a template for text": (
+        {"data": ["text"], "chat_template": "t"},
+        "--chat-template t: --data holds no",
+    ),
+    "a template for the library": (
+        {"chat_template": "t"},
+        "--chat-template t: --data holds no",
+    ),
+    "a loss for text": ({"data": ["text"], "loss_on": "all"}, "--loss-on all: --data holds no conversations"),
+    "tokens": (
+        {"data": ["chat.jsonl"], "control_tokens": "plain"},
+        "--control-tokens plain: --data holds c",
+    ),
+    "both": ({"data": ["chat.jsonl", "text"]}, "--data takes conversations or other data, not both"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_do_not_go_with_the_data_are_refused(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "chat.jsonl", SAME)
+    (tmp_path / "text").write_text("some text")
+    settings, expected = REFUSED[case]
+    with pytest.raises(UsageError, match=f"^{expected}"):
+        check_kind_of_data(Config(**settings))
+    check_kind_of_data(Config(data=["chat.jsonl"], chat_template="t", loss_on="all"))
+    check_kind_of_data(Config(data=["text"], control_tokens="plain"))
+
+
+def test_a_tokenizer_takes_another_template(tmp_path):
+    (tmp_path / "t.jinja").write_text(ZEPHYR)
+    for tokenizer in (ByteTokenizer(), chat_tokenizer(CHATML)):
+        changed = with_template(tokenizer, str(tmp_path / "t.jinja"))
+        assert changed.metadata()[TEMPLATE] == ZEPHYR
+        assert changed.metadata().keys() == tokenizer.metadata().keys() | {TEMPLATE}
+        assert with_template(tokenizer, None) is tokenizer
+
+
+# ------------------------------------------------------------------------------------------------- a run
+
+
+FLAGS = ["--data", "chat.jsonl", "--chat-template", "t.jinja", "--layers", "1", "--dim", "8", "--heads", "2"]
+FLAGS += ["--context", "64", "--batch-size", "2", "--micro-batch", "1", "--steps", "2", "--warmup", "1"]
+FLAGS += ["--sample", "0", "--eval-windows", "2", "--val-fraction", "0.3"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with conversations and a template."""
+    write_lines(tmp_path / "chat.jsonl", *[{"messages": TALK}, SAME, ASKED] * 6)
+    (tmp_path / "t.jinja").write_text(CHATML)
+    return tmp_path
+
+
+def refusal(folder, *command):
+    """The line with which a command is refused."""
+    status, _, errors = run_job(1, ["-m", *command], cwd=folder, timeout=50)
+    assert (status, errors.count("\n")) == (2, 1), errors
+    return errors
+
+
+@needs_mpiexec
+def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
+    """The checkpoint's own template then renders for evaluation, and for whoever talks to the model."""
+    printed = train(2, folder / "out", *FLAGS)
+    assert "conversations without an answer left out: 6" in printed
+    model = folder / "out" / "latest" / "model.gguf"
+    assert GGUFFile.open(model).metadata[TEMPLATE] == CHATML
+    settings = tomllib.loads((folder / "out" / "config.toml").read_text())
+    assert settings["chat_template"] == str(folder / "t.jinja")
+    start = ["zero_mpi.train", "--out", "out", *FLAGS, "--steps", "3"]
+    line = refusal(folder, *start, "--loss-on", "all")
+    assert "another run: the text of --data, or what --chat-template and --loss-on make of it" in line
+    (folder / "t.jinja").write_text(ZEPHYR)
+    assert "another run: the text of --data, or what" in refusal(folder, *start)
+    (folder / "t.jinja").write_text(CHATML)
+    train(1, folder / "out", *FLAGS, "--steps", "3", "--loss-on", "answers")
+    command = ["-m", "zero_mpi.evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
+    status, _, errors = run_job(1, command, cwd=folder, timeout=50)
+    assert (status, errors.count("\n")) == (0, 1), errors
+    assert "conversations without an answer left out: 6" in errors
+
+
+@needs_mpiexec
+def test_bytes_have_no_template_of_their_own(folder):
+    flags = [flag for flag in FLAGS if flag not in ("--chat-template", "t.jinja")]
+    line = refusal(folder, "zero_mpi.train", "--out", "out", *flags)
+    assert "the tokenizer has no chat template: give one with --chat-template FILE" in line
