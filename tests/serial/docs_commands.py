@@ -139,6 +139,10 @@ TRAINING: dict[str, How] = {
 }
 
 EVALUATING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --context 128 "
+    "--out runs/chat": ByTest(
+        "tests/serial/test_chat_data.py::test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts"
+    ),
     "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128": Run(
         "--context 64", "nats a token"
     ),
@@ -156,6 +160,9 @@ EVALUATING: dict[str, How] = {
 }
 
 LOOKING: dict[str, How] = {
+    "python -m zero_mpi.samples MODEL.gguf --data chat.jsonl --chat-template chat_template.jinja": ByTest(
+        "tests/serial/test_samples.py::test_all_counts_and_another_template"
+    ),
     "ls runs/default": Run(says="metrics.jsonl"),
     "ls runs/saved": Run(says="step-00000080\nstep-00000100\n"),
     "cat runs/default/status.json": Run(says='"state": "done"'),
