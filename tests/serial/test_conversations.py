@@ -11,7 +11,7 @@ from chat_templates import CHATML, MARKED, TEMPLATES, chat_keys, chat_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata, tokenizer_json
+from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
 from zero_mpi.data.conversations import sandbox
 from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
 from zero_mpi.data.conversations.formats import (
@@ -22,6 +22,7 @@ from zero_mpi.data.conversations.formats import (
 )
 from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
 from zero_mpi.errors import UsageError
+from zero_mpi.files import json_lines
 from zero_mpi.files.gguf_keys import TEMPLATE
 
 
@@ -185,6 +186,27 @@ def test_marks_of_a_template_are_those_of_transformers(tmp_path, oracle):
         assert other.counted.tolist() == found.counted.tolist()
 
 
+def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
+    """Here the author leaves the end of a turn out, and in another conversation has nothing to mark."""
+    template = MARKED.replace("message['content'] + '<|im_end|>' }}{% endg", "message['content'] }}{% endg")
+    reads = ConversationReader(
+        chat_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}."))
+    )
+    asked, found = reads.read([("x", written(tmp_path, {"messages": said("a")}, {"messages": TALK[1:]}))])
+    assert answers_in(found) == [THOUGHT, "It is 10"]
+    assert not asked.counted.any()
+
+
+def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
+    """What it drops would move all marks behind it."""
+    keys = chat_keys(CHATML)
+    tokens = ["(none)" if token == "Z" else token for token in keys["tokenizer.ggml.tokens"]]
+    reads = ConversationReader(BPETokenizer(keys | {"tokenizer.ggml.tokens": tokens}))
+    place = written(tmp_path, {"messages": said("a", "b")}, {"messages": said("Z", "b")})
+    with pytest.raises(UsageError, match=r"^--data x:2: expected a tokenizer with a token for every byte"):
+        list(reads.read([("x", place)]))
+
+
 MOVED = {  # templates that write a turn otherwise once more follows: what is said, and what counts
     "a system that goes to the last question": ("mistral", TALK, [f"{THOUGHT}</s>", "It is 10</s>"]),
     "thoughts that are left out, and digits alike": (
@@ -323,6 +345,15 @@ def test_blank_lines_are_passed_over_and_numbers_stay(tmp_path):
     path.write_bytes(f"\n  \n{first}\r\n\n{last}".encode())
     found = list(read_conversations("chat.jsonl", path, lambda each: each))
     assert [each.name for each in found] == ["chat.jsonl:3", "chat.jsonl:5"]
+
+
+def test_a_line_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "MOST", 99)
+    path = written(tmp_path, {"messages": AB}, {"prompt": "a" * 99, "completion": "b"})
+    found = read_conversations("x", path, lambda each: each)
+    assert next(found).messages == tuple(AB)
+    with pytest.raises(UsageError, match=r"line 2: expected at most 99 bytes, found more"):
+        next(found)
 
 
 def test_which_files_are_conversations(tmp_path):

@@ -121,7 +121,7 @@ def by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """ShareGPT's form."""
+    """ShareGPT's form: (nothing, all messages)."""
     found = []
     for place, turn in enumerate(listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
