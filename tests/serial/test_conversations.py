@@ -229,6 +229,7 @@ MOVED = {  # templates that write a turn otherwise once more follows: what is sa
         TALKS["a tool"],
         ['{"name": "é<", "arguments": {"x": [1]}}<|eot_id|>', "so: 0<|eot_id|>"],
     ),
+    "an empty answer that nothing ends": ("plain", said("a", ""), []),
     "nothing at the end": ("plain", said("a", "b\n\n"), ["b"]),
 }  # fmt: skip
 
@@ -374,6 +375,9 @@ LONG = "the chat template: it takes too long"
 MEMORY = "the chat template: it takes too much memory"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
+    "{% set x = range(9999) | list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}"
+    "{% endfor %}": LONG,
+    "{% set x = range(99999) | list %}{{ ([x] * 99999) | map('sum') | list | length }}": LONG,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
     "{% for a in range(9999) %}{{ range(9999) | map('pprint') | list | length }}{% endfor %}": LONG,
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "it calls itself too deeply",
@@ -408,7 +412,9 @@ def test_a_template_is_bounded(source, monkeypatch):
 def test_bounds_hold_while_a_template_runs_and_no_longer():
     import resource
 
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    _, most = before = (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert most == resource.RLIM_INFINITY or most > 1 << 32
     template = ChatTemplate("{{ messages[0].content }}", {})
     for _ in range(2):
         assert template.render(AB).text == "a"

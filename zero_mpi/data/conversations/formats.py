@@ -38,7 +38,7 @@ EXPECTED = (
     "conversations"
 )
 HEAD = 1 << 16  # bytes of a file in which a key of these must stand
-KEYS = re.compile(rb'(?<!\\)"(?:messages|completion|instruction|conversations)"\s*:')
+KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 
 
 @dataclass(frozen=True)
