@@ -402,7 +402,7 @@ WICKED = {
 
 @pytest.mark.parametrize("source", WICKED, ids=lambda source: source[:60])
 def test_a_template_is_bounded(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2 if WICKED[source] == LONG else 20)
     with pytest.raises(ValueError, match=WICKED[source]) as caught:
         ChatTemplate(source, {}).render(AB)
     assert "\n" not in str(caught.value)
