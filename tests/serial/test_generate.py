@@ -328,12 +328,12 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
 # ------------------------------------------------------------------------------------------ the command
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """`python -m zero_mpi.generate ARGUMENTS`, as a user's shell would start it."""
     environ = jobs.clean_environment()
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     line = [sys.executable, "-m", "zero_mpi.generate", *arguments]
-    return subprocess.run(line, capture_output=True, timeout=50, env=environ, check=False)
+    return subprocess.run(line, input=typed, capture_output=True, timeout=50, env=environ, check=False)
 
 
 @pytest.fixture(scope="module")

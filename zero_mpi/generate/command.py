@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.inputs import tokenizer_of
+from zero_mpi.data.conversations.chat_template import ChatTemplate
+from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import readable
+from zero_mpi.generate.chat import Chat, chosen_template
+from zero_mpi.generate.prompts import prompts
+from zero_mpi.generate.reply import Reply, Speaker
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World, run
+
+EXAMPLES = """\
+Examples:
+
+  python -m zero_mpi.generate runs/default/latest --prompt 'def ' --tokens 200
+  python -m zero_mpi.generate MODEL.gguf --lora runs/adapter/latest --chat"""
 
 
 def make_parser() -> Parser:
@@ -28,11 +39,18 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m zero_mpi.generate",
         description="Generate text from a GGUF model, in one process.",
-        epilog="Example:\n\n  python -m zero_mpi.generate runs/default/latest --prompt 'def ' --tokens 200",
+        epilog=EXAMPLES,
     )
     parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with it")
-    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--prompt", metavar="TEXT", help="to continue (default: 'def '), or to answer")
+    parser.add_argument("--prompts", metavar="FILE", help="a prompt in each line; -: of standard input")
+    parser.add_argument("--chat", action="store_true", help="answer prompts by the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
+    )
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each prompt, with its answer")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
@@ -45,38 +63,64 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompt and continuation, byte by byte as it comes, up to a token that ends a text."""
+    """Print prompts and continuations, byte by byte as they come, each up to a token that ends a text."""
     options = make_parser().parse_args(arguments)
     if world.size > 1:
         raise UsageError("generation runs in one process: leave mpirun out")
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.cores())
-    path = options.model
-    model = TextModel(open_merged(path, options.lora))
-    tokenizer = tokenizer_of(model.file, model.config)
-    prompt = tokenizer.encode_prompt(options.prompt).tolist()
-    ids = model.generate(
-        prompt,
-        options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
-    write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
+    model = TextModel(open_merged(options.model, options.lora))
+    speaker = Speaker(model, tokenizer_of(model.file, model.config), options)
+    template = chosen_template(speaker.tokenizer, options.chat_template) if options.chat else None
     try:
-        write(options.prompt.encode("utf-8", "surrogateescape"))
-        for token in takewhile(lambda token: token not in tokenizer.ends, ids):
-            write(tokenizer.decode([token]))
-        write(b"\n")
+        if template is None:
+            go_on(speaker)
+        else:
+            talk(speaker, template)
     except BrokenPipeError:  # the reader has enough, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
+def go_on(speaker: Speaker) -> None:
+    """Print each prompt with what follows it."""
+    for number, prompt in enumerate(prompts(speaker.options)):
+        said = prompt.encode("utf-8", "surrogateescape")
+        tell(speaker, number, prompt, said, speaker.tokenizer.encode_prompt(prompt))
+
+
+def talk(speaker: Speaker, template: ChatTemplate) -> None:
+    """Print the answers to all prompts: of one conversation, or where a file has them each of its own."""
+    options, conversation = speaker.options, None
+    for number, prompt in enumerate(prompts(options)):
+        if conversation is None or options.prompts is not None:
+            conversation = Chat(template, speaker.tokenizer, options.system)
+        conversation.answered(tell(speaker, number, prompt, b"", conversation.asked(prompt)))
+
+
+def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -> Reply:
+    """Print one answer, in the way that was asked for; an empty line stands before all but the first."""
+    if speaker.options.json:
+        answer = speaker.answer(ids, lambda piece: None)
+        texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
+        about = {"tokens": answer.tokens, "finish_reason": answer.finish_reason}
+        write_bytes(json.dumps(texts | about).encode() + b"\n")
+        return answer
+    write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
+    write_bytes(b"\n" if number else b"")
+    write(first)
+    answer = speaker.answer(ids, write)
+    write(b"\n")
+    return answer
+
+
 def check(options: argparse.Namespace) -> None:
     """Raise UsageError for the first number that is out of range."""
+    if options.prompt is not None and options.prompts is not None:
+        raise UsageError("--prompt and --prompts are two places for prompts: give one of them")
+    for name in ("system", "chat_template"):
+        if getattr(options, name) is not None and not options.chat:
+            raise UsageError(f"--{name.replace('_', '-')} belongs to a conversation: give --chat as well")
     for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if not value >= 0:

@@ -36,11 +36,11 @@ class TextModel:
         for name, weight in self.weights.items():
             if not np.isfinite(weight).all():
                 raise UsageError(f"{place}: tensor {name} holds values that are not finite")
-        self.cache = Cache()
+        self.reset()
 
     def reset(self) -> None:
         """Forget all positions so far."""
-        self.cache = Cache()
+        self.cache, self.ids = Cache(), list[int]()
 
     def logits(self, ids: Sequence[int] | Array) -> Array:
         """Logits (T, V) of the positions of `ids` (T,), which follow those given before.
@@ -57,6 +57,7 @@ class TextModel:
         if not np.isfinite(x).all():
             raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
         self.cache.position = end
+        self.ids += np.asarray(ids).tolist()
         return x[0]
 
     def generate(
@@ -70,14 +71,21 @@ class TextModel:
         min_p: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
-        """`tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` says."""
+        """`tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` says.
+
+        A prompt that begins with all that the model has read so far, as the next turn of a conversation does,
+        is read from there on.
+        """
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")
         generator = np.random.default_rng(seed)
         room = self.config.context_length
         history = [int(i) for i in prompt]
-        self.reset()
-        waiting = history[-max(1, room // 2) :] if len(history) > room else history
+        known = len(self.ids)
+        if not known < len(history) <= room or history[:known] != self.ids:
+            self.reset()
+            known = 0
+        waiting = history[-max(1, room // 2) :] if len(history) > room else history[known:]
         for _ in range(tokens):
             if self.cache.position + len(waiting) > room:
                 self.reset()

@@ -84,7 +84,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     keys = GGUFKeys(metadata)
     source = keys.text(TEMPLATE)
     if source is None:
-        raise UsageError(f"--data holds conversations, and the tokenizer has no chat template: {REMEDY}")
+        raise UsageError(f"the tokenizer has no chat template: {REMEDY}")
     return ChatTemplate(source, special_tokens(keys))
 
 

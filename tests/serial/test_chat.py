@@ -1,0 +1,101 @@
+"""Prompts from files and standard input, and conversations: answers by a model's template, up to its end."""
+
+import json
+
+import pytest
+from test_generate import LLAMA, assert_refused, command, write_story
+from test_generate import TextModel as Model
+
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.data.conversations.chat_template import ChatTemplate
+from zero_mpi.generate.chat import Chat
+from zero_mpi.generate.reply import LENGTH, STOP, Reply
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a={% endif %}"
+)
+SAID = "=hi"  # to whatever ends with "="
+END = ByteTokenizer.eos
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that answers "hi" and ends."""
+    keys = ByteTokenizer().metadata() | {"tokenizer.chat_template": TEMPLATE}
+    return write_story(tmp_path_factory.mktemp("chat") / "model.gguf", keys, [*SAID.encode(), END])
+
+
+def test_a_prompt_is_answered_by_the_template_up_to_the_end(model):
+    done = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--json")
+    assert json.loads(done.stdout) == {"prompt": "yo", "text": "hi", "tokens": 2, "finish_reason": STOP}
+    done = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--tokens", "1", "--json")
+    assert json.loads(done.stdout) == {"prompt": "yo", "text": "h", "tokens": 1, "finish_reason": LENGTH}
+
+
+def test_the_lines_of_a_file_are_prompts_of_their_own(model, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"x=\n\ny=\r\n")
+    flags = [str(model), "--prompts", str(file), "--temperature", "0"]
+    assert command(*flags).stdout == b"x=hi\n\ny=hi\n"
+    assert command(*flags, "--chat").stdout == b"hi\n\nhi\n"
+    lines = command(*flags, "--json").stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["x=", "y="]
+
+
+def test_lines_of_standard_input_are_turns_of_one_conversation(model):
+    flags = [str(model), "--temperature", "0"]
+    assert command(*flags, "--chat", typed=b"one\ntwo\n").stdout == b"hi\n\nhi\n"
+    assert command(*flags, "--prompts", "-", typed=b"one=\n").stdout == b"one=hi\n"
+
+
+def test_a_conversation_goes_on_with_what_was_answered():
+    talk = Chat(ChatTemplate(TEMPLATE, {}), ByteTokenizer(), "short")
+    assert bytes(talk.asked("one").tolist()) == b"s=short;u=one;a="
+    talk.answered(Reply(b"hi", 2, STOP))
+    assert bytes(talk.asked("two").tolist()) == b"s=short;u=one;a=hi;u=two;a="
+
+
+def test_a_turn_is_read_from_where_the_model_has_stopped_reading(tmp_path, monkeypatch):
+    path = write_story(tmp_path / "m.gguf", ByteTokenizer().metadata(), list(b"abcdef"))
+    model, read = Model(path), list[int]()
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda ids: read.append(len(ids)) or logits(ids))
+    assert bytes(model.generate(b"xa", 2, temperature=0)) == b"bc"
+    assert bytes(model.generate(b"xabcxd", 2, temperature=0)) == b"ef"
+    assert bytes(model.generate(b"xd", 1, temperature=0)) == b"e"
+    assert bytes(model.generate(b"x" * LLAMA.context_length + b"a", 1, temperature=0)) == b"b"
+    assert read == [2, 1, 3, 1, 2, LLAMA.context_length // 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x", "--prompts", "y"], "--prompt and --prompts are two places for prompts"),
+        (["--system", "x"], "--system belongs to a conversation: give --chat as well"),
+        (["--prompts", "none.txt"], "--prompts none.txt: no such file"),
+        (["--chat", "--chat-template", "none.jinja"], "--chat-template none.jinja: no such file"),
+        (["--chat", "--prompts", "-"], "--prompts standard input: expected a prompt in each line"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(model, flags, message):
+    assert_refused(command(str(model), *flags), message)
+
+
+def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
+    path = write_story(tmp_path / "m.gguf", ByteTokenizer().metadata(), list(b"ab"))
+    assert_refused(command(str(path), "--chat", "--prompt", "x"), "give one with --chat-template FILE")
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].content }}a")
+    flags = [
+        "--chat",
+        "--chat-template",
+        str(template),
+        "--prompt",
+        "x",
+        "--tokens",
+        "1",
+        "--temperature",
+        "0",
+    ]
+    assert command(str(path), *flags).stdout == b"b\n"

@@ -1,0 +1,49 @@
+"""A conversation with a model: its turns by the model's template, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zero_mpi.data import Tokenizer
+from zero_mpi.data.conversations.chat_template import (
+    ChatTemplate,
+    read_template,
+    special_tokens,
+    template_of,
+)
+from zero_mpi.device.types import Array
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.generate.reply import Reply
+
+Message = dict[str, str]
+
+
+@dataclass
+class Chat:
+    """What was said so far, as messages of role and content; `system` stands before them."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def asked(self, text: str) -> Array:
+        """The ids of the conversation with one more question, up to where the model is to answer."""
+        self.messages.append({"role": "user", "content": text})
+        rendered = self.template.render(self.messages, generation_prompt=True)
+        return self.tokenizer.encode(rendered.text, special=True)
+
+    def answered(self, answer: Reply) -> None:
+        """What the model said becomes a part of the conversation."""
+        self.messages.append({"role": "assistant", "content": answer.text.decode("utf-8", "replace")})
+
+
+def chosen_template(tokenizer: Tokenizer, path: str | None) -> ChatTemplate:
+    """The template of a file, or the one that came with the tokenizer; raises UsageError."""
+    if path is None:
+        return template_of(tokenizer)
+    return ChatTemplate(read_template(path), special_tokens(GGUFKeys(tokenizer.metadata())))
