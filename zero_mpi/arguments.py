@@ -16,6 +16,7 @@ from typing import Any
 from zero_mpi.files.foreign import shown
 
 REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; of "V" are the low types of ml_dtypes
+UNCOUNTED = -1  # in the place of a target: the loss does not count it
 
 
 def came(value: object) -> str:

@@ -7,7 +7,8 @@ so every rank works out its own part and no two can disagree.
 from collections.abc import Mapping
 
 from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
-from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, window_of
+from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, WindowSource, window_of
+from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.text_files import collect_files, holds_token_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
@@ -22,8 +23,10 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "EvalLoader",
+    "PackedWindows",
     "StepLoader",
     "Tokenizer",
+    "WindowSource",
     "Windows",
     "collect_files",
     "holds_token_files",

@@ -20,7 +20,7 @@ import numpy as np
 from zero_mpi.data.control_tokens import PARSE, TextReader
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader
-from zero_mpi.data.documents import Document, Tokens
+from zero_mpi.data.documents import Document, Stream, Tokens, stream_of
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
@@ -37,10 +37,10 @@ _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all thread
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What training reads: ids (1-D, uint16 or uint32) and what is known about them."""
+    """What training reads, and what is known about it."""
 
-    train: Tokens
-    val: Tokens  # held out; may be empty, and `notes` say why
+    train: Stream
+    val: Stream  # held out; may be empty, and `notes` say why
     sha256: str  # over names and bytes of all documents in order, whatever the split
     documents: int
     val_documents: int  # held out whole; 0 where the tail of a single document is held out
@@ -48,7 +48,8 @@ class Corpus:
     vocab_size: int
 
 
-_Reading = tuple[list[Document], list[str]]  # documents, and notes on what was left out
+_Documents = list[Document]
+_Reading = tuple[_Documents, list[str]]  # documents, and notes on what was left out
 
 
 def _read(
@@ -150,14 +151,15 @@ def load_corpus(
     any_bytes: bool = False,
     control_tokens: str | None = None,
     loss_on: str = ANSWERS,
+    packs: bool = False,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
     `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the spelling of
     one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore
-    both. `loss_on`: what counts of conversations, "answers" or "all". A single token file stays a mapped
-    view; several, or text, are held in memory. Raises UsageError for what the user can mend: paths, fraction,
-    files, sizes.
+    both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole documents,
+    so they need not be as long as `context`. A single token file stays a mapped view; several, or text, are
+    held in memory. Raises UsageError for what the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
@@ -166,30 +168,32 @@ def load_corpus(
     documents = [document for document in read if document.tokens.size]
     if not documents:
         raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))
-    total = sum(document.tokens.size for document in documents)
-    if total < context + 1:
-        need = f"context {context} needs at least {context + 1} tokens, the data holds {total}"
+    total, least = sum(document.tokens.size for document in documents), 2 if packs else context + 1
+    if total < least:
+        need = f"context {context} needs at least {least} tokens, the data holds {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")
-    pieces = [document.tokens for document in documents]
-    train, val = _hold_out(pieces, val_fraction, seed)
-    if val_fraction and (refusal := _too_small(train, val, context)):
-        train, val, notes = pieces, [], [*notes, refusal]
-    whole = len(val) if len(pieces) > 1 else 0
-    digest = _digest(documents)
-    return Corpus(_joined(train), _joined(val), digest, len(pieces), whole, tuple(notes), vocab_size)
+    train, val = _hold_out(documents, val_fraction, seed)
+    if val_fraction and (refusal := _too_small(train, val, least)):
+        train, val, notes = documents, [], [*notes, refusal]
+    whole = len(val) if len(documents) > 1 else 0
+    streams, digest = (stream_of(train), stream_of(val)), _digest(documents)
+    return Corpus(*streams, digest, len(documents), whole, tuple(notes), vocab_size)
 
 
-def _hold_out(documents: list[Tokens], fraction: float, seed: int) -> tuple[list[Tokens], list[Tokens]]:
-    """Training and held-out pieces, each in the order of the corpus."""
+def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
+    """Training and held-out documents, each in the order of the corpus; the tail of one that is alone."""
     if fraction == 0:
         return documents, []
     if len(documents) == 1:
-        ids = documents[0]
+        (alone,) = documents
+        ids, counted = alone.tokens, alone.counted
         cut = ids.size - math.ceil(fraction * ids.size)
-        return [ids[:cut]], [ids[cut:]]
-    held = _draw([ids.size for ids in documents], fraction, seed)
-    train = [ids for place, ids in enumerate(documents) if place not in held]
-    return train, [documents[place] for place in sorted(held)]
+        sides = ((ids[part], None if counted is None else counted[part]) for part in np.s_[:cut, cut:])
+        train, val = (alone._replace(tokens=tokens, counted=counts) for tokens, counts in sides)
+        return [train], [val]
+    held = _draw([document.tokens.size for document in documents], fraction, seed)
+    left = [document for place, document in enumerate(documents) if place not in held]
+    return left, [documents[place] for place in sorted(held)]
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
@@ -210,24 +214,17 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
     return set(held[: len(sizes) - 1])
 
 
-def _too_small(train: list[Tokens], val: list[Tokens], context: int) -> str:
-    """Why this split serves nobody, for the user; empty if both sides have a window."""
-    left, held = (sum(ids.size for ids in side) for side in (train, val))
-    if left <= context:
-        return f"no held-out set: it would leave {left} tokens to train on, a window takes {context + 1}"
-    if held <= context:
+def _too_small(train: _Documents, val: _Documents, least: int) -> str:
+    """Why this split serves nobody, for the user; empty if both sides have a window of `least` tokens."""
+    left, held = (sum(document.tokens.size for document in side) for side in (train, val))
+    if left < least:
+        return f"no held-out set: it would leave {left} tokens to train on, a window takes {least}"
+    if held < least:
         return (
-            f"no held-out set: it would have {held} tokens, a window takes {context + 1}; "
+            f"no held-out set: it would have {held} tokens, a window takes {least}; "
             "use a larger --val-fraction or a smaller --context"
         )
     return ""
-
-
-def _joined(pieces: list[Tokens]) -> Tokens:
-    """One array; a single piece is not copied, so that a mapped file stays one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 
 
 def _digest(documents: Sequence[Document]) -> str:

@@ -1,4 +1,4 @@
-"""What a corpus is made of: documents, encoded, with the tokens that a loss counts.
+"""What a corpus is made of: documents, encoded, with the tokens that a loss counts; and all of them as a stream.
 
 A document is what attention may look at together. One without `counted` is text: every token but the first is
 a target, and where it is longer than a window it goes on in the next. One with `counted` is a conversation:
@@ -8,6 +8,8 @@ reply without its question teaches something else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,3 +32,41 @@ class Document(NamedTuple):
     tokens: Tokens
     digest: bytes
     counted: Counted | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Documents one behind the other.
+
+    ids       of all (n,), uint16 or uint32
+    ends      (D,) int64: where each document ends
+    counted   (n,): whether the loss counts a token as a target; None: text, where all are
+    """
+
+    ids: Tokens
+    ends: NDArray[np.int64]
+    counted: Counted | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return int(self.ids.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.ids, self.ends, self.counted) if array is not None)
+
+
+def stream_of(documents: Sequence[Document]) -> Stream:
+    """The stream of documents, all with `counted` or none; ids of a single one are not copied.
+
+    So a mapped file stays one.
+    """
+    ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
+    masks = [document.counted for document in documents if document.counted is not None]
+    assert len(masks) in (0, len(documents)), "text and conversations do not mix"
+    if len(documents) == 1:
+        return Stream(documents[0].tokens, ends, documents[0].counted)
+    ids = [document.tokens for document in documents] or [np.empty(0, np.uint16)]
+    return Stream(np.concatenate(ids), ends, np.concatenate(masks) if masks else None)

@@ -6,8 +6,9 @@ micro-batch i is a fixed run of those, and rank i mod P computes it in round i d
 shape of a micro-batch never depend on the number of ranks, and a resume needs to know nothing but the step.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -15,9 +16,46 @@ from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.errors import UsageError
 
-Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+Ids = NDArray[np.int64]
 
 _EPOCH_STREAM = 0x65706F63  # keeps these draws apart from every other use of the user's seed
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What is computed at once: fresh C-contiguous int64 arrays (b, T).
+
+    inputs    ids
+    targets   what each position is to predict; -1: nothing
+    begins    for each position that of its row at which its document begins; None: a row is one document
+    """
+
+    inputs: Ids
+    targets: Ids
+    begins: Ids | None = None
+
+
+class WindowSource(Protocol):
+    """What is dealt out: windows of T = `context` positions, by their numbers."""
+
+    context: int
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+
+    def batch(self, indices: ArrayLike) -> Batch:
+        """The windows `indices` (b,); raises IndexError for one outside 0..len-1."""
+
+    def counted(self, indices: ArrayLike) -> int:
+        """How many targets of these windows count."""
+
+
+def inside(indices: ArrayLike, count: int) -> Ids:
+    """Numbers of windows as an array; raises IndexError for one outside 0..count-1."""
+    wanted = np.asarray(indices, dtype=np.int64)
+    if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
+        raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {count}")
+    return wanted
 
 
 def permutation(count: int, *key: int) -> NDArray[np.int64]:
@@ -79,16 +117,17 @@ class Windows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def counted(self, indices: ArrayLike) -> int:
+        """How many targets of these windows count: all."""
+        return self.context * np.size(indices)
+
     def batch(self, indices: ArrayLike) -> Batch:
-        """Inputs and targets of the windows `indices` (b,): two fresh C-contiguous int64 arrays (b, T).
+        """Inputs and targets of the windows `indices` (b,).
 
         Raises IndexError for an index outside 0..len-1.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {len(self)}")
-        rows = self._rows[wanted]
-        return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
+        rows = self._rows[inside(indices, len(self))]
+        return Batch(rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C"))
 
 
 def _at_least_one(flag: str, value: int) -> int:
@@ -104,7 +143,7 @@ class StepLoader:
     below 1 and for a corpus without a window.
     """
 
-    def __init__(self, windows: Windows, *, batch_size: int, micro_batch: int, seed: int) -> None:
+    def __init__(self, windows: WindowSource, *, batch_size: int, micro_batch: int, seed: int) -> None:
         if not len(windows):
             raise UsageError(
                 f"the data holds no window of {windows.context + 1} tokens: use a smaller --context"
@@ -112,16 +151,23 @@ class StepLoader:
         self.batch_size = _at_least_one("--batch-size", batch_size)
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         self.micro_batches = -(-batch_size // micro_batch)
-        self.tokens_per_step = batch_size * windows.context
+        self.positions_per_step = batch_size * windows.context
         self._windows = windows
         self._seed = seed
 
+    def counted(self, step: int) -> int:
+        """How many targets of a step (from 0) count: what a mean loss divides by."""
+        return self._windows.counted(self._window_of(step * self.batch_size + np.arange(self.batch_size)))
+
+    def _window_of(self, samples: Ids) -> Ids:
+        return window_of(samples, len(self._windows), self._seed)
+
     def micro(self, step: int, i: int) -> Batch:
-        """Micro-batch i (0..M-1) of `step` (from 0): inputs and targets, each (b, T)."""
+        """Micro-batch i (0..M-1) of `step` (from 0)."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         end = min((i + 1) * self.micro_batch, self.batch_size)
         samples = step * self.batch_size + np.arange(i * self.micro_batch, end)
-        return self._windows.batch(window_of(samples, len(self._windows), self._seed))
+        return self._windows.batch(self._window_of(samples))
 
 
 class EvalLoader:
@@ -130,7 +176,7 @@ class EvalLoader:
     Without a window (nothing held out) it has no micro-batches. Raises UsageError for a micro-batch below 1.
     """
 
-    def __init__(self, windows: Windows, micro_batch: int, limit: int | None = None) -> None:
+    def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
         assert limit is None or limit >= 0, limit
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         total = len(windows)
@@ -138,9 +184,9 @@ class EvalLoader:
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
         self._windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.tokens = taken * windows.context  # targets of one evaluation: what a mean loss divides by
+        self.counted = windows.counted(self.chosen)  # targets: what a mean loss divides by
 
     def micro(self, i: int) -> Batch:
-        """Micro-batch i (0..micro_batches-1): inputs and targets, each (b, T)."""
+        """Micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])

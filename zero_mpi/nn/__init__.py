@@ -9,6 +9,7 @@ from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
+from zero_mpi.nn.packed import Packed
 
 __all__ = [
     "GELU",
@@ -24,6 +25,7 @@ __all__ = [
     "LearnedPositions",
     "Linear",
     "MergeHeads",
+    "Packed",
     "Param",
     "ProjectQKV",
     "QKNorm",

@@ -21,6 +21,7 @@ from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.norm import RMSNorm
+from zero_mpi.nn.packed import documents
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,17 @@ class RoPE(Layer):
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
         cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, sign, kind, on_gpu)
+        found = documents()
+        if found is not None:
+            return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v
         table = cos[start:stop], sin[start:stop]
         q, k = (ops.rope(x, *table, self.interleaved, x if self.in_place else None) for x in (q, k))
         return q, k, v
+
+    def _turn_rows(self, x: Any, cos: Any, sin: Any) -> Any:
+        """`x` (B, T, heads, D) by angles of its own for each of the B T positions."""
+        one = x.reshape(1, -1, *x.shape[2:])
+        return ops.rope(one, cos, sin, self.interleaved, one if self.in_place else None).reshape(x.shape)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self._turn(x, 0, 1), None
@@ -175,7 +184,7 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it."""
+    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it in its document."""
 
     backward_reads_params = False
 
@@ -183,7 +192,9 @@ class CausalAttention(Layer):
         self.scale = scale
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale)
+        found = documents()
+        begins = None if found is None else found.begins
+        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, begins)
         return y, (*x, kept)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:

@@ -8,6 +8,7 @@ from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.nn.packed import documents
 
 
 class Embedding(Layer):
@@ -31,7 +32,7 @@ class Embedding(Layer):
 
 
 class LearnedPositions(Layer):
-    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C)."""
+    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C), from each document's beginning on."""
 
     backward_reads_params = False
 
@@ -42,10 +43,16 @@ class LearnedPositions(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        found = documents()
+        if found is not None:
+            return ops.add(x, ops.embedding(found.positions, p[self.weight])), None
         return ops.positions(x, p[self.weight][: x.shape[1]]), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        if self.weight in g:
+        found = documents()
+        if self.weight in g and found is not None:
+            ops.embedding_backward(found.positions, dy, g[self.weight])
+        elif self.weight in g:
             ops.positions_backward(dy, g[self.weight][: dy.shape[1]])
         return dy
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.arguments import FLOATING, WHOLE, array, number
+from zero_mpi.arguments import FLOATING, UNCOUNTED, WHOLE, array, number
 from zero_mpi.device import is_cupy
 from zero_mpi.device.arrays import Scalar, beside
 from zero_mpi.device.types import Array
@@ -17,10 +17,12 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
 
     The loss is `scale` times the sum over targets of -log softmax. `scale` is 1 over the number of targets
     of the *whole step*, on all ranks and micro-batches, so that gradients are summed and never divided;
-    left out, it is 1 over the targets given here.
+    left out, it is 1 over the targets given here. A target of -1 does not count: it has no loss.
     """
     check_targets(targets, logits)
-    scale = 1.0 / targets.size if scale is None else number("cross_entropy: scale", scale)
+    if scale is None:
+        scale = 1.0 / max(1, int((targets != UNCOUNTED).sum()))
+    scale = number("cross_entropy: scale", scale)
     loss, dlogits = ops.cross_entropy(logits, beside(targets, logits), scale)
     return loss, dlogits
 
@@ -33,10 +35,10 @@ def check_targets(targets: Any, logits: Any = None) -> None:
     if logits is not None:
         array("cross_entropy: logits", logits, kinds=FLOATING)
         array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
-        if not is_cupy(targets) and not 0 <= targets.min() <= targets.max() < logits.shape[-1]:
+        if not is_cupy(targets) and not UNCOUNTED <= targets.min() <= targets.max() < logits.shape[-1]:
             raise ValueError(
-                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, one of that many logits; "
-                f"got {targets.min()} to {targets.max()}"
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, one of that many logits, "
+                f"or -1 where none counts; got {targets.min()} to {targets.max()}"
             )
 
 
@@ -45,7 +47,8 @@ class CrossEntropy:
     """The loss of a micro-batch: called with logits it is `cross_entropy`.
 
     As an object it also tells targets and scale, so that a model whose last layer makes the logits can take
-    them in pieces (`ShardedModule.forward_backward`).
+    them in pieces (`ShardedModule.forward_backward`). Where targets of -1 do not count, that layer is given
+    little more than the rows that do: each has to be one that treats rows by themselves.
     """
 
     targets: Array

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
 from zero_mpi.ops.flat_reference import adamw as adamw
@@ -222,10 +223,13 @@ def grouped(x: Array, kv_heads: int) -> Array:
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
-def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+def causal_attention(
+    q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
+) -> tuple[Array, Array]:
     """Softmax attention where a position sees itself and what came before it.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
+    begins (B, T), with S = T: the first position that each one sees, which never falls along a row.
     Returns y (B, T, H, E) and what backward takes, here the weights (B, K, R, T, S). Query head h uses
     key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """
@@ -234,6 +238,8 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
     p = grouped(q, kv) @ grouped(k, kv).swapaxes(-1, -2)
     p *= scale
     p += xp.triu(xp.full((t, s), -xp.inf, p.dtype), s - t + 1)
+    if begins is not None:
+        p[...] = xp.where(xp.arange(s) < begins[:, None, None, :, None], -xp.inf, p)
     p -= p.max(axis=-1, keepdims=True)
     xp.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
@@ -268,18 +274,21 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
     """Loss and its gradient by the logits (..., V), for whole-number targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
-    factor. With scale = 1 / (tokens of the whole step) the sum over micro-batches is the mean.
+    factor. A row whose target is UNCOUNTED has no part in the sum, and a gradient of zeros. With scale = 1 / (tokens of the whole step) the sum over micro-batches is the mean.
     """
     xp = namespace(logits)
     z = rows(logits)
-    index = (xp.arange(z.shape[0]), targets.reshape(-1))
+    ids = targets.reshape(-1)
+    counts = ids != UNCOUNTED
+    index = (xp.arange(z.shape[0]), xp.where(counts, ids, 0))
     shifted = z - z.max(axis=-1, keepdims=True)
     picked = shifted[index].astype(xp.float64)
     xp.exp(shifted, out=shifted)
     total = shifted.sum(axis=-1, keepdims=True)
-    loss = (xp.log(total[:, 0].astype(xp.float64)) - picked).sum() * scale
+    loss = xp.where(counts, xp.log(total[:, 0].astype(xp.float64)) - picked, 0.0).sum() * scale
     shifted *= scale / total
     shifted[index] -= scale
+    shifted[~counts] = 0
     return loss, shifted.reshape(logits.shape)
 
 

@@ -157,7 +157,7 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 
 
 @fake(ops.causal_attention)
-def _(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
+def _(q: Array, k: Array, v: Array, scale: float, begins: None = None) -> tuple[Array, Any]:
     y, kept = memory_of(q).kernels.attention(memory_of(q), q, k, v)
     count_attention(q, k, q.shape[3] + v.shape[3], passes=3)  # the most, the exponentials, the shares
     return y, kept

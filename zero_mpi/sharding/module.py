@@ -100,7 +100,7 @@ class ShardedModule(ShardedState):
         """The model's output for x, on the host or the device; keeps what backward needs if `training`.
 
         Where that is not said, `is_training` decides. A rank that has no micro-batch in this round passes
-        None: it joins the collectives and gets None.
+        None: it joins the collectives and gets None. x may be `nn.Packed`: rows of several documents each.
         """
         spans.restart()
         training = self.is_training if training is None else training

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from zero_mpi import device
-from zero_mpi.arguments import came
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.arguments import UNCOUNTED, came
 from zero_mpi.comm import Comm
-from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.arrays import Scalar, pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.nn.layer import Stage
+from zero_mpi.nn.packed import Documents, Packed, reading
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Views
 from zero_mpi.telemetry import spans
+
+ROW_STEPS = 8  # numbers of rows that a last stage may be given
 
 
 class SharedStages(Protocol):
@@ -39,12 +45,40 @@ class SharedStages(Protocol):
         """The gradients that a stage's backward adds to, by name."""
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The cross-entropy that the last stage takes together with its forward, with targets on the device.
+
+    parts   indices of targets: where no backward follows, each part has a loss of its own
+    rows    (K,) those of x (B T, C) that the last stage is given; None: x itself
+    """
+
+    targets: Any
+    scale: float
+    parts: Sequence[Any]
+    rows: Any = None
+
+    def of(self, x: Any) -> tuple[Any, Any]:
+        """What the last stage is given of its input, and the targets of that."""
+        if self.rows is None:
+            return x, self.targets
+        return ops.embedding(self.rows, x.reshape(-1, x.shape[-1])), self.targets.reshape(-1)[self.rows]
+
+    def spread(self, dy: Any, x: Any) -> Any:
+        """The gradient by x, from that by what the last stage was given."""
+        if self.rows is None or dy is None:
+            return dy
+        dx = pool_of(device.in_use()).take(x.shape, dy.dtype)
+        dx.fill(0)
+        ops.embedding_backward(self.rows, dy, dx.reshape(-1, x.shape[-1]))
+        return dx
+
+
 class Pass:
     """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
 
     keeps          whether a backward will follow: what it needs is kept in `saved`
-    targets, scale of the cross-entropy that the last stage takes together with its forward
-    parts          indices of targets: where no backward follows, each part has a loss of its own
+    targets, scale, parts   as in `Objective`
     """
 
     def __init__(
@@ -57,11 +91,16 @@ class Pass:
         scale: float = 1.0,
         parts: Sequence[Any] = (...,),
     ) -> None:
-        self.module, self.keeps, self.scale, self.parts = module, keeps, scale, parts
+        self.module, self.keeps, to_device = module, keeps, device.in_use().from_host
         self.contributors = module.comm.size
         self.is_idle = x is None
-        self.x: Any = None if x is None else device.in_use().from_host(as_input(x))
-        self.targets: Any = None if targets is None else device.in_use().from_host(targets)
+        self.documents = Documents(x.begins) if isinstance(x, Packed) else None
+        self.x: Any = None if x is None else to_device(as_input(x))
+        self.objective: Objective | None = None
+        if targets is not None:
+            rows = rows_that_count(targets) if len(parts) == 1 and parts[0] is ... else None
+            on_device = None if rows is None else to_device(rows)
+            self.objective = Objective(to_device(targets), scale, parts, on_device)
         self.saved: dict[int, Any] = {}
         self.dy: Any = None
         self.loss: Scalar | None = None
@@ -72,7 +111,7 @@ class Pass:
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
-        with spans.computing("forward", self.module.stages[stage].scope):
+        with reading(self.documents), spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
         if self.keeps:
             self.saved[stage] = saved
@@ -83,9 +122,11 @@ class Pass:
             return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
         weights, gradients = self.module.weights_of(stage), self.module.gradients_of(stage)
-        with spans.computing("loss", self.module.stages[stage].scope):
-            scale = self.scale * factor
-            loss, self.dy = loss_and_backward(layer, weights, self.x, self.targets, scale, gradients)
+        assert self.objective is not None, "a loss has targets"
+        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+            scale = self.objective.scale * factor
+            loss, dy = loss_and_backward(layer, weights, *self.objective.of(self.x), scale, gradients)
+            self.dy = self.objective.spread(dy, self.x)
         self.x, self.loss = None, loss / factor
 
     def evaluate(self, stage: int) -> None:
@@ -93,10 +134,12 @@ class Pass:
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
-        with spans.computing("loss", self.module.stages[stage].scope):
+        assert self.objective is not None, "a loss has targets"
+        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+            x, targets = self.objective.of(self.x)
             self.losses = [
-                loss_alone(layer, weights, self.x[part], self.targets[part], self.scale)
-                for part in self.parts
+                loss_alone(layer, weights, x[part], targets[part], self.objective.scale)
+                for part in self.objective.parts
             ]
 
     def backward(self, stage: int) -> None:
@@ -106,7 +149,7 @@ class Pass:
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
         weights = self.module.weights_of(stage) if layer.backward_reads_params else {}
         gradients = self.module.gradients_of(stage)
-        with spans.computing("backward", self.module.stages[stage].scope):
+        with reading(self.documents), spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 
     def progress(self) -> None:
@@ -130,8 +173,25 @@ class GivenGradients(Pass):
                 total += (given * factor).astype(total.dtype)
 
 
+def rows_that_count(targets: Any) -> Any:
+    """The rows (K,) that a last stage is given: those whose targets count, and some others.
+
+    So many that K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all of them, as
+    for targets that lie on a GPU already.
+    """
+    if type(targets) is not np.ndarray or (counts := targets.reshape(-1) != UNCOUNTED).all():
+        return None
+    step = -(-counts.size // ROW_STEPS)
+    most = -(-max(1, np.count_nonzero(counts)) // step) * step
+    if most >= counts.size:
+        return None
+    return np.sort(np.argsort(~counts, kind="stable")[:most])
+
+
 def as_input(x: Any) -> Any:
-    """`x`, which layers compute with; raises ValueError for what no layer can."""
+    """`x`, which layers compute with, ids if it is `Packed`; raises ValueError for what no layer can."""
+    if isinstance(x, Packed):
+        return x.ids
     if isinstance(x, str | bytes | list | Real):
         raise ValueError(f"forward: expected an array, got {came(x)}")
     return x

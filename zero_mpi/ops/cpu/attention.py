@@ -38,7 +38,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.cpu.linear import otherwise, product_of
 from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
 
-VIEW = given(4, layout="A")
+VIEW, BEGINS = given(4, layout="A"), given(1, INTEGER)
 ROOM = filled(4, layout="A")
 
 
@@ -56,15 +56,30 @@ def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
 
 
 @helper
-def soften(p: Array, n: int, m: int, sums: Array) -> None:
+def first_seen(begins: Array, row: int) -> int:
+    """The first key that a block sees: that of its first row."""
+    return begins[row] if begins.size else 0
+
+
+@helper
+def hide(row: Array, begins: Array, i: int, value: float) -> None:
+    """Put `value` where row i of a block does not see keys that the block's first row sees."""
+    if begins.size:
+        row[: begins[i] - begins[0]] = value
+
+
+@helper
+def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
     """Turn n rows of m scores into weights, in place; sums[i] = the logarithm of a row's sum of exponentials.
 
-    The rows are the last n of m positions, each of which sees itself and those before it.
+    The rows are the last n of m positions, each of which sees itself and those before it: from begins[i] on,
+    where the first of the m is begins[0], or all if that is empty.
     """
     for i in range(n):
         row = p[i * m : (i + 1) * m]
         seen = m - n + i + 1
         row[seen:] = UNSEEN
+        hide(row, begins, i, UNSEEN)
         most = row_most(row)
         weight = ZERO
         for j in range(m):
@@ -78,7 +93,7 @@ def soften(p: Array, n: int, m: int, sums: Array) -> None:
 
 
 @helper
-def soften_again(p: Array, n: int, m: int, sums: Array) -> None:
+def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
     """`soften` by the sums it gave."""
     for i in range(n):
         row = p[i * m : (i + 1) * m]
@@ -86,6 +101,7 @@ def soften_again(p: Array, n: int, m: int, sums: Array) -> None:
         for j in range(m):
             row[j] = exponential(row[j] - less)
         row[m - n + i + 1 :] = ZERO
+        hide(row, begins, i, ZERO)
 
 
 @helper
@@ -101,9 +117,18 @@ def slopes(p: Array, d: Array, n: int, m: int) -> None:
             slope[j] = row[j] * (slope[j] - along)
 
 
-@kernel(VIEW, VIEW, VIEW, FLOAT, INTEGER, TRUTH, ROOM, filled(1), filled(1))
+@kernel(VIEW, VIEW, VIEW, BEGINS, FLOAT, INTEGER, TRUTH, ROOM, filled(1), filled(1))
 def forward(
-    q: Array, k: Array, v: Array, scale: float, block: int, keep: bool, y: Array, p: Array, sums: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    begins: Array,
+    scale: float,
+    block: int,
+    keep: bool,
+    y: Array,
+    p: Array,
+    sums: Array,
 ) -> None:
     """y of `causal_attention`, and `sums` (B H T,) of its rows; p holds all weights if `keep`, else some."""
     batch, length, heads, width = q.shape
@@ -113,24 +138,25 @@ def forward(
         for h in range(heads):
             g = h // shared
             for r in range(0, length, block):
-                n = min(block, length - r)
-                m = before + r + n
+                n, first = min(block, length - r), first_seen(begins, b * length + r)
+                m = before + r + n - first
                 start = end if keep else 0
-                end = start + n * m
-                weights = p[start:end]
+                end = start + n * (m + first)
+                weights = p[start : start + n * m]
                 matrix = (weights.ctypes.data, m)
-                row = (b * heads + h) * length + r
-                gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, 0, g), ZERO, matrix)
-                soften(weights, n, m, sums[row : row + n])
-                gemm(NN, (n, tall, m), ONE, matrix, at(v, b, 0, g), ZERO, at(y, b, r, h))
+                row, seen = (b * heads + h) * length + r, begins[b * length + r :]
+                gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, first, g), ZERO, matrix)
+                soften(weights, n, m, sums[row : row + n], seen)
+                gemm(NN, (n, tall, m), ONE, matrix, at(v, b, first, g), ZERO, at(y, b, r, h))
 
 
-@kernel(VIEW, VIEW, VIEW, VIEW, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), ROOM, ROOM, ROOM)
+@kernel(VIEW, VIEW, VIEW, VIEW, BEGINS, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), ROOM, ROOM, ROOM)
 def backward(
     dy: Array,
     q: Array,
     k: Array,
     v: Array,
+    begins: Array,
     scale: float,
     block: int,
     keep: bool,
@@ -143,8 +169,8 @@ def backward(
 ) -> None:
     """Gradients of `forward`; d is room for a block.
 
-    From the last block of a head down: that one sees all keys, so it writes what the others add to. The
-    heads that share keys add to each other's in their order.
+    From the last block of a head down: that one sees all keys, so it writes what the others add to, or with
+    `begins` adds to zeros itself. The heads that share keys add to each other's in their order.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
@@ -155,21 +181,22 @@ def backward(
             g = h // shared
             for number in range(blocks - 1, -1, -1):
                 r = number * block
-                n = min(block, length - r)
-                m = before + r + n
-                row = (b * heads + h) * length + r
+                n, first = min(block, length - r), first_seen(begins, b * length + r)
+                m = before + r + n - first
+                row, seen = (b * heads + h) * length + r, begins[b * length + r :]
                 start = (b * heads + h) * of_head + weights_before(number, block, before) if keep else 0
                 weights = p[start : start + n * m]
                 matrix, slope = (weights.ctypes.data, m), (d.ctypes.data, m)
-                beta = ZERO if number == blocks - 1 and h % shared == 0 else ONE
+                writes = number == blocks - 1 and h % shared == 0 and begins.size == 0
+                beta = ZERO if writes else ONE
                 if not keep:
-                    gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, 0, g), ZERO, matrix)
-                    soften_again(weights, n, m, sums[row : row + n])
-                gemm(TN, (m, tall, n), ONE, matrix, at(dy, b, r, h), beta, at(dv, b, 0, g))
-                gemm(NT, (n, m, tall), ONE, at(dy, b, r, h), at(v, b, 0, g), ZERO, slope)
+                    gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, first, g), ZERO, matrix)
+                    soften_again(weights, n, m, sums[row : row + n], seen)
+                gemm(TN, (m, tall, n), ONE, matrix, at(dy, b, r, h), beta, at(dv, b, first, g))
+                gemm(NT, (n, m, tall), ONE, at(dy, b, r, h), at(v, b, first, g), ZERO, slope)
                 slopes(weights, d, n, m)
-                gemm(NN, (n, width, m), scale, slope, at(k, b, 0, g), ZERO, at(dq, b, r, h))
-                gemm(TN, (m, width, n), scale, slope, at(q, b, r, h), beta, at(dk, b, 0, g))
+                gemm(NN, (n, width, m), scale, slope, at(k, b, first, g), ZERO, at(dq, b, r, h))
+                gemm(TN, (m, width, n), scale, slope, at(q, b, r, h), beta, at(dk, b, first, g))
 
 
 def rowwise(x: Array) -> Array:
@@ -178,14 +205,16 @@ def rowwise(x: Array) -> Array:
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
 
 
-def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
-    """`reference.causal_attention`, which keeps (weights or room for a block, logarithms of sums)."""
+def causal_attention(
+    q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
+) -> tuple[Array, Any]:
+    """`reference.causal_attention`, which keeps (weights or None, logarithms of sums, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
-        found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale)
+        found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)
         return found
     if not single(q):
-        return attention_bf16.forward(multiplies, q, k, v, scale)
+        return attention_bf16.forward(multiplies, q, k, v, scale, begins)
     (batch, length, heads, _), total = q.shape, k.shape[1]
     size, parts = head_weights(length, total), shares(q, k)
     keep = size <= KEPT_WEIGHTS
@@ -198,10 +227,10 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array,
         room = p[share.before * size if keep else share.number * BLOCK * total :]
         of_rows = sums[share.before * length :]
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
-        forward(qs, ks, vs, step, BLOCK, keep, ys, room, of_rows)
+        forward(qs, ks, vs, share.begins(begins), step, BLOCK, keep, ys, room, of_rows)
 
     threads.run([partial(work, share) for share in parts])
-    return y, (p if keep else None, sums)
+    return y, (p if keep else None, sums, begins)
 
 
 def causal_attention_backward(
@@ -214,18 +243,21 @@ def causal_attention_backward(
         return found
     if not single(q):
         return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
-    (weights, sums), (length, total), parts = kept, (q.shape[1], k.shape[1]), shares(q, k)
+    (weights, sums, begins), (length, total), parts = kept, (q.shape[1], k.shape[1]), shares(q, k)
     size, block, keep = head_weights(length, total), BLOCK * total, weights is not None
     d = recycled((len(parts) * block,))
     p = weights if keep else recycled((len(parts) * block,))
     results = gradients_like(q, k, v, recycled)
+    for result in results[1:] if begins is not None else ():
+        result.fill(0)
     views, step = (rowwise(dy), rowwise(q), rowwise(k), rowwise(v)), f4(scale)
 
     def work(share: HeadShare) -> None:
         room = p[share.before * size if keep else share.number * block :]
         of_rows, slope = sums[share.before * length :], d[share.number * block :]
         dys, qs, ks, vs = share.cut(*views)
-        backward(dys, qs, ks, vs, step, BLOCK, keep, room, of_rows, slope, *share.cut(*results))
+        found = share.begins(begins)
+        backward(dys, qs, ks, vs, found, step, BLOCK, keep, room, of_rows, slope, *share.cut(*results))
 
     threads.run([partial(work, share) for share in parts])
     return results

@@ -8,7 +8,7 @@ products with them, and so are the gradients of scores, as kernels of GPUs do it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     FLOAT,
+    INTEGER,
     LOW,
     ONE,
     TRUTH,
@@ -40,6 +41,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
 
 Multiply = Callable[..., Array]
+NONE = np.zeros((0, 0), np.int64)
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
 
 
@@ -73,6 +75,18 @@ class Tile:
     def of_keys(self, x: Array) -> Array:
         """Its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
+
+    def within(self, begins: Array | None) -> Tile:
+        """The tile without blocks of keys that none of its rows sees: whole ones, for few shapes of products."""
+        if begins is None:
+            return self
+        first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
+        shape = (*self.shape[:3], self.shape[3] - first)
+        return replace(self, shape=shape, seen=slice(first, self.seen.stop))
+
+    def hidden(self, begins: Array | None) -> Array:
+        """How many of the keys, from the first on, each of its rows does not see; empty: none of them."""
+        return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, room: Array, start: int = 0) -> Array:
         """Its matrices of scores or weights in room for several."""
@@ -119,11 +133,12 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
     return tuple(found)
 
 
-@kernel(given(4), FLOAT, TRUTH, filled(3), filled(4, LOW))
-def soften(s: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
+@kernel(given(4), given(2, INTEGER), FLOAT, TRUTH, filled(3), filled(4, LOW))
+def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
     """p = the weights of scores s (B, H, n, m), times scale: the last n of m positions, which look back.
 
-    sums (B, H, n): the logarithm of each row's sum of exponentials; what they are if `again`.
+    sums (B, H, n): the logarithm of each row's sum of exponentials; what they are if `again`. hidden (B, n):
+    how many of the first keys a row does not see, or empty.
     """
     batch, heads, n, m = s.shape
     row = np.empty(m + EVEN, np.float32)
@@ -136,6 +151,8 @@ def soften(s: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
                 for j in range(end):
                     row[j] = scores[j] * scale
                 row[seen:end] = UNSEEN
+                if hidden.size:
+                    row[: hidden[b, i]] = UNSEEN
                 if again:
                     less, share = sums[b, h, i], ONE
                     for j in range(end):
@@ -188,8 +205,10 @@ def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
     return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
 
 
-def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
-    """y of `reference.causal_attention`, and (weights or None, logarithms of sums)."""
+def forward(
+    multiplies: Multiply, q: Array, k: Array, v: Array, scale: float, begins: Array | None
+) -> tuple[Array, Any]:
+    """y of `reference.causal_attention`, and (weights or None, logarithms of sums, begins)."""
     batch, length, heads, _ = q.shape
     parts, views = shares(q, k), (by_heads(q), by_heads(k), by_heads(v))
     most = largest(parts, q, k)
@@ -203,14 +222,16 @@ def forward(multiplies: Multiply, q: Array, k: Array, v: Array, scale: float) ->
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
         room, of_rows = s[share.number * most :], sums[share.before * length :]
         kept = p[share.before * size if keep else share.number * most :]
-        for tile in tiles_for(qs, ks)[0]:
+        looks = None if begins is None else begins[share.sequences]
+        for whole in tiles_for(qs, ks)[0]:
+            tile = whole.within(looks)
             scores, weights = tile.cut(room), tile.cut(kept, tile.weights if keep else 0)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
-            soften(scores, f4(scale), False, tile.cut_sums(of_rows), bits(weights))
+            soften(scores, tile.hidden(looks), f4(scale), False, tile.cut_sums(of_rows), bits(weights))
             multiplies(weights, tile.of_keys(vs), tile.of_queries(ys))
 
     threads.run([partial(work, share) for share in parts])
-    return y, (p if keep else None, sums)
+    return y, (p if keep else None, sums, begins)
 
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
@@ -222,7 +243,7 @@ def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v by `forward`."""
-    (p, sums), parts = kept, shares(q, k)
+    (p, sums, begins), parts = kept, shares(q, k)
     size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
     again = None if p is not None else recycled((len(parts) * most,), BFLOAT16)
@@ -232,7 +253,8 @@ def backward(
     def of_share(share: HeadShare) -> Callable[[], None]:
         start = share.number * most
         weights = p[share.before * size :] if again is None else again[start:]
-        room = Room(s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], again is None)
+        looks = None if begins is None else begins[share.sequences]
+        room = Room(s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], looks, again is None)
         return partial(backward_of, multiplies, share.cut(*views), room, share.cut(*results), scale)
 
     threads.run([of_share(share) for share in parts])
@@ -241,12 +263,16 @@ def backward(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What backward of a share works in: scores, their gradients, weights (all, if `kept`), sums of rows."""
+    """What backward of a share works in: scores, their gradients, weights (all, if `kept`), sums of rows.
+
+    begins: the first position that each of its positions sees, or None.
+    """
 
     scores: Array
     slopes: Array
     weights: Array
     sums: Array
+    begins: Array | None
     kept: bool
 
 
@@ -255,14 +281,15 @@ def backward_of(
 ) -> None:
     """Write results dq, dk, dv of one share, of views dy, q, k and v."""
     (dy, q, k, v), (dq, dk, dv) = views, results
-    found = tiles_for(q, k)[0]
+    found = tuple(tile.within(room.begins) for tile in tiles_for(q, k)[0])
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
         scores, ds, dys = tile.cut(room.scores), tile.cut(room.slopes), tile.of_queries(dy)
         weights = tile.cut(room.weights, tile.weights if room.kept else 0)
         if not room.kept:
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-            soften(scores, f4(scale), True, tile.cut_sums(room.sums), bits(weights))
+            hidden = tile.hidden(room.begins)
+            soften(scores, hidden, f4(scale), True, tile.cut_sums(room.sums), bits(weights))
         to_values.add(multiplies, tile, weights, dys)
         multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
         slopes(bits(weights), scores, f4(scale), bits(ds))
@@ -288,8 +315,10 @@ class KeySums:
             return
         shape = (*tile.shape[:2], *self._shape[2:])
         size = prod(shape)
-        sums = self._room[:size].reshape(shape)
-        multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not tile.begins)
+        sums, sees_all = self._room[:size].reshape(shape), tile.shape[3] == shape[2]
+        if tile.begins and not sees_all:
+            sums.fill(0)
+        multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not (tile.begins and sees_all))
         if tile.ends:
             lower(self._room[:size], bits(self._low[:size]))
             given = self._result[tile.sequences, :, tile.keys]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
+
+ALL = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,10 @@ class HeadShare:
     def cut(self, *arrays: Array) -> list[Array]:
         """Its part of arrays (B, T, heads of queries or of keys, width), as views."""
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
+
+    def begins(self, begins: Array | None) -> Array:
+        """The first position that each of its positions sees, one sequence after the other; empty: all."""
+        return ALL if begins is None else begins[self.sequences].reshape(-1)
 
     def of(self, times: int) -> slice:
         """Its heads, where each of the keys' stands for so many."""

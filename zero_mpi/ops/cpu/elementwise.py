@@ -163,6 +163,11 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
         y[...] = x
     if x.size:
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-        pairs = bits(y.reshape(-1, *x.shape[2:]))
-        in_parts(pairs.shape, lambda part: turn_pairs(pairs[part], cos, sin, interleaved), len(cos))
+        pairs, of_each = bits(y.reshape(-1, *x.shape[2:])), len(cos) == x.shape[0] * x.shape[1]
+
+        def turn(part: slice) -> None:
+            own = part if of_each else slice(None)
+            turn_pairs(pairs[part], cos[own], sin[own], interleaved)
+
+        in_parts(pairs.shape, turn, 1 if of_each else len(cos))
     return y

@@ -27,11 +27,11 @@ from zero_mpi.ops.cpu.sums import adds_into
 from zero_mpi.ops.low_precision import defined
 
 
-@kernel(given(1, INTEGER), INTEGER, returns=INTEGER)
-def first_outside(ids: Array, count: int) -> int:
-    """Where the first id lies that is not in [0, count), or -1: kernels do not check what they index by."""
+@kernel(given(1, INTEGER), INTEGER, INTEGER, returns=INTEGER)
+def first_outside(ids: Array, least: int, count: int) -> int:
+    """Where the first id lies that is not in [least, count), or -1: kernels do not check what they index by."""
     for i in range(ids.size):
-        if ids[i] < 0 or ids[i] >= count:
+        if ids[i] < least or ids[i] >= count:
             return i
     return -1
 
@@ -102,10 +102,10 @@ def sum_positions(dy: Array, dw: Array) -> None:
                 dw[t, j] += dy[b, t, j]
 
 
-def checked(ids: Array, count: int) -> Array:
-    """Ids as a flat array of int64; raises IndexError for one that is not below `count`."""
+def checked(ids: Array, count: int, least: int = 0) -> Array:
+    """Ids as a flat array of int64; raises IndexError for one below `least`, or not below `count`."""
     found = np.ascontiguousarray(ids.reshape(-1), np.int64)
-    place = first_outside(found, count)
+    place = first_outside(found, least, count)
     if place >= 0:
         raise IndexError(f"token {found[place]} is not one of {count}")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
@@ -47,13 +48,18 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """Sum of -log softmax(z)[target] over rows; with `gradient`, z becomes that sum's gradient times scale.
 
     Without it z is left as it is. low: z as halves of its elements, or nothing. In the former case the first
-    half of each row becomes the gradient in bfloat16, and z is of no more use.
+    half of each row becomes the gradient in bfloat16, and z is of no more use. A row without a target that
+    counts adds nothing, and its gradient is zeros.
     """
     n, width = z.shape
     total = 0.0
     rounded = np.empty(width if low.size else 0, np.uint16)
     for i in range(n):
         row = z[i]
+        if targets[i] == UNCOUNTED:
+            if gradient:
+                row[:] = ZERO
+            continue
         most = row_most(row)
         picked = np.float64(row[targets[i]] - most)
         weight = ZERO
@@ -93,7 +99,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
         return reference.cross_entropy(logits, targets, scale)
     dlogits = recycled(logits.shape)
     np.copyto(dlogits, logits)
-    total = consume(rows(dlogits), NOTHING, checked(targets, logits.shape[-1]), scale, True)
+    total = consume(rows(dlogits), NOTHING, checked(targets, logits.shape[-1], UNCOUNTED), scale, True)
     return np.float64(total * scale), dlogits
 
 
@@ -118,7 +124,7 @@ def linear_cross_entropy(
     if multiplies is None:
         found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)
         return found
-    inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0])
+    inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0], UNCOUNTED)
     n, vocabulary = inputs.shape[0], w.shape[0]
     step = chunk_rows(n, vocabulary)
     room = recycled((step, vocabulary))

@@ -35,7 +35,7 @@ from zero_mpi.ops.gpu.launch import (
 from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
 from zero_mpi.ops.sizes import gradients_like, score_rows, scores_across
 
-WEIGHTS = each_type("attention.cu", "attention_weights", "PPPLLLLLLL")
+WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVE = {
     pair: kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
     for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
@@ -91,9 +91,12 @@ def way() -> str:
     return chosen
 
 
-def by_cudnn(q: Array, k: Array, v: Array) -> Sdpa | None:
-    """cuDNN where it is to compute this. Raises UsageError where it was asked for and cannot be used."""
-    if way() == "own":
+def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
+    """cuDNN where it is to compute this. Raises UsageError where it was asked for and cannot be used.
+
+    Documents in a row are for the own way: cuDNN would want a graph for each set of their lengths.
+    """
+    if way() == "own" or begins is not None:
         return None
     found, why_not = sdpa()
     if found is None and way() == "cudnn":
@@ -117,27 +120,29 @@ def about() -> str:
     )
 
 
-def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Any]:
-    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms of sums (B, H, T))."""
+def causal_attention(
+    q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
+) -> tuple[Array, Any]:
+    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms of sums (B, H, T), begins)."""
     sizes = sizes_of(q, k, v)
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
     if not y.size:
-        return y, (None, sums)
-    cudnn = by_cudnn(q, k, v)
+        return y, (None, sums, begins)
+    cudnn = by_cudnn(q, k, v, begins)
     if cudnn is not None:
         if cudnn.forward(q, k, v, scale, y, sums):
-            return y, (y, sums)
+            return y, (y, sums, None)
         refused("attention")
-    forward(sizes, q, k, v, scale, y, sums)
-    return y, (None, sums)
+    forward(sizes, Scores(sizes, q.dtype, begins), (q, k, v), scale, y, sums)
+    return y, (None, sums, begins)
 
 
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """`reference.causal_attention_backward`."""
-    y, sums = kept
+    y, sums, begins = kept
     gradients = gradients_like(q, k, v, take)
     if not dy.size:
         for x in gradients:
@@ -148,7 +153,8 @@ def causal_attention_backward(
         if cudnn.backward(dy, q, k, v, y, sums, scale, gradients):
             return gradients
         refused("gradient of attention")
-    backward(sizes_of(q, k, v), dy, q, k, v, sums, scale, gradients)
+    sizes = sizes_of(q, k, v)
+    backward(sizes, Scores(sizes, q.dtype, begins), (q, k, v, dy), sums, scale, gradients)
     return gradients
 
 
@@ -203,10 +209,13 @@ def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 class Scores:
-    """Room for a block's scores: float32 for products, and weights in the type of the inputs."""
+    """Room for a block's scores: float32 for products, and weights in the type of the inputs.
 
-    def __init__(self, sizes: Sizes, kind: Any) -> None:
-        self.sizes, self.kind = sizes, kind
+    begins (B, T): the first key that each query sees; None: all before it.
+    """
+
+    def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:
+        self.sizes, self.kind, self._begins = sizes, kind, begins
         most = max(n for _, n, _ in blocks(sizes))
         self._shape = (sizes.groups * most * sizes.shared * sizes.across,)
         self.wide = take(self._shape, F32)
@@ -223,7 +232,8 @@ class Scores:
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; `sums` are made, or used `again`."""
-        places, seen = (at(self.wide), at(self.low), at(sums)), (self.sizes.length, first, int(again))
+        places = at(self.wide), at(self.low), at(sums), at(self._begins)
+        seen = self.sizes.kv, self.sizes.length, first, int(again)
         WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
         return self.matrix(self.low, n, m)
 
@@ -243,12 +253,13 @@ class Scores:
         )
 
 
-def forward(sizes: Sizes, q: Array, k: Array, v: Array, scale: float, y: Array, sums: Array) -> None:
-    """Fill y (B, T, H, E) and sums (B, H, T)."""
-    heads = [gathered(x, sizes.kv) for x in (q, k, v)]
+def forward(
+    sizes: Sizes, room: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array
+) -> None:
+    """Fill y (B, T, H, E) and sums (B, H, T) of inputs q, k and v."""
+    heads = [gathered(x, sizes.kv) for x in inputs]
     mine, keys, values = (batched(x) for x in heads)
     out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
-    room = Scores(sizes, q.dtype)
     for first, n, m in blocks(sizes):
         rows = first * sizes.shared, n * sizes.shared
         multiply(mine.part(*rows), keys.part(0, m), room.matrix(room.wide, n, m), tb=True, scale=scale)
@@ -258,14 +269,21 @@ def forward(sizes: Sizes, q: Array, k: Array, v: Array, scale: float, y: Array, 
 
 
 def backward(
-    sizes: Sizes, dy: Array, q: Array, k: Array, v: Array, sums: Array, scale: float, into: tuple[Array, ...]
+    sizes: Sizes,
+    room: Scores,
+    inputs: Sequence[Array],
+    sums: Array,
+    scale: float,
+    into: tuple[Array, ...],
 ) -> None:
-    """Fill into = (dq, dk, dv). The last block sees all keys, so it writes what the others add to."""
-    heads = [gathered(x, sizes.kv) for x in (q, k, v, dy)]
+    """Fill into = (dq, dk, dv) from inputs q, k, v and dy.
+
+    The last block sees all keys, so it writes what the others add to.
+    """
+    heads = [gathered(x, sizes.kv) for x in inputs]
     mine, keys, values, turned = (batched(x) for x in heads)
-    out = take(heads[0].shape, q.dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
+    out = take(heads[0].shape, heads[0].dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
     dq, dk, dv = (batched(x) for x in out)
-    room = Scores(sizes, q.dtype)
     slopes = room.another()
     for first, n, m in blocks(sizes):
         rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total

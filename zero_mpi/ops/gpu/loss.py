@@ -30,8 +30,8 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
     """Add scale times the sum of -log softmax(z)[target] over rows into total, one float64.
 
     z (N, V) of any of the types, whose rows may lie further apart than V; targets (N,) whole numbers. With
-    `gradient`, z becomes the gradient of what was added; otherwise it stays. A target that is not below V
-    makes the loss NaN.
+    `gradient`, z becomes the gradient of what was added; otherwise it stays. A row whose target is UNCOUNTED
+    adds nothing; any other that is not below V makes the loss NaN.
     """
     found = by_rows(z)
     if found[0] is not z:

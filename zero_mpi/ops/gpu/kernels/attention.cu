@@ -4,10 +4,12 @@
 // first m - n + t + 1 of m keys; beyond, weights are written as zeros. Weights have the type of the inputs, since
 // the next product wants it; in float32 they may take the place of the scores, as each thread writes what it read.
 
+// begins (B, T), or null: the first key that a query sees. Weights of those before it are zeros as well.
+
 const int WIDTH = 4;  // elements of a pack: 16 bytes of scores
 
 struct Row {
-    i64 start, seen, sum;  // where it lies, how many keys it sees, the place of its logarithm in (B, H, T)
+    i64 start, seen, sum;  // where it lies, the end of the keys it sees, the place of its logarithm in (B, H, T)
     __device__ Row(i64 m, i64 ld, i64 queries, i64 shared, i64 length, i64 first) {
         i64 number = blockIdx.x, inside = number % (queries * shared), t = inside / shared;
         start = number * ld;
@@ -30,9 +32,11 @@ DEVICE float most_of_block(float value) {
 
 // Turn scores into weights. `sums` takes the logarithm of each row's sum of exponentials; `again`: gives it.
 template <class T>
-DEVICE void weights(const float* scores, T* p, float* sums, i64 m, i64 ld, i64 queries, i64 shared, i64 length,
-                    i64 first, i64 again) {
+DEVICE void weights(const float* scores, T* p, float* sums, const i64* begins, i64 m, i64 ld, i64 queries,
+                    i64 shared, i64 kv, i64 length, i64 first, i64 again) {
     Row row(m, ld, queries, shared, length, first);
+    i64 group = blockIdx.x / (queries * shared), t = blockIdx.x % (queries * shared) / shared;
+    i64 from_key = begins ? begins[group / kv * length + first + t] : 0;
     const float* from = scores + row.start;
     float v[WIDTH], less, share = 1.0f;
     i64 begin = threadIdx.x * WIDTH, step = blockDim.x * WIDTH;
@@ -43,13 +47,14 @@ DEVICE void weights(const float* scores, T* p, float* sums, i64 m, i64 ld, i64 q
         for (i64 at = begin; at < row.seen; at += step) {
             load(v, from + at, row.seen - at, -INFINITE);
 #pragma unroll
-            for (int j = 0; j < WIDTH; j++) most = fmaxf(most, v[j]);
+            for (int j = 0; j < WIDTH; j++) most = at + j < from_key ? most : fmaxf(most, v[j]);
         }
         less = most_of_block(most);
         for (i64 at = begin; at < row.seen; at += step) {
             load(v, from + at, row.seen - at, -INFINITE);
 #pragma unroll
-            for (int j = 0; j < WIDTH; j++) total += at + j < row.seen ? exponential<T>(v[j] - less) : 0.0f;
+            for (int j = 0; j < WIDTH; j++)
+                total += from_key <= at + j && at + j < row.seen ? exponential<T>(v[j] - less) : 0.0f;
         }
         total = sum_of_lanes(total, blockDim.x);
         share = 1.0f / total;
@@ -58,7 +63,8 @@ DEVICE void weights(const float* scores, T* p, float* sums, i64 m, i64 ld, i64 q
     for (i64 at = begin; at < m; at += step) {
         load(v, from + at, row.seen - at, 0.0f);
 #pragma unroll
-        for (int j = 0; j < WIDTH; j++) v[j] = at + j < row.seen ? exponential<T>(v[j] - less) * share : 0.0f;
+        for (int j = 0; j < WIDTH; j++)
+            v[j] = from_key <= at + j && at + j < row.seen ? exponential<T>(v[j] - less) * share : 0.0f;
         store(p + row.start + at, v, m - at);
     }
 }
@@ -102,9 +108,9 @@ DEVICE void move(const S* from, T* to, i64 kv, i64 length, i64 width, i64 from_b
 
 #define INSTANCES(T)                                                                                             \
     KERNEL __launch_bounds__(256)                                                                                \
-        attention_weights_##T(const float* scores, T* p, float* sums, i64 m, i64 ld, i64 queries, i64 shared,    \
-                              i64 length, i64 first, i64 again) {                                                \
-        weights<T>(scores, p, sums, m, ld, queries, shared, length, first, again);                               \
+        attention_weights_##T(const float* scores, T* p, float* sums, const i64* begins, i64 m, i64 ld,          \
+                              i64 queries, i64 shared, i64 kv, i64 length, i64 first, i64 again) {               \
+        weights<T>(scores, p, sums, begins, m, ld, queries, shared, kv, length, first, again);                   \
     }                                                                                                            \
     KERNEL __launch_bounds__(256)                                                                                \
         attention_slopes_##T(const float* d, T* p, i64 m, i64 ld, i64 queries, i64 shared, float scale) {        \

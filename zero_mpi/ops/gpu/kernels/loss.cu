@@ -29,6 +29,8 @@ DEVICE Soft joined_in_block(Soft mine) {
     return all;
 }
 
+const i64 UNCOUNTED = -1;  // a row with this target has no loss, and a gradient of zeros
+
 // Rows of z lie ld_z apart. dz: where the gradient goes, which may be z, or null.
 template <class T>
 DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes, double* losses, i64 width,
@@ -36,10 +38,16 @@ DEVICE void consume_logits(const T* z, T* dz, const void* targets, i64 id_bytes,
     const int N = Packs<T>::SIZE;
     i64 row = blockIdx.x, target = whole_number(targets, id_bytes, row), step = (i64)blockDim.x * N;
     const T* from = z + row * ld_z;
+    float v[N];
+    if (target == UNCOUNTED) {
+        if (threadIdx.x == 0) losses[row] = 0.0;
+        for (int j = 0; j < N; j++) v[j] = 0.0f;
+        for (i64 at = threadIdx.x * N; dz && at < width; at += step) store(dz + row * ld_dz + at, v, width - at);
+        return;
+    }
     bool known = target >= 0 && target < width;
     float picked = known ? widen(from[target]) : NOT_A_NUMBER;
     Soft mine = {-3.402823466e38f, 0.0f};  // not minus infinity, which has no difference to itself
-    float v[N];
     for (i64 at = threadIdx.x * N; at < width; at += step) {
         load(v, from + at, width - at, -INFINITE);
         float most = mine.greatest;

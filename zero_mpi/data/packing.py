@@ -1,0 +1,158 @@
+"""Whole documents in windows: as many as there is room for, none cut that fits, none looked at from another.
+
+A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. What is
+longer than a window comes in pieces. These are packed by best fit, the longest first: each goes where the
+least room stays, and into a window of its own where it fits nowhere (Johnson, "Fast algorithms for bin
+packing", 1974; for documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). That depends
+on documents and context alone; windows are then dealt out as any others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.data.documents import Counted, Stream
+from zero_mpi.data.loader import Batch, inside
+
+Places = NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """What is packed: positions from `starts` (P,) on, `sizes` of them; `targets` of which count.
+
+    cut     how many conversations are longer than a window
+    empty   how many pieces have no target that counts, and are none of these
+    """
+
+    starts: Places
+    sizes: Places
+    targets: Places
+    cut: int
+    empty: int
+
+
+def pieces_of(stream: Stream, context: int) -> Pieces:
+    """The documents of a stream, cut to `context` positions: text goes on, a conversation ends there."""
+    begins = np.append(0, stream.ends[:-1]).astype(np.int64)
+    lengths = np.maximum(stream.ends - begins - 1, 0)
+    cut = 0
+    if stream.counted is None:
+        counts = np.maximum(1, -(-lengths // context))
+        of, skipped = np.repeat(np.arange(counts.size), counts), context * up_to(counts)
+        starts, sizes = begins[of] + skipped, np.minimum(lengths[of] - skipped, context)
+    else:
+        starts, sizes, cut = begins, np.minimum(lengths, context), int((lengths > context).sum())
+    targets = sizes if stream.counted is None else counted_within(stream.counted, starts + 1, sizes)
+    kept = targets > 0
+    return Pieces(starts[kept], sizes[kept], targets[kept], cut, int((~kept).sum()))
+
+
+def up_to(counts: Places) -> Places:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
+
+
+def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
+    """How many are true of `sizes` from each of `starts` on, which ascend and do not overlap."""
+    found = np.zeros(sizes.size, np.int64)
+    some = sizes > 0
+    borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
+    borders = borders[: borders.size - (borders.size > 0 and borders[-1] == counted.size)]
+    if borders.size:
+        found[some] = np.add.reduceat(counted, borders, dtype=np.int64)[::2]
+    return found
+
+
+def best_fit(sizes: Places, room: int) -> Places:
+    """The window (P,) of each piece, all of at most `room`; windows are numbered as they are begun.
+
+    Windows are found by the room that is left in them, of which a bit each says whether there is one.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    windows: dict[int, list[int]] = {}  # by what is left in them
+    lefts = count = 0
+    found = []
+    for size in sizes[order].tolist():
+        fitting = lefts >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            number = windows[left].pop()
+            lefts ^= (not windows[left]) << left
+        else:
+            left, number, count = room, count, count + 1
+        found.append(number)
+        left -= size
+        windows.setdefault(left, []).append(number)
+        lefts |= (left > 0) << left
+    placed = np.empty(sizes.size, np.int64)
+    placed[order] = found
+    return placed
+
+
+class PackedWindows:
+    """Windows of T = `context` positions that hold whole documents of a stream; not `packs`: one each.
+
+    Behind the last document of a window ids are 0, and no target counts.
+    """
+
+    def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
+        self.context, self._stream = context, stream
+        self.pieces = pieces = pieces_of(stream, context)
+        window = best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size)
+        order = np.argsort(window, kind="stable")
+        self._starts, self._sizes = pieces.starts[order], pieces.sizes[order]
+        held = np.bincount(window)
+        self._ends = np.cumsum(held)
+        self._held = held
+        self._targets = np.bincount(window, pieces.targets).astype(np.int64)
+
+    def __len__(self) -> int:
+        return self._held.size
+
+    @property
+    def filled(self) -> float:
+        """The share of all positions that documents take."""
+        return float(self._sizes.sum() / max(1, len(self) * self.context))
+
+    def counted(self, indices: ArrayLike) -> int:
+        """How many targets of the windows `indices` count."""
+        return int(self._targets[np.asarray(indices, np.int64)].sum())
+
+    def batch(self, indices: ArrayLike) -> Batch:
+        """Inputs and targets of the windows `indices` (b,), and where their documents begin.
+
+        Raises IndexError for an index outside 0..len-1.
+        """
+        wanted = inside(indices, len(self))
+        held, shape = self._held[wanted], (len(wanted), self.context)
+        pieces = np.repeat(self._ends[wanted] - held, held) + up_to(held)
+        sizes, rows = self._sizes[pieces], np.repeat(np.arange(len(wanted)), held)
+        before = np.cumsum(sizes) - sizes
+        columns = before - before[np.cumsum(held) - held][rows]
+        source = np.repeat(self._starts[pieces], sizes) + up_to(sizes)
+        places = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
+        ids, counted = np.asarray(self._stream.ids), self._stream.counted
+        inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
+        begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position behind the last alone
+        inputs.flat[places] = ids[source]
+        after = ids[source + 1].astype(np.int64)
+        targets.flat[places] = after if counted is None else np.where(counted[source + 1], after, UNCOUNTED)
+        begins.flat[places] = np.repeat(columns, sizes)
+        return Batch(inputs, targets, begins)
+
+    def notes(self) -> list[str]:
+        """What is left out, for the user."""
+        found, kind = [], "documents" if self._stream.counted is None else "conversations"
+        if self.pieces.cut:
+            found.append(
+                f"{self.pieces.cut:,} of {self._stream.ends.size:,} conversations are longer than --context "
+                f"{self.context}: their ends are left out; use a larger --context to keep them"
+            )
+        if self.pieces.empty:
+            found.append(f"{self.pieces.empty:,} {kind} are left out: no token of them is to be learned")
+        return found
