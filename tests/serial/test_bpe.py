@@ -270,7 +270,7 @@ def test_documents_are_encoded_whole_with_eos_behind_each(documents, group, monk
     monkeypatch.setattr(corpus_module, "_ENCODED", group)
     corpus = corpus_of(documents, SMALL)
     expected = [259, *b" <|im_end|>", 260, 261, 258, 260, 259, 260]
-    assert (corpus.train.tolist(), corpus.train.dtype) == (expected, np.uint16)
+    assert (corpus.train.ids.tolist(), corpus.train.ids.dtype) == (expected, np.uint16)
     assert (corpus.documents, corpus.notes) == (3, ())
 
 
@@ -282,7 +282,7 @@ def test_without_eos_a_bos_stands_between_documents_and_without_both_a_note_says
     keys = KEYS | {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": np.uint32(33)}
     assert corpus_of(documents, BPETokenizer(keys)).train.tolist()[-2:] == [259, 33]
     corpus = corpus_of(documents, BPETokenizer(keys | {"tokenizer.ggml.bos_token_id": None}))
-    assert corpus.train.tolist() == [259, *b" <|im_end|>", 261, 258, 259]
+    assert corpus.train.ids.tolist() == [259, *b" <|im_end|>", 261, 258, 259]
     assert corpus.notes == ("the tokenizer has neither eos nor bos: nothing stands between documents",)
 
 

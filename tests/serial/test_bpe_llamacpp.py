@@ -163,7 +163,7 @@ def test_a_corpus_reads_control_tokens_as_llama_cpp_does(trained, tmp_path):
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
     for reading, parse in (("parse", True), ("plain", False)):
         corpus = load_corpus([str(tmp_path / "chat")], tokenizer=tokenizer, control_tokens=reading, **options)
-        assert corpus.train[:-1].tolist() == tokenize(server, text, parse_special=parse)
+        assert corpus.train.ids[:-1].tolist() == tokenize(server, text, parse_special=parse)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -121,8 +121,8 @@ def test_a_pipe_is_refused_by_name_and_skipped_in_a_folder(tmp_path):
 def test_documents_are_bytes_each_closed_by_eos(tmp_path):
     write(tmp_path, a="hi", b=b"\xc3\xbf\r\n", c="")
     corpus = load(tmp_path)
-    assert corpus.train.tolist() == [*b"hi", EOS, *b"\xc3\xbf\r\n", EOS]
-    assert corpus.train.dtype == np.uint16
+    assert corpus.train.ids.tolist() == [*b"hi", EOS, *b"\xc3\xbf\r\n", EOS]
+    assert corpus.train.ids.dtype == np.uint16
     assert (corpus.documents, corpus.val_documents, corpus.val.size, corpus.notes) == (2, 0, 0, ())
     assert corpus.vocab_size == 260
 
@@ -132,7 +132,7 @@ def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
     corpus = load(tmp_path)
     assert corpus.documents == 2
     assert corpus.notes == ("files that are no text left out: 2 (b: binary data, c: binary data)",)
-    assert corpus.train[-2] == 0  # beyond the first 8 KiB nobody looks
+    assert corpus.train.ids[-2] == 0  # beyond the first 8 KiB nobody looks
 
 
 def test_a_binary_file_that_the_user_names_is_refused(tmp_path):
@@ -146,7 +146,7 @@ def test_bytes_that_the_user_asks_for_are_taken_and_told(tmp_path):
     """With --tokenizer byte, of files that are named; those of a folder stay outside."""
     write(tmp_path, a="text", b=b"x\0y", c=b"\x1f\x8b\x08")
     corpus = load(tmp_path / "b", context=3, any_bytes=True)
-    assert corpus.train.tolist() == [*b"x\0y", EOS]
+    assert corpus.train.ids.tolist() == [*b"x\0y", EOS]
     told = "files that are no text, taken as they are for --tokenizer byte: 1 (b: binary data)"
     assert corpus.notes == (told,)
     assert load(tmp_path, tmp_path / "b", any_bytes=True).documents == 2
@@ -196,8 +196,8 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
 def test_token_files_are_taken_as_they_are(tmp_path):
     one, two = put_ids(tmp_path / "1.npy", [5, 6, 7]), put_ids(tmp_path / "2.npy", [70000, 1, 2], np.uint32)
     corpus = load(one, two, tokenizer=None, vocab_size=70001)
-    assert corpus.train.tolist() == [5, 6, 7, 70000, 1, 2]
-    assert (corpus.train.dtype, corpus.documents) == (np.uint32, 2)
+    assert corpus.train.ids.tolist() == [5, 6, 7, 70000, 1, 2]
+    assert (corpus.train.ids.dtype, corpus.documents) == (np.uint32, 2)
 
 
 def test_one_token_file_stays_on_disk(tmp_path):
@@ -326,8 +326,8 @@ def test_of_two_giants_the_smaller_is_held_out(tmp_path, seed):
 
 def test_of_a_single_document_the_tail_is_held_out(tmp_path):
     corpus = load(put(tmp_path / "a", bytes(range(1, 100))), val_fraction=0.101)
-    assert corpus.train.tolist() == list(range(1, 90))
-    assert corpus.val.tolist() == [*range(90, 100), EOS]
+    assert corpus.train.ids.tolist() == list(range(1, 90))
+    assert corpus.val.ids.tolist() == [*range(90, 100), EOS]
     assert (corpus.documents, corpus.val_documents, corpus.notes) == (1, 0, ())
 
 
@@ -348,7 +348,7 @@ def test_without_a_held_out_set_a_note_says_why(tmp_path):
     )
     corpus = load(put(tmp_path / "one", "abcd"), val_fraction=0.5)
     assert corpus.notes == ("no held-out set: it would leave 2 tokens to train on, a window takes 5",)
-    assert corpus.train.tolist() == [*b"abcd", EOS]
+    assert corpus.train.ids.tolist() == [*b"abcd", EOS]
 
 
 def test_fraction_zero_turns_it_off_without_a_note(tmp_path):
@@ -479,7 +479,7 @@ def test_no_path_means_the_library(tmp_path, monkeypatch):
     for module in (corpus_module, text_files):
         monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path / "lib")
     corpus = load()
-    assert corpus.train.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
+    assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
     assert corpus.sha256 == load(tmp_path / "lib").sha256
 
 

@@ -15,6 +15,7 @@ from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import STEPS, defaults
 from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
+from zero_mpi.data.packing import PACKINGS
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 
@@ -107,6 +108,15 @@ class Config:
         "data",
         "what counts of conversations: answers, those of the assistant; all (default: answers)",
         choices=LOSSES,
+    )
+    packing: str | None = flag(
+        None,
+        str,
+        "data",
+        "documents: windows hold whole ones, which do not see each other; none: text runs on from window to "
+        "window, a conversation has one of its own (default: none for text, documents for conversations)",
+        fixed=True,
+        choices=PACKINGS,
     )
     val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
 from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, WindowSource, window_of
-from zero_mpi.data.packing import PackedWindows
+from zero_mpi.data.packing import PackedWindows, windows_over
 from zero_mpi.data.text_files import collect_files, holds_token_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
@@ -39,6 +39,7 @@ __all__ = [
     "tokenizer_json",
     "unigram_entropy",
     "window_of",
+    "windows_over",
 ]
 
 

@@ -53,12 +53,21 @@ _Reading = tuple[_Documents, list[str]]  # documents, and notes on what was left
 
 
 def _read(
-    paths: Sequence[str], reader: TextReader | None, vocab: int, any_bytes: bool, loss_on: str
+    paths: Sequence[str],
+    reader: TextReader | None,
+    vocab: int,
+    any_bytes: bool,
+    loss_on: str,
+    packs: bool,
 ) -> _Reading:
     """Every document, and notes on what was left out."""
     root = stdlib_root()
     files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
     if are_tokens(files):
+        if packs:
+            raise UsageError(
+                "--packing documents: --data are token files, which do not tell where documents end: use text"
+            )
         return [Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
     if reader is None:
         raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
@@ -158,17 +167,19 @@ def load_corpus(
     `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the spelling of
     one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore
     both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole documents,
-    so they need not be as long as `context`. A single token file stays a mapped view; several, or text, are
-    held in memory. Raises UsageError for what the user can mend: paths, fraction, files, sizes.
+    so they need not be as long as `context`; those of conversations do anyway. A single token file stays a
+    mapped view; several, or text, are held in memory. Raises UsageError for what the user can mend: paths,
+    fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     reader = None if tokenizer is None else TextReader(tokenizer, control_tokens)
-    read, notes = _read(paths, reader, vocab_size, any_bytes, loss_on)
+    read, notes = _read(paths, reader, vocab_size, any_bytes, loss_on, packs)
     documents = [document for document in read if document.tokens.size]
     if not documents:
         raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))
-    total, least = sum(document.tokens.size for document in documents), 2 if packs else context + 1
+    total = sum(document.tokens.size for document in documents)
+    least = 2 if packs or documents[0].counted is not None else context + 1
     if total < least:
         need = f"context {context} needs at least {least} tokens, the data holds {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")

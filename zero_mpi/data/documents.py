@@ -1,4 +1,4 @@
-"""What a corpus is made of: documents, encoded, with the tokens that a loss counts; and all of them as a stream.
+"""What a corpus is made of: documents, encoded, with the tokens that a loss counts, and their stream.
 
 A document is what attention may look at together. One without `counted` is text: every token but the first is
 a target, and where it is longer than a window it goes on in the next. One with `counted` is a conversation:

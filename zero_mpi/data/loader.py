@@ -49,6 +49,12 @@ class WindowSource(Protocol):
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of these windows count."""
 
+    def about(self) -> str:
+        """How the data came into windows, if that needs to be said."""
+
+    def notes(self) -> list[str]:
+        """What is left out, for the user."""
+
 
 def inside(indices: ArrayLike, count: int) -> Ids:
     """Numbers of windows as an array; raises IndexError for one outside 0..count-1."""
@@ -121,6 +127,14 @@ class Windows:
         """How many targets of these windows count: all."""
         return self.context * np.size(indices)
 
+    def about(self) -> str:
+        """Nothing needs to be said."""
+        return ""
+
+    def notes(self) -> list[str]:
+        """Nothing of note is left out."""
+        return []
+
     def batch(self, indices: ArrayLike) -> Batch:
         """Inputs and targets of the windows `indices` (b,).
 
@@ -152,22 +166,22 @@ class StepLoader:
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         self.micro_batches = -(-batch_size // micro_batch)
         self.positions_per_step = batch_size * windows.context
-        self._windows = windows
+        self.windows = windows
         self._seed = seed
 
     def counted(self, step: int) -> int:
         """How many targets of a step (from 0) count: what a mean loss divides by."""
-        return self._windows.counted(self._window_of(step * self.batch_size + np.arange(self.batch_size)))
+        return self.windows.counted(self._window_of(step * self.batch_size + np.arange(self.batch_size)))
 
     def _window_of(self, samples: Ids) -> Ids:
-        return window_of(samples, len(self._windows), self._seed)
+        return window_of(samples, len(self.windows), self._seed)
 
     def micro(self, step: int, i: int) -> Batch:
         """Micro-batch i (0..M-1) of `step` (from 0)."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         end = min((i + 1) * self.micro_batch, self.batch_size)
         samples = step * self.batch_size + np.arange(i * self.micro_batch, end)
-        return self._windows.batch(self._window_of(samples))
+        return self.windows.batch(self._window_of(samples))
 
 
 class EvalLoader:

@@ -16,12 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data.documents import Counted, Stream
-from zero_mpi.data.loader import Batch, inside
+from zero_mpi.data.loader import Batch, Windows, WindowSource, inside
 
+NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 Places = NDArray[np.int64]
 
 
-class Pieces(NamedTuple):
+class Packable(NamedTuple):
     """What is packed: positions from `starts` (P,) on, `sizes` of them; `targets` of which count.
 
     cut     how many conversations are longer than a window
@@ -35,7 +36,7 @@ class Pieces(NamedTuple):
     empty: int
 
 
-def pieces_of(stream: Stream, context: int) -> Pieces:
+def pieces_of(stream: Stream, context: int) -> Packable:
     """The documents of a stream, cut to `context` positions: text goes on, a conversation ends there."""
     begins = np.append(0, stream.ends[:-1]).astype(np.int64)
     lengths = np.maximum(stream.ends - begins - 1, 0)
@@ -48,7 +49,7 @@ def pieces_of(stream: Stream, context: int) -> Pieces:
         starts, sizes, cut = begins, np.minimum(lengths, context), int((lengths > context).sum())
     targets = sizes if stream.counted is None else counted_within(stream.counted, starts + 1, sizes)
     kept = targets > 0
-    return Pieces(starts[kept], sizes[kept], targets[kept], cut, int((~kept).sum()))
+    return Packable(starts[kept], sizes[kept], targets[kept], cut, int((~kept).sum()))
 
 
 def up_to(counts: Places) -> Places:
@@ -66,6 +67,13 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
     if borders.size:
         found[some] = np.add.reduceat(counted, borders, dtype=np.int64)[::2]
     return found
+
+
+def windows_over(stream: Stream, context: int, packing: str) -> WindowSource:
+    """The windows of a stream: of `packing` documents, or none, which lets text run on through windows."""
+    if packing == NONE and stream.counted is None:
+        return Windows(stream.ids, context)
+    return PackedWindows(stream, context, packing == DOCUMENTS)
 
 
 def best_fit(sizes: Places, room: int) -> Places:
@@ -119,6 +127,14 @@ class PackedWindows:
         """The share of all positions that documents take."""
         return float(self._sizes.sum() / max(1, len(self) * self.context))
 
+    def about(self) -> str:
+        """How many documents are in how many windows, and how full these are."""
+        pieces, kind = (
+            self._sizes.size,
+            "pieces of documents" if self._stream.counted is None else "conversations",
+        )
+        return f"{pieces:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
+
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of the windows `indices` count."""
         return int(self._targets[np.asarray(indices, np.int64)].sum())
@@ -139,10 +155,12 @@ class PackedWindows:
         ids, counted = np.asarray(self._stream.ids), self._stream.counted
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
         begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position behind the last alone
-        inputs.flat[places] = ids[source]
+        inputs.reshape(-1)[places] = ids[source]
         after = ids[source + 1].astype(np.int64)
-        targets.flat[places] = after if counted is None else np.where(counted[source + 1], after, UNCOUNTED)
-        begins.flat[places] = np.repeat(columns, sizes)
+        targets.reshape(-1)[places] = (
+            after if counted is None else np.where(counted[source + 1], after, UNCOUNTED)
+        )
+        begins.reshape(-1)[places] = np.repeat(columns, sizes)
         return Batch(inputs, targets, begins)
 
     def notes(self) -> list[str]:

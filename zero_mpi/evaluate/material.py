@@ -42,7 +42,7 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
         if world.rank == 0:
             for note in corpus.notes:
                 log.tell(log.Caution(note))
-        cut = Windows(corpus.train, opened.config.context, task.stride)
+        cut = Windows(corpus.train.ids, opened.config.context, task.stride)
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
         text, tokens = about(cut, windows, corpus, opened)
     answers = None if choices is None else AnswerSet(choices, opened.config.micro_batch)
@@ -81,8 +81,8 @@ def about(
         "windows_of_the_text": len(cut),
         "tokens": int(tokens.sum()),
         "bytes": nbytes,
-        "tokens_of_the_text": len(corpus.train),
-        "tokens_after_the_last_window": len(corpus.train) - 1 - (len(cut) - 1) * cut.stride - cut.context,
+        "tokens_of_the_text": corpus.train.size,
+        "tokens_after_the_last_window": corpus.train.size - 1 - (len(cut) - 1) * cut.stride - cut.context,
         "sha256": corpus.sha256,
     }, tokens
 

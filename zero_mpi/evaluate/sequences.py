@@ -41,10 +41,10 @@ class WindowSet:
     def micro(self, i: int) -> PartedBatch:
         """Micro-batch i: a part for each window."""
         first = i * self._loader.micro_batch
-        x, targets = self._loader.micro(i)
-        numbers = self._loader.chosen[first : first + len(x)].tolist()
+        batch = self._loader.micro(i)
+        numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
         parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
-        return PartedBatch(x, targets, parts, first)
+        return PartedBatch(batch.inputs, batch.targets, parts, first)
 
 
 class AnswerSet:

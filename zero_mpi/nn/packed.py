@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from zero_mpi import device, ops
 from zero_mpi.arguments import WHOLE, array
@@ -40,8 +39,7 @@ class Packed:
         falls = b.ndim != 2 or b.dtype != xp.int64 or (b[:, 1:] < b[:, :-1]).any()
         if falls or (b < 0).any() or (b > xp.arange(b.shape[1])).any():
             raise ValueError(
-                "Packed: begins: expected int64 places (B, T) that are no later than their own and never fall "
-                "along a row"
+                "Packed: begins: expected int64 positions (B, T), none behind its own, that never fall in a row"
             )
 
 

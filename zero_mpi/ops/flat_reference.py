@@ -6,6 +6,7 @@ import math
 
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
 
@@ -67,13 +68,6 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
         part = slice(start, start + ADAMW_BLOCK)
         e[part] *= keep
         e[part] += (1.0 - keep) * p[part]
-
-
-def run_length(p: Array, runs: Array) -> int:
-    """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
-    length = max(1, int(p.size) // max(1, int(runs.size)))
-    assert length * runs.size == p.size or p.size == 0, f"{p.size} elements are not {runs.size} equal runs"
-    return length
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:

@@ -17,7 +17,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average
-from zero_mpi.ops.flat_reference import run_length as run_length
 from zero_mpi.ops.rowsums import column_sums
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)
@@ -223,9 +222,7 @@ def grouped(x: Array, kv_heads: int) -> Array:
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
-def causal_attention(
-    q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
-) -> tuple[Array, Array]:
+def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = None) -> tuple[Array, Any]:
     """Softmax attention where a position sees itself and what came before it.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
@@ -252,8 +249,7 @@ def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and what that returned beside y."""
-    xp = namespace(q)
-    kv = k.shape[2]
+    xp, kv = namespace(q), k.shape[2]
     dy_g = grouped(dy, kv)
     dv = (p.swapaxes(-1, -2) @ dy_g).sum(axis=2)
     ds = dy_g @ grouped(v, kv).swapaxes(-1, -2)
@@ -274,12 +270,12 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
     """Loss and its gradient by the logits (..., V), for whole-number targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
-    factor. A row whose target is UNCOUNTED has no part in the sum, and a gradient of zeros. With scale = 1 / (tokens of the whole step) the sum over micro-batches is the mean.
+    factor; a row whose target is UNCOUNTED has no part in either. With scale = 1 / (targets of the whole
+    step) the sum over micro-batches is the mean.
     """
     xp = namespace(logits)
     z = rows(logits)
-    ids = targets.reshape(-1)
-    counts = ids != UNCOUNTED
+    counts = (ids := targets.reshape(-1)) != UNCOUNTED
     index = (xp.arange(z.shape[0]), xp.where(counts, ids, 0))
     shifted = z - z.max(axis=-1, keepdims=True)
     picked = shifted[index].astype(xp.float64)

@@ -118,3 +118,10 @@ def logit_rows(n: int, row_bytes: int) -> int:
     """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
     chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
     return max(1, -(-n // chunks))
+
+
+def run_length(p: Array, runs: Array) -> int:
+    """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
+    length = max(1, int(p.size) // max(1, int(runs.size)))
+    assert length * runs.size == p.size or p.size == 0, f"{p.size} elements are not {runs.size} equal runs"
+    return length

@@ -176,16 +176,15 @@ class GivenGradients(Pass):
 def rows_that_count(targets: Any) -> Any:
     """The rows (K,) that a last stage is given: those whose targets count, and some others.
 
-    So many that K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all of them, as
-    for targets that lie on a GPU already.
+    K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all rows, as where targets
+    lie on a GPU already.
     """
-    if type(targets) is not np.ndarray or (counts := targets.reshape(-1) != UNCOUNTED).all():
+    if type(targets) is not np.ndarray:
         return None
+    counts = targets.reshape(-1) != UNCOUNTED
     step = -(-counts.size // ROW_STEPS)
-    most = -(-max(1, np.count_nonzero(counts)) // step) * step
-    if most >= counts.size:
-        return None
-    return np.sort(np.argsort(~counts, kind="stable")[:most])
+    most = -(-max(1, int(np.count_nonzero(counts))) // step) * step
+    return np.sort(np.argsort(~counts, kind="stable")[:most]) if most < counts.size else None
 
 
 def as_input(x: Any) -> Any:

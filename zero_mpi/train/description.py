@@ -52,12 +52,15 @@ def describe(
     return Description(*about, model.constants())
 
 
-def of_text(description: Description, text: str, keys: Mapping[str, object]) -> Description:
-    """A description that names the text by its sha256; `keys` are further ones of the model file."""
+def of_text(description: Description, text: str, packing: str, keys: Mapping[str, object]) -> Description:
+    """A description that names the text by its sha256, and how it comes into windows.
+
+    `keys` are further ones of the model file.
+    """
     return replace(
         description,
         model={**description.model, **keys},
-        settings={**description.settings, "corpus": text},
+        settings={**description.settings, "corpus": text, "packing": packing},
     )
 
 

@@ -19,7 +19,7 @@ from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, Windows, named
+from zero_mpi.data import named
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
@@ -123,7 +123,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"
     yield f"transport  {transport(config.transport, case, why)}"
     yield f"device     {device.in_use().name}, {config.precision}"
-    yield from data_lines(config, case, spec.corpus)
+    yield from data_lines(spec, case)
     yield from out_lines(spec, case)
     yield from (f"note       {note}" for note in spec.notes)
     yield ""
@@ -151,13 +151,18 @@ def transport(wanted: str, case: Case, why: str) -> str:
     return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
 
 
-def data_lines(config: Config, case: Case, corpus: Corpus) -> Iterator[str]:
+def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     """What is read, and how often."""
+    config, corpus, windows = spec.config, spec.corpus, spec.windows
+    assert corpus is not None, "rank 0 has the text"
+    assert windows is not None, "and its windows"
     yield (
         f"data       {corpus.train.size:,} tokens to train on in {corpus.documents - corpus.val_documents:,} "
         f"documents, {corpus.val.size:,} held out, of {named(config.data)}"
     )
-    epochs = config.steps * config.batch_size / len(Windows(corpus.train, config.context))
+    if windows.about():
+        yield f"packed     {windows.about()}"
+    epochs = config.steps * config.batch_size / len(windows)
     share = f"{epochs:.1f} times through the data" if epochs >= 1 else f"{epochs:.3%} of the data"
     tokens = config.steps * case.tokens
     yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} tokens, {share}"

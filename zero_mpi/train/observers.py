@@ -65,9 +65,9 @@ class SignsOfLife(Observer):
 class Costs(Observer):
     """Records what a step took: seconds, waits, bytes sent. Remembers the longest one."""
 
-    def __init__(self, meter: Meter, tokens_per_step: int) -> None:
+    def __init__(self, meter: Meter, positions_per_step: int) -> None:
         self.longest = 0.0  # seconds
-        self._meter, self._tokens = meter, tokens_per_step
+        self._meter, self._positions = meter, positions_per_step
         self._waited = self._sent = 0.0
 
     def begins(self, number: int) -> None:
@@ -75,7 +75,7 @@ class Costs(Observer):
 
     def ends(self, step: StepMade) -> None:
         self.longest = max(self.longest, step.seconds)
-        step.record["tokens_per_second"] = self._tokens / step.seconds
+        step.record["tokens_per_second"] = self._positions / step.seconds
         step.record["step_seconds"] = step.seconds
         step.record["wait_seconds"] = self._meter.wait_seconds - self._waited
         step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent)

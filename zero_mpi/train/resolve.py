@@ -34,8 +34,9 @@ from zero_mpi.config.inputs import (
 from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, Windows, load_corpus
+from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, WindowSource, load_corpus, windows_over
 from zero_mpi.data.conversations.tokenized import ANSWERS
+from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
 from zero_mpi.launch.stopping import signals
@@ -63,6 +64,7 @@ class RunSpec:
     tokenizer    of the text; None: the data are ids
     checkpoint   to go on from
     description  what the run's checkpoints say beside their tensors
+    windows      of the text to train on, where that is
     notes        what rank 0 says at the start
     no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
     """
@@ -76,6 +78,7 @@ class RunSpec:
     description: Description
     adapter: WeightSource | None = None
     corpus: Corpus | None = None
+    windows: WindowSource | None = None
     notes: tuple[str, ...] = ()
     no_room: str = ""
 
@@ -103,8 +106,10 @@ def resolve(world: World, config: Config) -> RunSpec:
     notes += spec.notes
     phase("model and tokenizer")
     asked, spec = spec.config, read_text(world, spec)
-    notes += told(asked, windows_of(spec)) if spec.corpus else ()
-    notes += map(log.Caution, [*(spec.corpus.notes if spec.corpus else ()), *passed_over(spec.init)])
+    if spec.corpus is not None and spec.windows is not None:
+        notes += told(asked, len(spec.windows))
+        notes += map(log.Caution, [*spec.corpus.notes, *spec.windows.notes()])
+    notes += map(log.Caution, passed_over(spec.init))
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
         machine = try_operations(world, spec.config, spec.threads, notes)
@@ -156,36 +161,35 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
-    def read() -> tuple[str, dict[str, object], int]:
+    def read() -> tuple[str, str, dict[str, object], int]:
         if spec.config.tensorboard:
             tensorboard.library()  # whether there is one
         no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
         if no_room and not spec.config.dry_run:
             raise UsageError(no_room)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
-        _, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
+        packing = packing_of(spec.config, corpus)
+        loader, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
         if spec.config.patience is not None and not held_out.micro_batches:
             raise UsageError(f"--patience {spec.config.patience}: there are too few data to hold some out")
-        found = replace(spec, corpus=corpus, no_room=no_room)
-        steps = in_steps(spec.config, windows_of(found)).steps
+        steps = in_steps(spec.config, len(loader.windows)).steps
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
-            check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, keys))
-        on_root.append(found)
-        return corpus.sha256, keys, steps
+            check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, packing, keys))
+        on_root.append(replace(spec, corpus=corpus, windows=loader.windows, no_room=no_room))
+        return corpus.sha256, packing, keys, steps
 
-    text, keys, steps = world.from_root(read)
-    config = replace(spec.config, steps=steps, epochs=None)
-    description = replace(of_text(spec.description, text, keys), plan=config.plan())
+    text, packing, keys, steps = world.from_root(read)
+    config = replace(spec.config, steps=steps, epochs=None, packing=packing)
+    description = replace(of_text(spec.description, text, packing, keys), plan=config.plan())
     return replace(on_root[0] if on_root else spec, config=config, description=description)
 
 
-def windows_of(spec: RunSpec) -> int:
-    """The windows to train on, on rank 0."""
-    assert spec.corpus is not None, "rank 0 has the text"
-    return len(Windows(spec.corpus.train, spec.config.context))
+def packing_of(config: Config, corpus: Corpus) -> str:
+    """How documents come into windows, where no flag says it: conversations whole, text as it comes."""
+    return config.packing or (NONE if corpus.train.counted is None else DOCUMENTS)
 
 
 def set_threads(config: Config) -> int:
@@ -206,18 +210,21 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         any_bytes=config.tokenizer == BYTE,
         control_tokens=config.control_tokens,
         loss_on=config.loss_on or ANSWERS,
+        packs=config.packing == DOCUMENTS,
     )
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, EvalLoader]:
     """What reads the micro-batches of steps, and those of evaluations; raises UsageError for too few."""
+    packing = packing_of(config, corpus)
+    train, val = (windows_over(side, config.context, packing) for side in (corpus.train, corpus.val))
     steps = StepLoader(
-        Windows(corpus.train, config.context),
+        train,
         batch_size=config.batch_size,
         micro_batch=config.micro_batch,
         seed=config.seed,
     )
-    return steps, EvalLoader(Windows(corpus.val, config.context), config.micro_batch, config.eval_windows)
+    return steps, EvalLoader(val, config.micro_batch, config.eval_windows)
 
 
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from zero_mpi.checkpoint.state import Description, read_json
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.packing import NONE
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
@@ -28,7 +29,7 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
 
 CORPUS = "the text of --data, or what --chat-template and --loss-on make of it (its sha256)"
-SINCE = {"control_tokens": PLAIN}  # settings that older checkpoints do not hold, as they were then
+SINCE = {"control_tokens": PLAIN, "packing": NONE}  # settings that older checkpoints do not hold, as they were
 
 
 @dataclass(frozen=True)

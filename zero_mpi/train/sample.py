@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.data import unigram_entropy
@@ -47,11 +48,11 @@ def compare_with_letters(session: Session, val_loss: float | None) -> None:
     held_out = session.held_out
     if val_loss is None or not held_out.micro_batches:
         return
-    targets = np.concatenate([held_out.micro(i)[1].ravel() for i in range(held_out.micro_batches)])
+    targets = np.concatenate([held_out.micro(i).targets.ravel() for i in range(held_out.micro_batches)])
     log.info(
         "validation loss %.4f nats a token; the entropy of the same text's unigram distribution is %.4f",
         val_loss,
-        unigram_entropy(targets),
+        unigram_entropy(targets[targets != UNCOUNTED]),
     )
 
 

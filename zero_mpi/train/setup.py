@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer
+from zero_mpi.data.documents import Stream
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
@@ -112,24 +112,25 @@ def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> Tra
 
 def share_corpus(comm: Comm, corpus: Corpus | None) -> Corpus:
     """Rank 0's corpus on every rank: all train on the same text, and files are read once. Collective."""
-    about = None
+    about, own = None, dict[tuple[str, str], Any]()
     if corpus is not None:
-        parts = {
-            name: (getattr(corpus, name).dtype.str, getattr(corpus, name).size) for name in ("train", "val")
-        }
-        rest = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(Corpus) if f.name not in parts}
-        about = parts, rest
-    parts, rest = comm.broadcast_object(about)
-    arrays: dict[str, Any] = {}
-    for name, (kind, size) in parts.items():
+        sides = {"train": vars(corpus.train), "val": vars(corpus.val)}
+        own = {(side, name): array for side in sides for name, array in sides[side].items()}
+        rest = {name: value for name, value in vars(corpus).items() if name not in sides}
+        kinds = {place: (x.dtype.str, x.size) for place, x in own.items() if x is not None}
+        about = kinds, rest
+    kinds, rest = comm.broadcast_object(about)
+    streams: dict[str, dict[str, Any]] = {"train": {}, "val": {}}
+    for (side, name), (kind, size) in kinds.items():
         array = np.empty(size, kind)
         if corpus is not None and comm.size == 1:
-            array = np.ascontiguousarray(getattr(corpus, name))
+            array = np.ascontiguousarray(own[side, name])
         elif corpus is not None:  # a copy like the others': a mapped file could change under one rank only
-            array[...] = getattr(corpus, name)
-        comm.broadcast(array, label=f"corpus {name}").wait()
-        arrays[name] = array
-    return Corpus(**arrays, **rest)
+            array[...] = own[side, name]
+        comm.broadcast(array, label=f"corpus {side} {name}").wait()
+        streams[side][name] = array
+    train, val = (Stream(**streams[side]) for side in ("train", "val"))
+    return Corpus(train, val, **rest)
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:

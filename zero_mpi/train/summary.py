@@ -15,6 +15,7 @@ from typing import Any
 from zero_mpi import __version__, device, environment
 from zero_mpi.cli.text import gibibytes, size
 from zero_mpi.data import named
+from zero_mpi.data.packing import NONE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import Memory, plan_memory
@@ -60,8 +61,12 @@ class Start:
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
-        """The share of the peak that a step of so many seconds makes use of; None: not known."""
-        is_known = self.peak > 0 and self.flop > 0 and seconds > 0
+        """The share of the peak that a step of so many seconds makes use of; None: not known.
+
+        Of packed documents it is not: how much of attention and of a head is computed depends on them.
+        """
+        is_contiguous = self.session.config.packing == NONE and self.session.corpus.train.counted is None
+        is_known = is_contiguous and self.peak > 0 and self.flop > 0 and seconds > 0
         return self.flop / (seconds * self.peak) if is_known else None
 
     def fields(self) -> dict[str, Any]:
@@ -134,9 +139,11 @@ def lines(start: Start) -> Iterator[str]:
         f"{corpus.train.size:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
         f"{corpus.val.size:,} held out, of {named(config.data)}",
     )
+    if loader.windows.about():
+        yield row("packed", loader.windows.about())
     yield row(
         "step",
-        f"{loader.tokens_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "
+        f"{loader.positions_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "
         f"{config.micro_batch} x {config.context}{work(start)}",
     )
 

@@ -14,6 +14,7 @@ from functools import partial
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
+from zero_mpi.data import Batch
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -21,7 +22,7 @@ from zero_mpi.launch.stopping import OVER, STEPS, signals
 from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.nn import CrossEntropy
+from zero_mpi.nn import CrossEntropy, Packed
 from zero_mpi.sharding.evaluation import evaluate
 from zero_mpi.sharding.grad_accum import Criterion, GradAccum
 from zero_mpi.telemetry import log, spans
@@ -61,7 +62,7 @@ class Trainer:
     def observe(self, start: Start) -> list[Observer]:
         """Those who see each step, in their order."""
         session, scale = self.session, self.session.module.loss_scale
-        self.costs = observers.Costs(session.comm.meter, session.loader.tokens_per_step)
+        self.costs = observers.Costs(session.comm.meter, session.loader.positions_per_step)
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
@@ -135,7 +136,7 @@ class Trainer:
     def rounds(self, number: int) -> None:
         """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
         loader = self.session.loader
-        scale = 1.0 / loader.tokens_per_step
+        scale = 1.0 / loader.counted(number)
         for mine in self.accumulator:
             if mine is None:
                 self.accumulator.accumulate(None)
@@ -162,7 +163,7 @@ class Trainer:
         return replace(
             self.progress,
             step=self.progress.step + 1,
-            tokens=self.progress.tokens + loader.tokens_per_step,
+            tokens=self.progress.tokens + loader.counted(self.progress.step),
             skipped=optimizer.skipped,
             updates=optimizer.steps,
             samples=self.progress.samples + loader.batch_size,
@@ -179,7 +180,7 @@ class Trainer:
         return evaluate(
             self.session.module,
             held_out.micro_batches,
-            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.tokens),
+            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.counted),
         )
 
     def wants_to_stop(self) -> bool:
@@ -229,7 +230,7 @@ class Trainer:
         self.session.comm.barrier()
 
 
-def with_loss(batch: tuple[Array, Array], scale: float) -> tuple[Array, Criterion]:
-    """Tokens, and the criterion that holds the model's output against their targets."""
-    tokens, targets = batch
-    return tokens, CrossEntropy(targets, scale)
+def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, Criterion]:
+    """What the model is given, and the criterion that holds its output against the targets."""
+    x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
+    return x, CrossEntropy(batch.targets, scale)

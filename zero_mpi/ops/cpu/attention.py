@@ -150,7 +150,7 @@ def forward(
                 gemm(NN, (n, tall, m), ONE, matrix, at(v, b, first, g), ZERO, at(y, b, r, h))
 
 
-@kernel(VIEW, VIEW, VIEW, VIEW, BEGINS, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), ROOM, ROOM, ROOM)
+@kernel(*[VIEW] * 4, BEGINS, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), *[ROOM] * 3)
 def backward(
     dy: Array,
     q: Array,
@@ -174,21 +174,19 @@ def backward(
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
-    blocks = -(-length // block)
-    of_head = weights_before(blocks - 1, block, before) + (length - (blocks - 1) * block) * k.shape[1]
+    last = (length - 1) // block * block
+    of_head = weights_before(last // block, block, before) + (length - last) * k.shape[1]
     for b in range(batch):
         for h in range(heads):
             g = h // shared
-            for number in range(blocks - 1, -1, -1):
-                r = number * block
+            for r in range(last, -1, -block):
                 n, first = min(block, length - r), first_seen(begins, b * length + r)
                 m = before + r + n - first
                 row, seen = (b * heads + h) * length + r, begins[b * length + r :]
-                start = (b * heads + h) * of_head + weights_before(number, block, before) if keep else 0
+                start = (b * heads + h) * of_head + weights_before(r // block, block, before) if keep else 0
                 weights = p[start : start + n * m]
                 matrix, slope = (weights.ctypes.data, m), (d.ctypes.data, m)
-                writes = number == blocks - 1 and h % shared == 0 and begins.size == 0
-                beta = ZERO if writes else ONE
+                beta = ZERO if r == last and h % shared == 0 and begins.size == 0 else ONE
                 if not keep:
                     gemm(NT, (n, m, width), scale, at(q, b, r, h), at(k, b, first, g), ZERO, matrix)
                     soften_again(weights, n, m, sums[row : row + n], seen)

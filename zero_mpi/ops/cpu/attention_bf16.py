@@ -7,9 +7,9 @@ products with them, and so are the gradients of scores, as kernels of GPUs do it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
 from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
+from zero_mpi.ops.cpu.attention_tiles import Tile, tiles_for
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     FLOAT,
@@ -38,99 +39,10 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     wide,
 )
-from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights, low_tile, tile_heads
+from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
 
 Multiply = Callable[..., Array]
-NONE = np.zeros((0, 0), np.int64)
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A block of rows of some heads: what is computed at once.
-
-    shape            (sequences, heads, n, m): n rows, which see the first m keys at most
-    sequences        of them all
-    queries, keys    heads of q, and those of k and v that they look at
-    rows, seen       of the queries and of the keys
-    weights, sums    where its weights and its rows' sums begin, of all tiles' in order
-    begins, ends     it is the first, or last, that adds to the gradients of its keys
-    """
-
-    shape: tuple[int, int, int, int]
-    sequences: slice
-    queries: slice
-    keys: slice
-    rows: slice
-    seen: slice
-    weights: int
-    sums: int
-    begins: bool
-    ends: bool
-
-    def of_queries(self, x: Array) -> Array:
-        """Its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
-        return x[self.sequences, self.rows, self.queries].transpose(0, 2, 1, 3)
-
-    def of_keys(self, x: Array) -> Array:
-        """Its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
-        return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
-
-    def within(self, begins: Array | None) -> Tile:
-        """The tile without blocks of keys that none of its rows sees: whole ones, for few shapes of products."""
-        if begins is None:
-            return self
-        first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
-        shape = (*self.shape[:3], self.shape[3] - first)
-        return replace(self, shape=shape, seen=slice(first, self.seen.stop))
-
-    def hidden(self, begins: Array | None) -> Array:
-        """How many of the keys, from the first on, each of its rows does not see; empty: none of them."""
-        return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
-
-    def cut(self, room: Array, start: int = 0) -> Array:
-        """Its matrices of scores or weights in room for several."""
-        return room[start : start + prod(self.shape)].reshape(self.shape)
-
-    def cut_sums(self, sums: Array) -> Array:
-        """The sums of its rows, (sequences, heads, n)."""
-        shape = self.shape[:3]
-        return sums[self.sums : self.sums + prod(shape)].reshape(shape)
-
-
-def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """(sequences, heads of keys) that are computed at a time."""
-    sequences, together = tile_heads(batch, heads, length, total)
-    for b in range(0, batch, sequences):
-        for g in range(0, heads, together):
-            yield slice(b, min(b + sequences, batch)), slice(g, min(g + together, heads))
-
-
-@cache
-def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
-    """The tiles of B sequences of T queries in H heads, of which `shared` each see S keys of one head.
-
-    From the last block of a head down: that one sees all keys, so it writes what the others, and then the
-    heads that share them, add to.
-    """
-    found: list[Tile] = []
-    weights = sums = 0
-    starts = range(0, length, LOW_BLOCK)
-    for sequences, keys in groups(batch, heads // shared, length, total):
-        count = sequences.stop - sequences.start, keys.stop - keys.start
-        for share in range(shared):
-            queries = slice(keys.start * shared + share, keys.stop * shared, shared)
-            for r in reversed(starts):
-                n = min(LOW_BLOCK, length - r)
-                seen = total - length + r + n
-                ends = share == shared - 1 and r == 0
-                begins = share == 0 and r == starts[-1]
-                shape = (*count, n, seen)
-                places = (sequences, queries, keys, slice(r, r + n), slice(seen))
-                found.append(Tile(shape, *places, weights, sums, begins, ends))
-                weights += count[0] * count[1] * n * seen
-                sums += count[0] * count[1] * n
-    return tuple(found)
 
 
 @kernel(given(4), given(2, INTEGER), FLOAT, TRUTH, filled(3), filled(4, LOW))
@@ -199,12 +111,6 @@ def by_heads(x: Array) -> Array:
     return x if x.strides[3] == x.itemsize else np.ascontiguousarray(x)
 
 
-def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
-    """(the tiles, elements of the largest)."""
-    (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
-    return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
-
-
 def forward(
     multiplies: Multiply, q: Array, k: Array, v: Array, scale: float, begins: Array | None
 ) -> tuple[Array, Any]:
@@ -254,7 +160,9 @@ def backward(
         start = share.number * most
         weights = p[share.before * size :] if again is None else again[start:]
         looks = None if begins is None else begins[share.sequences]
-        room = Room(s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], looks, again is None)
+        room = Room(
+            s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], looks, again is None
+        )
         return partial(backward_of, multiplies, share.cut(*views), room, share.cut(*results), scale)
 
     threads.run([of_share(share) for share in parts])

@@ -29,7 +29,7 @@ from zero_mpi.ops.low_precision import defined
 
 @kernel(given(1, INTEGER), INTEGER, INTEGER, returns=INTEGER)
 def first_outside(ids: Array, least: int, count: int) -> int:
-    """Where the first id lies that is not in [least, count), or -1: kernels do not check what they index by."""
+    """Where the first id lies that is not in [least, count), or -1: kernels do not check their indices."""
     for i in range(ids.size):
         if ids[i] < least or ids[i] >= count:
             return i

@@ -25,6 +25,7 @@ from zero_mpi.ops.cpu.jit import (
     narrow,
     single,
 )
+from zero_mpi.ops.sizes import run_length
 from zero_mpi.ops.threads import in_parts
 
 NOTHING = np.zeros(0, np.uint16)
@@ -108,7 +109,7 @@ def adamw(
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
         reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
         return
-    reference.run_length(p, decay)
+    run_length(p, decay)
     root_c2 = math.sqrt(1.0 - beta2**step)
     rate = lr / (1.0 - beta1**step)
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)

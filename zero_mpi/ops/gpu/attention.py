@@ -123,7 +123,7 @@ def about() -> str:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms of sums (B, H, T), begins)."""
+    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms (B, H, T), begins)."""
     sizes = sizes_of(q, k, v)
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
@@ -253,9 +253,7 @@ class Scores:
         )
 
 
-def forward(
-    sizes: Sizes, room: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array
-) -> None:
+def forward(sizes: Sizes, room: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
     """Fill y (B, T, H, E) and sums (B, H, T) of inputs q, k and v."""
     heads = [gathered(x, sizes.kv) for x in inputs]
     mine, keys, values = (batched(x) for x in heads)

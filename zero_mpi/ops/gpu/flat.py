@@ -23,7 +23,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
     writable,
 )
-from zero_mpi.ops.reference import run_length
+from zero_mpi.ops.sizes import run_length
 
 ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
 CHUNK_SQUARES = kernel("flat.cu", "chunk_squares", "PPLL")

@@ -1,0 +1,109 @@
+"""What attention in bfloat16 computes at once: a block of rows of some heads, and the keys that these see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import numpy as np
+
+from zero_mpi.device.types import Array
+from zero_mpi.ops.sizes import LOW_BLOCK, low_tile, tile_heads
+
+NONE = np.zeros((0, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of rows of some heads: what is computed at once.
+
+    shape            (sequences, heads, n, m): n rows, which see the first m keys at most
+    sequences        of them all
+    queries, keys    heads of q, and those of k and v that they look at
+    rows, seen       of the queries and of the keys
+    weights, sums    where its weights and its rows' sums begin, of all tiles' in order
+    begins, ends     it is the first, or last, that adds to the gradients of its keys
+    """
+
+    shape: tuple[int, int, int, int]
+    sequences: slice
+    queries: slice
+    keys: slice
+    rows: slice
+    seen: slice
+    weights: int
+    sums: int
+    begins: bool
+    ends: bool
+
+    def of_queries(self, x: Array) -> Array:
+        """Its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
+        return x[self.sequences, self.rows, self.queries].transpose(0, 2, 1, 3)
+
+    def of_keys(self, x: Array) -> Array:
+        """Its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
+        return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
+
+    def within(self, begins: Array | None) -> Tile:
+        """The tile without the first keys, which its rows do not see: by whole blocks, for few shapes."""
+        if begins is None:
+            return self
+        first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
+        shape = (*self.shape[:3], self.shape[3] - first)
+        return replace(self, shape=shape, seen=slice(first, self.seen.stop))
+
+    def hidden(self, begins: Array | None) -> Array:
+        """How many of the keys, from the first on, each of its rows does not see; empty: none of them."""
+        return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
+
+    def cut(self, room: Array, start: int = 0) -> Array:
+        """Its matrices of scores or weights in room for several."""
+        return room[start : start + prod(self.shape)].reshape(self.shape)
+
+    def cut_sums(self, sums: Array) -> Array:
+        """The sums of its rows, (sequences, heads, n)."""
+        shape = self.shape[:3]
+        return sums[self.sums : self.sums + prod(shape)].reshape(shape)
+
+
+def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
+    """(sequences, heads of keys) that are computed at a time."""
+    sequences, together = tile_heads(batch, heads, length, total)
+    for b in range(0, batch, sequences):
+        for g in range(0, heads, together):
+            yield slice(b, min(b + sequences, batch)), slice(g, min(g + together, heads))
+
+
+@cache
+def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
+    """The tiles of B sequences of T queries in H heads, of which `shared` each see S keys of one head.
+
+    From the last block of a head down: that one sees all keys, so it writes what the others, and then the
+    heads that share them, add to.
+    """
+    found: list[Tile] = []
+    weights = sums = 0
+    starts = range(0, length, LOW_BLOCK)
+    for sequences, keys in groups(batch, heads // shared, length, total):
+        count = sequences.stop - sequences.start, keys.stop - keys.start
+        for share in range(shared):
+            queries = slice(keys.start * shared + share, keys.stop * shared, shared)
+            for r in reversed(starts):
+                n = min(LOW_BLOCK, length - r)
+                seen = total - length + r + n
+                ends = share == shared - 1 and r == 0
+                begins = share == 0 and r == starts[-1]
+                shape = (*count, n, seen)
+                places = (sequences, queries, keys, slice(r, r + n), slice(seen))
+                found.append(Tile(shape, *places, weights, sums, begins, ends))
+                weights += count[0] * count[1] * n * seen
+                sums += count[0] * count[1] * n
+    return tuple(found)
+
+
+def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
+    """(the tiles, elements of the largest)."""
+    (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
+    return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)
