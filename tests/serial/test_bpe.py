@@ -280,7 +280,7 @@ def test_the_hash_is_that_of_the_bytes_whatever_the_tokenizer(documents):
 
 def test_without_eos_a_bos_stands_between_documents_and_without_both_a_note_says_so(documents):
     keys = KEYS | {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": np.uint32(33)}
-    assert corpus_of(documents, BPETokenizer(keys)).train.tolist()[-2:] == [259, 33]
+    assert corpus_of(documents, BPETokenizer(keys)).train.ids.tolist()[-2:] == [259, 33]
     corpus = corpus_of(documents, BPETokenizer(keys | {"tokenizer.ggml.bos_token_id": None}))
     assert corpus.train.ids.tolist() == [259, *b" <|im_end|>", 261, 258, 259]
     assert corpus.notes == ("the tokenizer has neither eos nor bos: nothing stands between documents",)
@@ -290,6 +290,6 @@ def test_a_package_is_read_the_same_each_time(trained):
     options = {"val_fraction": 0.1, "seed": 1, "vocab_size": trained.vocab_size}
     folder = Path(json.__file__).parents[1] / "asyncio"
     first, second = (corpus_of(folder, trained, **options) for _ in range(2))
-    assert first.train.tobytes() == second.train.tobytes()
-    assert first.val.tobytes() == second.val.tobytes()
+    assert first.train.ids.tobytes() == second.train.ids.tobytes()
+    assert first.val.ids.tobytes() == second.val.ids.tobytes()
     assert first.train.size > 100_000

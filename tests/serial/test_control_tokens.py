@@ -70,7 +70,7 @@ def control_ids(tokenizer):
 @pytest.mark.parametrize("asked", [{}, {"control_tokens": None}, {"control_tokens": PLAIN}])
 def test_plain_and_nothing_said_read_letters(asked, case, tmp_path):
     tokenizer, text, _ = case
-    ids = corpus(tmp_path, tokenizer, text, **asked).train
+    ids = corpus(tmp_path, tokenizer, text, **asked).train.ids
     assert ids.tolist() == [*tokenizer.encode(text), tokenizer.eos]
     assert not control_ids(tokenizer) & set(ids[:-1].tolist())
     if isinstance(tokenizer, ByteTokenizer):
@@ -79,19 +79,19 @@ def test_plain_and_nothing_said_read_letters(asked, case, tmp_path):
 
 def test_parse_reads_each_spelling_as_one_id_as_a_prompt_does(case, tmp_path):
     tokenizer, text, spelt = case
-    ids = corpus(tmp_path, tokenizer, text, control_tokens=PARSE).train
+    ids = corpus(tmp_path, tokenizer, text, control_tokens=PARSE).train.ids
     assert ids.tolist() == [*tokenizer.encode_prompt(text), tokenizer.eos]
     tokens = tokenizer.metadata()["tokenizer.ggml.tokens"]
     found = [tokens[i] for i in ids[:-1] if i in control_ids(tokenizer)]
     assert {token: found.count(token) for token in found} == spelt
-    assert ids.dtype == corpus(tmp_path, tokenizer, text, control_tokens=PLAIN).train.dtype
+    assert ids.dtype == corpus(tmp_path, tokenizer, text, control_tokens=PLAIN).train.ids.dtype
 
 
 @pytest.mark.parametrize("asked", [None, *READINGS])
 def test_a_text_that_spells_none_has_the_same_ids_and_no_note(asked, case, tmp_path):
     tokenizer, _, _ = case
     read = corpus(tmp_path, tokenizer, NONE_SPELT, control_tokens=asked)
-    assert (read.train.tolist(), read.notes) == ([*tokenizer.encode(NONE_SPELT), tokenizer.eos], ())
+    assert (read.train.ids.tolist(), read.notes) == ([*tokenizer.encode(NONE_SPELT), tokenizer.eos], ())
 
 
 def test_bytes_that_are_no_text_stay_bytes_beside_a_token():

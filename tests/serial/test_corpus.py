@@ -202,7 +202,7 @@ def test_token_files_are_taken_as_they_are(tmp_path):
 
 def test_one_token_file_stays_on_disk(tmp_path):
     corpus = load(put_ids(tmp_path / "ids.npy", range(100)), val_fraction=0.2)
-    for part in (corpus.train, corpus.val):
+    for part in (corpus.train.ids, corpus.val.ids):
         base = part
         while base.base is not None and not isinstance(base, np.memmap):
             base = base.base
@@ -280,7 +280,7 @@ def test_which_kind_of_files_is_known_beforehand(tmp_path):
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.33, 0.5, 0.9])
 def test_whole_documents_are_held_out(tmp_path, fraction, seed):
     corpus = load(many(tmp_path), val_fraction=fraction, seed=seed)
-    train, val = documents_of(corpus.train), documents_of(corpus.val)
+    train, val = documents_of(corpus.train.ids), documents_of(corpus.val.ids)
     assert train | val == set(range(1, 41))
     assert not train & val
     assert corpus.train.size + corpus.val.size == 40 * 51
@@ -291,14 +291,14 @@ def test_whole_documents_are_held_out(tmp_path, fraction, seed):
 
 def test_both_sides_keep_the_order_of_the_corpus(tmp_path):
     corpus = load(many(tmp_path), val_fraction=0.4)
-    for side in (corpus.train, corpus.val):
+    for side in (corpus.train.ids, corpus.val.ids):
         assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
         assert side[-1] == EOS
 
 
 def test_the_draw_depends_on_the_seed_alone(tmp_path):
     many(tmp_path)
-    drawn = [frozenset(documents_of(load(tmp_path, val_fraction=0.2, seed=s).val)) for s in (0, 0, 1, 2)]
+    drawn = [frozenset(documents_of(load(tmp_path, val_fraction=0.2, seed=s).val.ids)) for s in (0, 0, 1, 2)]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
 
@@ -314,14 +314,14 @@ def test_the_last_training_document_is_never_held_out(tmp_path, seed):
 def test_a_giant_is_not_held_out_where_others_do(tmp_path, seed):
     write(tmp_path, **{f"d{i}": "s" * 99 for i in range(9)}, giant="g" * 9099)
     corpus = load(tmp_path, val_fraction=0.05, seed=seed)
-    assert ord("g") not in corpus.val
+    assert ord("g") not in corpus.val.ids
     assert corpus.val.size == 500
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_two_giants_the_smaller_is_held_out(tmp_path, seed):
     corpus = load(write(tmp_path, a="a" * 500, b="b" * 400), val_fraction=0.05, seed=seed)
-    assert documents_of(corpus.val) == {ord("b")}
+    assert documents_of(corpus.val.ids) == {ord("b")}
 
 
 def test_of_a_single_document_the_tail_is_held_out(tmp_path):

@@ -27,7 +27,9 @@ def same(a, b):
 
 
 def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
-    inputs, targets = windows_of(3).batch([2, 0])
+    batch = windows_of(3).batch([2, 0])
+    inputs, targets = batch.inputs, batch.targets
+    assert batch.begins is None, "a row is one document"
     assert inputs.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert targets.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
 
@@ -40,7 +42,8 @@ def test_the_number_of_windows(tokens):
 @pytest.mark.parametrize("indices", [[1], [2, 0, 2], []])
 def test_batches_are_fresh_contiguous_int64(indices):
     tokens = np.arange(20, dtype=np.uint16)
-    for part in Windows(tokens, 4).batch(indices):
+    batch = Windows(tokens, 4).batch(indices)
+    for part in (batch.inputs, batch.targets):
         assert part.dtype == np.int64
         assert part.shape == (len(indices), 4)
         assert part.flags.c_contiguous
@@ -58,7 +61,7 @@ def test_a_window_that_is_not_there_is_an_error(indices):
 def test_tokens_may_be_a_mapped_file(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(9, dtype=np.uint16))
     mapped = np.load(tmp_path / "ids.npy", mmap_mode="r")
-    assert type(Windows(mapped, 4).batch([1])[0]) is np.ndarray
+    assert type(Windows(mapped, 4).batch([1]).inputs) is np.ndarray
 
 
 def test_a_context_below_one_is_refused():
@@ -111,35 +114,35 @@ def test_a_permutation_permutes(count, key):
 def test_the_steps_of_an_epoch_read_each_window_once():
     """10 windows in steps of 4: five steps are two epochs, and step 2 lies across the seam."""
     loader = loader_of(windows=10, batch_size=4, micro_batch=3)
-    read = [loader.micro(step, i)[0] for step in range(5) for i in range(loader.micro_batches)]
+    read = [loader.micro(step, i).inputs for step in range(5) for i in range(loader.micro_batches)]
     starts = np.concatenate(read)[:, 0] // 4
     assert sorted(starts[:10].tolist()) == sorted(starts[10:].tolist()) == list(range(10))
 
 
 def test_the_samples_of_a_step_follow_the_global_index():
     loader = loader_of(windows=10, batch_size=7, micro_batch=2, seed=3)
-    read = np.concatenate([loader.micro(2, i)[0] for i in range(4)])[:, 0] // 4
+    read = np.concatenate([loader.micro(2, i).inputs for i in range(4)])[:, 0] // 4
     assert read.tolist() == [window_of(sample, 10, 3) for sample in range(14, 21)]
 
 
 def test_micro_batches_change_the_cut_and_not_the_samples():
     whole = loader_of(batch_size=7, micro_batch=7).micro(3, 0)
     cut = loader_of(batch_size=7, micro_batch=3)
-    assert [len(cut.micro(3, i)[0]) for i in range(3)] == [3, 3, 1]
-    assert same(
-        whole, [np.concatenate(parts) for parts in zip(*map(cut.micro, [3] * 3, range(3)), strict=True)]
-    )
+    assert [len(cut.micro(3, i).inputs) for i in range(3)] == [3, 3, 1]
+    for name in ("inputs", "targets"):
+        parts = [getattr(cut.micro(3, i), name) for i in range(3)]
+        assert np.array_equal(getattr(whole, name), np.concatenate(parts))
 
 
 def test_the_sizes_of_a_step():
     loader = loader_of(batch_size=7, micro_batch=2)
-    assert (loader.micro_batches, loader.tokens_per_step) == (4, 28)
-    assert sum(loader.micro(0, i)[1].size for i in range(4)) == 28
+    assert (loader.micro_batches, loader.positions_per_step) == (4, 28)
+    assert sum(loader.micro(0, i).targets.size for i in range(4)) == 28
 
 
 def test_a_corpus_of_one_window_fills_any_batch():
     loader = loader_of(windows=1, batch_size=5, micro_batch=2)
-    assert np.concatenate([loader.micro(4, i)[0] for i in range(3)]).tolist() == [[0, 1, 2, 3]] * 5
+    assert np.concatenate([loader.micro(4, i).inputs for i in range(3)]).tolist() == [[0, 1, 2, 3]] * 5
 
 
 @pytest.mark.parametrize("value", [0, -3])
@@ -159,7 +162,7 @@ def test_a_stream_without_a_window_is_refused():
 
 
 def chosen(loader):
-    parts = [loader.micro(i)[0][:, 0] // 4 for i in range(loader.micro_batches)]
+    parts = [loader.micro(i).inputs[:, 0] // 4 for i in range(loader.micro_batches)]
     return np.concatenate(parts).tolist() if parts else []
 
 
@@ -177,7 +180,7 @@ def chosen(loader):
 def test_evaluation_windows_are_spread_evenly_in_order(limit, expected):
     loader = EvalLoader(windows_of(10), 3, limit)
     assert chosen(loader) == expected
-    assert loader.tokens == 4 * len(expected)
+    assert loader.counted == 4 * len(expected)
     assert loader.micro_batches == -(-len(expected) // 3)
 
 
@@ -192,7 +195,7 @@ def test_any_limit_takes_distinct_windows_with_even_gaps(total, limit):
 
 def test_nothing_held_out_is_no_evaluation():
     loader = EvalLoader(windows_of(0), 2, 9)
-    assert (loader.micro_batches, loader.tokens) == (0, 0)
+    assert (loader.micro_batches, loader.counted) == (0, 0)
 
 
 def test_an_evaluation_micro_batch_below_one_is_refused():

@@ -111,7 +111,8 @@ def test_first_weights_and_what_decays(arch):
 
 def test_windows_do_not_overlap_and_span_documents():
     windows = Windows(np.arange(14), 4)
-    inputs, targets = windows.batch([0, 1, 2])
+    batch = windows.batch([0, 1, 2])
+    inputs, targets = batch.inputs, batch.targets
     assert len(windows) == 3
     assert inputs.ravel().tolist() == list(range(12))
     assert np.array_equal(targets, inputs + 1)

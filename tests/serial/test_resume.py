@@ -404,8 +404,9 @@ def loss_of_first_step(model: Path, data: list[str]) -> float:
     """Nats per token of the model on the samples of step 1, without anything that trains."""
     tokenizer = ByteTokenizer()
     corpus = load_corpus(data, val_fraction=0.05, context=16, seed=0, tokenizer=tokenizer, vocab_size=260)
-    loader = StepLoader(Windows(corpus.train, 16), batch_size=7, micro_batch=7, seed=0)
-    tokens, targets = loader.micro(0, 0)
+    loader = StepLoader(Windows(corpus.train.ids, 16), batch_size=7, micro_batch=7, seed=0)
+    batch = loader.micro(0, 0)
+    tokens, targets = batch.inputs, batch.targets
     text_model, total = TextModel(model), 0.0
     for row, wanted in zip(tokens, targets, strict=True):
         text_model.reset()

@@ -39,6 +39,7 @@ class WindowSource(Protocol):
     """What is dealt out: windows of T = `context` positions, by their numbers."""
 
     context: int
+    kind: str  # what windows are, for who has none of them
 
     def __len__(self) -> int:
         """How many windows there are."""
@@ -105,6 +106,7 @@ class Windows:
 
     def __init__(self, tokens: NDArray[np.integer], context: int, stride: int | None = None) -> None:
         self.context = _at_least_one("--context", context)
+        self.kind = f"window of {context + 1} tokens: use a smaller --context"
         self.stride = _at_least_one("--stride", context if stride is None else stride)
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
@@ -159,9 +161,7 @@ class StepLoader:
 
     def __init__(self, windows: WindowSource, *, batch_size: int, micro_batch: int, seed: int) -> None:
         if not len(windows):
-            raise UsageError(
-                f"the data holds no window of {windows.context + 1} tokens: use a smaller --context"
-            )
+            raise UsageError(f"the data holds no {windows.kind}")
         self.batch_size = _at_least_one("--batch-size", batch_size)
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         self.micro_batches = -(-batch_size // micro_batch)

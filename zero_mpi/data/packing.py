@@ -108,6 +108,8 @@ class PackedWindows:
     Behind the last document of a window ids are 0, and no target counts.
     """
 
+    kind = "document with a token to learn: give other --data"
+
     def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
         self.context, self._stream = context, stream
         self.pieces = pieces = pieces_of(stream, context)
@@ -129,11 +131,8 @@ class PackedWindows:
 
     def about(self) -> str:
         """How many documents are in how many windows, and how full these are."""
-        pieces, kind = (
-            self._sizes.size,
-            "pieces of documents" if self._stream.counted is None else "conversations",
-        )
-        return f"{pieces:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
+        kind = "documents and parts of long ones" if self._stream.counted is None else "conversations"
+        return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of the windows `indices` count."""

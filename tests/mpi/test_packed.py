@@ -1,0 +1,65 @@
+"""Packed documents, of which some tokens count: the bits of one process, sharded anyhow, on any ranks."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
+from zero_mpi.data import EvalLoader, PackedWindows, StepLoader
+from zero_mpi.data.documents import Document, stream_of
+from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.train.trainer import with_loss
+
+CONTEXT, STEPS = 40, 3
+MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny.MODELS.items()}
+
+
+def windows(counts):
+    """Documents of many lengths; `counts`: of conversations, of which some tokens count."""
+    rng = np.random.default_rng(0)
+    documents = []
+    for number in range(60):
+        ids = rng.integers(61, size=rng.integers(2, 70))
+        counted = rng.random(ids.size) < rng.random() if counts else None
+        if counted is not None:
+            counted[0], counted[1] = False, True
+        documents.append(Document(str(number), ids, b"", counted))
+    return PackedWindows(stream_of(documents), CONTEXT)
+
+
+def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
+    """Losses and norms of steps, the loss of an evaluation, and the sha256 of the parameters."""
+    found = windows(counts)
+    module = tiny.make(comm, MODELS[name], strategy, **options)
+    optimizer, loader = ShardedAdamW(module, lr=1e-2), StepLoader(found, batch_size=9, micro_batch=2, seed=3)
+    accumulator, records = GradAccum(module, loader.micro_batches), []
+    for step in range(STEPS):
+        for mine in accumulator:
+            given = (None,) if mine is None else with_loss(loader.micro(step, mine), 1 / loader.counted(step))
+            accumulator.accumulate(*given)
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+    held_out = EvalLoader(found, 2, 7)
+    read = held_out.micro
+    loss = evaluate(module, held_out.micro_batches, lambda i: with_loss(read(i), 1 / held_out.counted))
+    return records, loss, tiny.digest(module.state_dict())
+
+
+@functools.cache
+def alone(name, counts):
+    """The run of one process."""
+    return train(SerialComm(), name, counts=counts)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize(("name", "counts"), [("llama", True), ("gpt2 tied", True), ("qwen3", False)])
+def test_losses_norms_and_weights(exact, name, counts, strategy):
+    assert train(exact, name, strategy, counts, recompute=strategy is NO_SHARD) == alone(name, counts)
+
+
+def test_losses_fall_to_what_a_guess_among_61_is_and_below():
+    records, loss, _ = alone("llama", True)
+    assert records[0][0] == pytest.approx(np.log(61), rel=0.05), "a mean over what counts"
+    assert loss < records[0][0]

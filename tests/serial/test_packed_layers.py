@@ -1,0 +1,242 @@
+"""Several documents in a row: none sees another, and each has the losses and gradients that it has alone."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.device.arrays import recycled_stats
+from zero_mpi.nn import Chain, CrossEntropy, Packed, Stage
+from zero_mpi.nn.packed import Documents, reading
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu import attention, attention_bf16
+from zero_mpi.sharding.passes import ROW_STEPS, rows_that_count
+from zero_mpi.sharding.precision import BF16, FP32
+
+CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three
+MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny.MODELS.items()}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def begins_of(cuts=CUTS, rows=2, length=CONTEXT):
+    """Rows of documents that begin at these positions."""
+    cuts, places = np.array(cuts), np.arange(length)
+    row = cuts[np.searchsorted(cuts, places, side="right") - 1]
+    return np.tile(row, (rows, 1)).astype(np.int64)
+
+
+def documents(begins):
+    """(row, positions) of every document, as an index of arrays (B, T, ...)."""
+    return [
+        np.s_[row : row + 1, start : start + (begins[row] == start).sum()]
+        for row in range(len(begins))
+        for start in np.unique(begins[row])
+    ]
+
+
+def drawn(rows=2, length=CONTEXT, seed=0):
+    """Ids and targets, of which half count."""
+    rng = np.random.default_rng(seed)
+    ids, targets = rng.integers(61, size=(2, rows, length))
+    targets[rng.random(targets.shape) < 0.5] = UNCOUNTED
+    return ids, targets
+
+
+@every_model
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda p: p.compute.name)
+def test_another_text_before_it_moves_no_bit_of_a_document(name, precision, recompute):
+    module = tiny.make(SerialComm(), MODELS[name], precision=precision, recompute=recompute)
+    (ids, _), begins = drawn(), begins_of()
+    first = module.forward(Packed(ids, begins), training=False).copy()
+    other = ids.copy()
+    other[:, :70] = drawn(seed=1)[0][:, :70]
+    second = module.forward(Packed(other, begins), training=False)
+    assert first[:, 70:].tobytes() == second[:, 70:].tobytes()
+    assert (first[:, :70] != second[:, :70]).any(axis=(0, 2)).all(), "the first text is another"
+
+
+def gradients(module):
+    """All gradients of a step, whole, in float64."""
+    module.sync_gradients()
+    return {name: np.array(gradient, np.float64) for name, gradient in module.gradients()}
+
+
+@every_model
+@pytest.mark.parametrize("recompute", [False, True])
+def test_losses_and_gradients_are_those_of_each_document_alone(name, recompute):
+    """In float32: to a millionth of the greatest, which is what another order of sums costs."""
+    ids, targets = drawn()
+    begins, scale = begins_of(), 1 / (targets != UNCOUNTED).sum()
+    module = tiny.make(SerialComm(), MODELS[name], recompute=recompute)
+    loss = GradAccum(module, 1).accumulate(Packed(ids, begins), CrossEntropy(targets, scale))
+    packed = gradients(module)
+    module.zero_gradients()
+    parts = documents(begins)
+    accumulator = GradAccum(module, len(parts))
+    alone = sum(accumulator.accumulate(ids[part], CrossEntropy(targets[part], scale)) for part in parts)
+    assert loss == pytest.approx(alone, rel=1e-6)
+    for unit, expected in gradients(module).items():
+        np.testing.assert_allclose(packed[unit], expected, rtol=0, atol=1e-6 * max(1, abs(expected).max()))
+    assert module.evaluate(Packed(ids, begins), targets, scale) == pytest.approx(alone, rel=1e-6)
+
+
+@every_model
+def test_in_float64_they_are_to_the_last_digits(name):
+    model = Chain(*(stage.layer for stage in MODELS[name].stages()))
+    rng, (ids, targets), begins = np.random.default_rng(0), drawn(), begins_of()
+    p = {name: rng.standard_normal(param.shape) / 8 for name, param in model.params().items()}
+    g, expected = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
+    with reading(Documents(begins)):
+        logits, saved = model.forward(p, ids)
+        loss, dlogits = cross_entropy(logits, targets, 0.01)
+        model.backward(p, saved, dlogits, g)
+    total = 0.0
+    for part in documents(begins):
+        own, saved = model.forward(p, ids[part])
+        np.testing.assert_allclose(logits[part], own, rtol=0, atol=1e-12)
+        found, dlogits = cross_entropy(own, targets[part], 0.01)
+        model.backward(p, saved, dlogits, expected)
+        total += found
+    assert loss == pytest.approx(total, rel=1e-12)
+    for parameter in g:
+        most = abs(expected[parameter]).max()
+        np.testing.assert_allclose(g[parameter], expected[parameter], rtol=0, atol=1e-12 * max(1, most))
+
+
+SHAPES = [(150, 4, 2, 8, 6), (50, 3, 1, 8, 8), (129, 2, 2, 5, 3), (300, 4, 4, 16, 16)]  # T, H, K, D, E
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep):
+    for module in (attention, attention_bf16):
+        monkeypatch.setattr(module, "KEPT_WEIGHTS", 1 << 40 if keep else 0)
+    length, heads, kv, width, tall = shape
+    rng = np.random.default_rng(0)
+    sizes = ((heads, width), (kv, width), (kv, tall), (heads, tall))
+    q, k, v, dy = (rng.standard_normal((3, length, *size)).astype(kind) for size in sizes)
+    begins = np.concatenate(
+        [
+            begins_of((0,), 1, length),
+            begins_of((0, 5, 6, length // 2), 1, length),
+            begins_of(range(length), 1, length),
+        ]
+    )
+    y, kept = ops.causal_attention(q, k, v, 0.4, begins)
+    found = y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.4)
+    exact = [x.astype(np.float64) for x in (q, k, v, dy)]
+    tolerance = {8: 1e-12, 4: 5e-6, 2: 0.05}[np.dtype(kind).itemsize]
+    for part in documents(begins):
+        own = [x[part] for x in exact]
+        expected, p = reference.causal_attention(*own[:3], 0.4)
+        wanted = expected, *reference.causal_attention_backward(own[3], *own[:3], p, 0.4)
+        for mine, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine[part].astype(np.float64), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
+def test_a_target_that_does_not_count_has_no_loss_and_no_gradient(kind):
+    rng = np.random.default_rng(0)
+    x, w, targets = (
+        rng.standard_normal((2, 9, 7)),
+        rng.standard_normal((11, 7)),
+        rng.integers(11, size=(2, 9)),
+    )
+    x, w = x.astype(kind), w.astype(kind)
+    targets[:, ::3] = UNCOUNTED
+    counts, dw, expected = targets != UNCOUNTED, np.zeros(w.shape, kind), np.zeros(w.shape, kind)
+    loss, dx = ops.linear_cross_entropy(x, w, None, targets, 0.1, dw)
+    alone, own = ops.linear_cross_entropy(x[counts], w, None, targets[counts], 0.1, expected)
+    close = {8: 1e-12, 4: 1e-5, 2: 0.05}[np.dtype(kind).itemsize]
+    assert loss == pytest.approx(alone, rel=close)
+    assert not dx[~counts].any()
+    np.testing.assert_allclose(np.float64(dx[counts]), np.float64(own), atol=close)
+    np.testing.assert_allclose(np.float64(dw), np.float64(expected), atol=close)
+    logits = rng.standard_normal((2, 9, 11)).astype(kind)
+    loss, dlogits = ops.cross_entropy(logits, targets, 0.1)
+    assert loss == pytest.approx(ops.cross_entropy(logits[counts], targets[counts], 0.1)[0], rel=close)
+    assert not dlogits[~counts].any()
+    assert dlogits[counts].any(axis=-1).all()
+
+
+def test_without_a_scale_the_mean_is_over_what_counts():
+    logits, targets = np.random.default_rng(0).standard_normal((4, 5)), np.array([1, UNCOUNTED, 2, UNCOUNTED])
+    loss, _ = cross_entropy(logits, targets)
+    assert loss == pytest.approx(cross_entropy(logits[[0, 2]], targets[[0, 2]])[0], rel=1e-14)
+    assert cross_entropy(logits, np.full(4, UNCOUNTED))[0] == 0
+    with pytest.raises(ValueError, match="from 0 to 4, one of that many logits, or -1"):
+        cross_entropy(logits, np.array([1, -2, 2, 0]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 20, 63, 64])
+def test_a_last_stage_is_given_few_more_rows_than_count(count):
+    targets = np.full(64, UNCOUNTED)
+    counts = np.sort(np.random.default_rng(count).permutation(64)[:count])
+    targets[counts] = 3
+    rows = rows_that_count(targets.reshape(4, 16))
+    if rows is None:
+        assert count > 64 - 64 // ROW_STEPS
+        return
+    assert len(rows) == 8 * max(1, -(-count // 8))
+    assert (np.diff(rows) > 0).all()
+    assert set(counts) <= set(rows)
+
+
+class Counting(Chain):
+    """A last stage that tells how many rows it was given."""
+
+    given: list[int]
+
+    def loss(self, p, x, targets, scale, g):
+        self.given.append(targets.size)
+        return super().loss(p, x, targets, scale, g)
+
+
+def test_the_head_computes_no_more_than_that():
+    module = tiny.make(SerialComm(), MODELS["llama"])
+    head = module.stages[-1]
+    counting = Counting(head.layer)
+    counting.given = []
+    module.stages[-1] = Stage(head.scope, counting)
+    ids, targets = drawn()
+    targets[:, 20:] = UNCOUNTED
+    GradAccum(module, 1).accumulate(Packed(ids, begins_of()), CrossEntropy(targets, 0.1))
+    assert counting.given == [rows_that_count(targets).size] == [38]
+
+
+def test_a_step_allocates_nothing_large_though_documents_differ():
+    module = tiny.make(SerialComm(), MODELS["llama"])
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 1)
+    rng, fresh = np.random.default_rng(0), []
+    for step in range(40):
+        ids, _ = drawn(8, seed=step)
+        share = step % ROW_STEPS / ROW_STEPS if step < 2 * ROW_STEPS else rng.random()
+        targets = np.where(rng.permutation(ids.size) <= share * ids.size, 7, UNCOUNTED).reshape(ids.shape)
+        cuts = np.unique(np.append(0, rng.integers(CONTEXT, size=rng.integers(1, 9))))
+        accumulator.accumulate(Packed(ids, begins_of(cuts, 8)), CrossEntropy(targets, 1e-3))
+        optimizer.step()
+        fresh.append(recycled_stats().fresh)
+    assert fresh[-1] == fresh[2 * ROW_STEPS], (
+        "each number of rows that a head may be given has been seen twice"
+    )
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [np.array([[0, 1, 0]]), np.array([[0, 2, 2]]), np.array([[-1, 0, 0]]), np.zeros((1, 3), np.int32)],
+    ids=["falls", "behind", "negative", "narrow"],
+)
+def test_beginnings_that_cannot_be_are_refused(begins):
+    with pytest.raises(ValueError, match="Packed: begins: expected int64 positions"):
+        Packed(np.zeros((1, 3), np.int64), begins)
+
+
+def test_beginnings_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"Packed: begins: expected shape \(1, 3\), got \(1, 2\)"):
+        Packed(np.zeros((1, 3), np.int64), np.zeros((1, 2), np.int64))

@@ -1,0 +1,144 @@
+"""Whole documents in windows: each target once, none across a border, few places left over."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.data import EvalLoader, PackedWindows, StepLoader, Windows, windows_over
+from zero_mpi.data.documents import Document, Stream, stream_of
+from zero_mpi.data.packing import best_fit
+from zero_mpi.errors import UsageError
+
+
+def text(*lengths):
+    """A stream of texts whose ids tell them apart: document d has d + 1 in front of each position's number."""
+    return stream_of([Document(str(d), 1000 * d + np.arange(n), b"") for d, n in enumerate(lengths)])
+
+
+def talks(*masks):
+    """A stream of conversations, of which these tokens count."""
+    return stream_of(
+        [
+            Document(str(d), 1000 * d + np.arange(len(mask)), b"", np.array(mask, bool))
+            for d, mask in enumerate(masks)
+        ]
+    )
+
+
+def pairs(windows, indices=None):
+    """(input, target, position in the document) of every place that is not filled up, by window."""
+    batch = windows.batch(range(len(windows)) if indices is None else indices)
+    places = np.arange(batch.inputs.shape[1]) - batch.begins
+    rows = zip(batch.inputs.tolist(), batch.targets.tolist(), places.tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
+
+
+def counted(windows):
+    """All (input, target) of which the target counts, in order."""
+    found = [(x, t) for row in pairs(windows) for x, t, _ in row if t != UNCOUNTED]
+    return sorted(found)
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@given(lengths=LENGTHS, context=st.integers(1, 12))
+def test_every_target_of_a_text_is_there_once_and_from_its_own_document(lengths, context):
+    windows = PackedWindows(text(*lengths), context)
+    expected = [(1000 * d + i, 1000 * d + i + 1) for d, n in enumerate(lengths) for i in range(n - 1)]
+    assert counted(windows) == expected
+    assert windows.counted(range(len(windows))) == len(expected)
+    for row in pairs(windows):
+        for (x, _, place), (y, _, after) in zip(row, row[1:], strict=False):
+            assert after == 0 or (after, y) == (place + 1, x + 1), "a position goes on in its document"
+
+
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=2, max_size=20), min_size=1), context=st.integers(1, 9)
+)
+def test_of_conversations_what_counts_is_there_once_up_to_the_end_of_a_window(masks, context):
+    for mask in masks:
+        mask[0] = False
+    expected = [
+        (1000 * d + i, 1000 * d + i + 1)
+        for d, mask in enumerate(masks)
+        for i in range(min(len(mask) - 1, context))
+        if mask[i + 1]
+    ]
+    for packs in (True, False):
+        windows = PackedWindows(talks(*masks), context, packs)
+        assert counted(windows) == expected
+        assert all(windows.counted([i]) > 0 for i in range(len(windows))), "there is something to learn"
+    assert len(windows) == sum(any(mask[1 : context + 1]) for mask in masks), "unpacked: one a window"
+    cut = sum(len(mask) - 1 > context for mask in masks)
+    notes = " ".join(windows.notes())
+    assert (f"{cut} of {len(masks)} conversations are longer than --context {context}" in notes) == (cut > 0)
+    assert ("no token of them" in notes) == (len(windows) < len(masks))
+
+
+@given(sizes=st.lists(st.integers(1, 20), max_size=60))
+def test_best_fit_overfills_nothing_and_begins_a_window_only_where_nothing_fits(sizes):
+    window = best_fit(np.array(sizes, np.int64), 20)
+    filled = np.bincount(window, sizes).astype(int).tolist()
+    assert max(filled, default=0) <= 20
+    assert sorted(set(window.tolist())) == list(range(len(filled)))
+    if len(filled) > 1:
+        assert sum(sorted(filled)[:2]) > 20, "two windows would have been one"
+
+
+def test_the_window_with_the_least_room_left_takes_a_document():
+    assert best_fit(np.array([6, 5, 4, 3, 2]), 10).tolist() == [0, 1, 0, 1, 1]
+    assert best_fit(np.array([7, 6, 3, 4]), 10).tolist() == [0, 1, 0, 1], "not the first that has room"
+
+
+def test_many_documents_fill_their_windows():
+    lengths = np.random.default_rng(0).lognormal(5, 1, 5000).astype(int) + 2
+    stream = Stream(np.zeros(lengths.sum(), np.uint16), np.cumsum(lengths))
+    windows = PackedWindows(stream, 1024)
+    assert windows.filled > 0.99
+    assert windows.about().endswith(f"in {len(windows):,} windows, 99 % full")
+    again = PackedWindows(Stream(stream.ids.copy(), stream.ends.copy()), 1024)
+    every = range(0, len(windows), 97)
+    assert windows.batch(every).begins.tobytes() == again.batch(every).begins.tobytes()
+
+
+def test_a_window_is_filled_up_with_what_does_not_count():
+    batch = PackedWindows(talks([False, True, True], [False, False, True]), 6).batch([0])
+    assert batch.inputs.tolist() == [[0, 1, 1000, 1001, 0, 0]]
+    assert batch.targets.tolist() == [[1, 2, UNCOUNTED, 1002, UNCOUNTED, UNCOUNTED]]
+    assert batch.begins.tolist() == [[0, 0, 2, 2, 4, 5]]
+    assert all(part.dtype == np.int64 for part in (batch.inputs, batch.targets, batch.begins))
+
+
+@pytest.mark.parametrize("indices", [[-1], [2], [0, 2]])
+def test_a_window_that_is_not_there_is_an_error(indices):
+    with pytest.raises(IndexError, match="of 2"):
+        PackedWindows(text(5, 5), 4).batch(indices)
+
+
+def test_which_windows_a_stream_comes_in():
+    run_on, whole = (windows_over(text(3, 3), 2, packing) for packing in ("none", "documents"))
+    assert isinstance(run_on, Windows)
+    assert [len(run_on), len(whole)] == [2, 2]
+    assert run_on.batch([1]).targets.tolist() == [[1000, 1001]], "a text runs on into the next"
+    alone, packed = (
+        windows_over(talks([False, True], [False, True]), 2, packing) for packing in ("none", "documents")
+    )
+    assert [len(alone), len(packed)] == [2, 1]
+
+
+def test_steps_and_evaluations_count_their_targets():
+    windows = PackedWindows(talks(*[[False] + [True] * n for n in (5, 2, 7, 1, 6)]), 7)
+    loader = StepLoader(windows, batch_size=3, micro_batch=2, seed=1)
+    for step in range(5):
+        targets = [loader.micro(step, i).targets for i in range(loader.micro_batches)]
+        assert loader.counted(step) == sum((found != UNCOUNTED).sum() for found in targets)
+    held_out = EvalLoader(windows, 2, 2)
+    assert held_out.counted == sum((held_out.micro(i).targets != UNCOUNTED).sum() for i in range(1))
+
+
+def test_nothing_to_learn_is_refused():
+    with pytest.raises(UsageError, match="the data holds no document with a token to learn"):
+        StepLoader(PackedWindows(talks([False, False]), 4), batch_size=1, micro_batch=1, seed=0)
