@@ -121,13 +121,8 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
     rng = np.random.default_rng(0)
     sizes = ((heads, width), (kv, width), (kv, tall), (heads, tall))
     q, k, v, dy = (rng.standard_normal((3, length, *size)).astype(kind) for size in sizes)
-    begins = np.concatenate(
-        [
-            begins_of((0,), 1, length),
-            begins_of((0, 5, 6, length // 2), 1, length),
-            begins_of(range(length), 1, length),
-        ]
-    )
+    rows = (0,), (0, 5, 6, length // 2), range(length)
+    begins = np.concatenate([begins_of(cuts, 1, length) for cuts in rows])
     y, kept = ops.causal_attention(q, k, v, 0.4, begins)
     found = y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.4)
     exact = [x.astype(np.float64) for x in (q, k, v, dy)]
@@ -222,9 +217,7 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
         accumulator.accumulate(Packed(ids, begins_of(cuts, 8)), CrossEntropy(targets, 1e-3))
         optimizer.step()
         fresh.append(recycled_stats().fresh)
-    assert fresh[-1] == fresh[2 * ROW_STEPS], (
-        "each number of rows that a head may be given has been seen twice"
-    )
+    assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Whole documents in windows: each target once, none across a border, few places left over."""
 
-import itertools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 
 
 def text(*lengths):
-    """A stream of texts whose ids tell them apart: document d begins with 1000 d."""
+    """A stream of texts whose ids tell them apart: token i of document d is 1000 d + i."""
     return stream_of([Document(str(d), 1000 * d + np.arange(n), b"") for d, n in enumerate(lengths)])
 
 
@@ -53,7 +53,7 @@ def test_every_target_of_a_text_is_there_once_and_from_its_own_document(lengths,
     assert counted(windows) == expected
     assert windows.counted(range(len(windows))) == len(expected)
     for row in pairs(windows):
-        for (x, _, place), (y, _, after) in itertools.pairwise(row):
+        for (x, _, place), (y, _, after) in pairwise(row):
             assert after == 0 or (after, y) == (place + 1, x + 1), "a position goes on in its document"
 
 

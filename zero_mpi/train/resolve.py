@@ -182,7 +182,7 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
         return corpus.sha256, packing, keys, steps
 
     text, packing, keys, steps = world.from_root(read)
-    config = replace(spec.config, steps=steps, epochs=None, packing=packing)
+    config = replace(spec.config, steps=steps, epochs=None)
     description = replace(of_text(spec.description, text, packing, keys), plan=config.plan())
     return replace(on_root[0] if on_root else spec, config=config, description=description)
 

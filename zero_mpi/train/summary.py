@@ -14,8 +14,7 @@ from typing import Any
 
 from zero_mpi import __version__, device, environment
 from zero_mpi.cli.text import gibibytes, size
-from zero_mpi.data import named
-from zero_mpi.data.packing import NONE
+from zero_mpi.data import Windows, named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import Memory, plan_memory
@@ -65,7 +64,7 @@ class Start:
 
         Of packed documents it is not: how much of attention and of a head is computed depends on them.
         """
-        is_contiguous = self.session.config.packing == NONE and self.session.corpus.train.counted is None
+        is_contiguous = isinstance(self.session.loader.windows, Windows)
         is_known = is_contiguous and self.peak > 0 and self.flop > 0 and seconds > 0
         return self.flop / (seconds * self.peak) if is_known else None
 

@@ -1,0 +1,94 @@
+"""Runs with `--packing documents`: the same bytes on any ranks and over an interruption, and what is said."""
+
+import json
+
+import numpy as np
+import pytest
+from jobs import COMPILED, run_job
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train_compiled
+
+from zero_mpi.launch.ending import REQUEUE
+
+pytestmark = needs_mpiexec
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "32"]
+SMALL += [
+    "--batch-size",
+    "6",
+    "--micro-batch",
+    "2",
+    "--warmup",
+    "2",
+    "--sample",
+    "0",
+    "--val-fraction",
+    "0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sixty texts of one to a hundred letters."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text("".join(rng.choice(list("abcd \n"), rng.integers(1, 100))))
+    return ["--data", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """A run of one rank, and what it printed."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    return out, train_compiled(1, out, *SMALL, *data, "--packing", "documents", "--steps", "4")
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(3, "full-shard"), (2, "no-shard")])
+def test_ranks_strategies_and_a_resume_change_no_bit(ranks, strategy, alone, data, tmp_path):
+    out = tmp_path / "out"
+    flags = [*SMALL, *data, "--packing", "documents", "--strategy", strategy]
+    first = ["-m", "zero_mpi.train", "--out", str(out), *flags, "--steps", "4", "--max-time", "0s"]
+    assert run_job(ranks, first, timeout=50, env=COMPILED, cwd=tmp_path)[0] == REQUEUE
+    train_compiled(ranks + 2, out, *flags, "--steps", "4")
+    assert_same_run(out, alone[0])
+    assert fields(out, "val_loss", "tokens")[-1:] == fields(alone[0], "val_loss", "tokens")[-1:]
+
+
+def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):
+    out, printed = alone
+    (line,) = [line for line in printed.splitlines() if line.startswith("packed:")]
+    assert "documents and parts of long ones in" in line
+    assert line.endswith("% full")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    tokens = np.diff([0, *(record["tokens"] for record in records)])
+    assert all(0.8 * 6 * 32 < count <= 6 * 32 for count in tokens)
+    assert len(set(tokens)) > 1
+    assert not any("mfu" in record for record in records), "what is computed depends on the documents"
+
+
+def job(tmp_path, *flags):
+    """Status and last line of errors of a job of one rank."""
+    status, printed, errors = run_job(1, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=50)
+    return status, printed, errors.strip().splitlines()[-1:]
+
+
+def test_a_resume_with_another_packing_is_refused(alone, data, tmp_path):
+    status, _, errors = job(tmp_path, *SMALL, *data, "--out", str(alone[0]), "--steps", "5")
+    assert status == 2
+    assert "--packing was documents, now none" in errors[0]
+
+
+def test_token_files_do_not_tell_where_documents_end(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 60)
+    flags = [*SMALL, "--data", "ids.npy", "--vocab-size", "60", "--packing", "documents", "--out", "out"]
+    status, _, errors = job(tmp_path, *flags)
+    assert status == 2
+    assert "--packing documents: --data are token files, which do not tell where documents end" in errors[0]
+
+
+def test_a_dry_run_says_it_too_and_counts_epochs_in_windows(data, tmp_path):
+    flags = [*SMALL, *data, "--packing", "documents", "--epochs", "2", "--dry-run", "--out", "out"]
+    status, printed, _ = job(tmp_path, *flags)
+    assert status == 0
+    windows = int(printed.split("long ones in ")[1].split(" windows")[0])
+    assert f"2 x {windows} windows of 32 tokens" in printed
