@@ -87,6 +87,27 @@ def test_attention(gpu, take_way, kind, way, shape):
         near(mine, want, kind)
 
 
+@kinds
+@ways
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, way, shape, monkeypatch):
+    """In blocks of queries too; cuDNN is not asked."""
+    take_way(way)
+    b, t, _, heads, *_ = shape
+    monkeypatch.setattr(sizes, "SCORES", 4 * b * heads * sizes.scores_across(t) * 7)
+    arrays = case(kind, shape)
+    begins = np.sort(np.random.default_rng(0).integers(t, size=(b, t)), axis=1)
+    begins = np.minimum(begins // 5 * 5, np.arange(t) // 5 * 5)
+    q, k, v, dy = map(gpu.from_host, arrays)
+    y, kept = ops.causal_attention(q, k, v, 0.3, gpu.from_host(begins))
+    found = y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.3)
+    q, k, v, dy = arrays
+    expected, p = defined("causal_attention")(q, k, v, 0.3, begins)
+    others = defined("causal_attention_backward")(dy, q, k, v, p, 0.3)
+    for mine, want in zip(found, (expected, *others), strict=True):
+        near(gpu.to_host(mine), want, kind)
+
+
 @pytest.mark.parametrize("kind", LOW)
 @pytest.mark.parametrize("shape", TAKEN, ids=str)
 def test_cudnn(gpu, take_way, kind, shape):

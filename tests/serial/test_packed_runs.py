@@ -12,18 +12,8 @@ from zero_mpi.launch.ending import REQUEUE
 pytestmark = needs_mpiexec
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "32"]
-SMALL += [
-    "--batch-size",
-    "6",
-    "--micro-batch",
-    "2",
-    "--warmup",
-    "2",
-    "--sample",
-    "0",
-    "--val-fraction",
-    "0.1",
-]
+SMALL += ["--batch-size", "6", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
+SMALL += ["--val-fraction", "0.1", "--eval-every", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +41,7 @@ def test_ranks_strategies_and_a_resume_change_no_bit(ranks, strategy, alone, dat
     assert run_job(ranks, first, timeout=50, env=COMPILED, cwd=tmp_path)[0] == REQUEUE
     train_compiled(ranks + 2, out, *flags, "--steps", "4")
     assert_same_run(out, alone[0])
-    assert fields(out, "val_loss", "tokens")[-1:] == fields(alone[0], "val_loss", "tokens")[-1:]
+    assert fields(out, "val_loss", "tokens") == fields(alone[0], "val_loss", "tokens")
 
 
 def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):

@@ -39,7 +39,7 @@ class Packed:
         falls = b.ndim != 2 or b.dtype != xp.int64 or (b[:, 1:] < b[:, :-1]).any()
         if falls or (b < 0).any() or (b > xp.arange(b.shape[1])).any():
             raise ValueError(
-                "Packed: begins: expected int64 positions (B, T), none behind its own, in rows that never fall"
+                "Packed: begins: expected int64 positions (B, T), none behind its own, in rising rows"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_mpi import __version__, device, environment
 from zero_mpi.cli.text import gibibytes, size
-from zero_mpi.data import Windows, named
+from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import Memory, plan_memory
@@ -60,12 +60,8 @@ class Start:
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
-        """The share of the peak that a step of so many seconds makes use of; None: not known.
-
-        Of packed documents it is not: how much of attention and of a head is computed depends on them.
-        """
-        is_contiguous = isinstance(self.session.loader.windows, Windows)
-        is_known = is_contiguous and self.peak > 0 and self.flop > 0 and seconds > 0
+        """The share of the peak that a step of so many seconds makes use of; None: not known."""
+        is_known = self.peak > 0 and self.flop > 0 and seconds > 0
         return self.flop / (seconds * self.peak) if is_known else None
 
     def fields(self) -> dict[str, Any]:

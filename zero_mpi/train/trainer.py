@@ -14,7 +14,7 @@ from functools import partial
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
-from zero_mpi.data import Batch
+from zero_mpi.data import Batch, Windows
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -66,13 +66,16 @@ class Trainer:
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
+        is_known = isinstance(
+            session.loader.windows, Windows
+        )  # packed, how much is computed depends on documents
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
             self.costs,
             observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
-            observers.Utilization(start.share),
+            *([observers.Utilization(start.share)] if is_known else []),
             observers.MemoryUse(self.world, self.records.logs),
             observers.RecordWriter(self.records),
             self.saving,
