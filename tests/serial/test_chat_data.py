@@ -1,19 +1,25 @@
 """Conversations as `--data`: what a corpus makes of them, flags that do not go with them, and a run."""
 
 import json
+import math
 import tomllib
+from dataclasses import replace
 
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_tokenizer
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train
+from test_evaluate import surprises
+from test_generate import LLAMA, write_model
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.inputs import check_kind_of_data, with_template
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus
+from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TEMPLATE
+from zero_mpi.generate.text_model import TextModel
 
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "They are four."}]
 SAME = {"prompt": "Two and two?", "completion": "They are four."}
@@ -154,6 +160,33 @@ def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
     status, _, errors = run_job(1, command, cwd=folder, timeout=50)
     assert (status, errors.count("\n")) == (0, 1), errors
     assert "conversations without an answer left out: 6" in errors
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(("ranks", "context"), [(1, 200), (2, 110)])
+def test_evaluation_counts_answers_alone(ranks, context, folder):
+    """Each conversation is read from its beginning; bits are divided by the bytes of what counts."""
+    model = replace(LLAMA, context_length=200, value_length=4)
+    write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
+    reads = ConversationReader(ByteTokenizer(CHATML))
+    nats, nbytes = 0.0, 0
+    for each in reads.read([("x", folder / "chat.jsonl")]):
+        losses = surprises(TextModel(folder / "m.gguf"), each.ids.tolist())[:context]
+        counted = each.counted[1 : context + 1]
+        nats, nbytes = nats + losses[counted].sum(), nbytes + int(counted.sum())  # of bytes, each is one
+    command = ["m.gguf", "--data", "chat.jsonl", "--context", str(context), "--json", "f.json"]
+    status, printed, errors = run_job(ranks, ["-m", "zero_mpi.evaluate", *command], cwd=folder, timeout=50)
+    assert status == 0, errors
+    assert f"12 conversations of at most {context} tokens, what counts of them: " in printed
+    assert ("their ends are left out" in errors) == (context == 110)
+    figures = json.loads((folder / "f.json").read_text())
+    (row,) = figures["models"]
+    assert figures["text"]["tokens"] == figures["text"]["bytes"] == nbytes > 0
+    assert row["text"]["loss"] == pytest.approx(nats / nbytes, rel=1e-5)
+    assert row["text"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / nbytes, rel=1e-5)
+    line = refusal(folder, "zero_mpi.evaluate", *command, "--stride", "9")
+    assert "--stride 9: each conversation is read from its beginning" in line
+    assert "no answer" in refusal(folder, "zero_mpi.evaluate", *command, "--context", "9")
 
 
 @needs_mpiexec

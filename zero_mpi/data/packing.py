@@ -134,6 +134,10 @@ class PackedWindows:
         kind = "documents and parts of long ones" if self._stream.counted is None else "conversations"
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
+    def known(self, index: int) -> int:
+        """How many of a window's targets windows before it have predicted: none, for they do not overlap."""
+        return 0
+
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of the windows `indices` count."""
         return int(self._targets[np.asarray(indices, np.int64)].sum())

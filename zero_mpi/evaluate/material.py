@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
+from zero_mpi.data.documents import Stream
+from zero_mpi.data.packing import PackedWindows
+from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.candidate import Opened
 from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
@@ -39,10 +42,9 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
     choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
     if task.config.data:
         corpus = share_corpus(world.comm, world.on_root(lambda: read_text(task, opened)))
-        if world.rank == 0:
-            for note in corpus.notes:
-                log.tell(log.Caution(note))
-        cut = Windows(corpus.train.ids, opened.config.context, task.stride)
+        cut = cut_up(corpus.train, opened.config.context, task.stride)
+        for note in (*corpus.notes, *cut.notes()) if world.rank == 0 else ():
+            log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
         text, tokens = about(cut, windows, corpus, opened)
     answers = None if choices is None else AnswerSet(choices, opened.config.micro_batch)
@@ -62,11 +64,25 @@ def read_text(task: Task, opened: Opened) -> Corpus:
     """The tokens of --data; raises UsageError, also for a stride longer than a window."""
     Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
-    return read_corpus(opened.config, opened.candidates[0].model, tokenizer)
+    corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer)
+    if corpus.train.counted is not None and task.stride is not None:
+        raise UsageError(
+            f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
+        )
+    if not len(cut_up(corpus.train, opened.config.context, task.stride)):
+        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+    return corpus
+
+
+def cut_up(stream: Stream, context: int, stride: int | None) -> Windows | PackedWindows:
+    """The windows of a text; of conversations one each, from its beginning."""
+    if stream.counted is None:
+        return Windows(stream.ids, context, stride)
+    return PackedWindows(stream, context, packs=False)
 
 
 def about(
-    cut: Windows, windows: WindowSet, corpus: Corpus, opened: Opened
+    cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened
 ) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
     """What is known of the text, and how many tokens of each window count."""
     vocabulary = opened.candidates[0].model.vocab_size
@@ -74,15 +90,18 @@ def about(
     nbytes = None
     if opened.tokenizer is not None:
         nbytes = int(counted(windows, byte_lengths(opened.tokenizer)).sum())
+    stride, rest = None, 0
+    if isinstance(cut, Windows):
+        stride, rest = cut.stride, corpus.train.size - 1 - (len(cut) - 1) * cut.stride - cut.context
     return {
         "context": cut.context,
-        "stride": cut.stride,
+        "stride": stride,
         "windows": windows.count,
         "windows_of_the_text": len(cut),
         "tokens": int(tokens.sum()),
         "bytes": nbytes,
         "tokens_of_the_text": corpus.train.size,
-        "tokens_after_the_last_window": corpus.train.size - 1 - (len(cut) - 1) * cut.stride - cut.context,
+        "tokens_after_the_last_window": rest,
         "sha256": corpus.sha256,
     }, tokens
 

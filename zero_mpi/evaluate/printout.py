@@ -36,9 +36,12 @@ def lines(figures: Figures) -> Iterator[str]:
 def about_text(text: dict[str, Any]) -> Iterator[str]:
     """What of the text was predicted."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
+    kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
+    if text["stride"] is None:
+        kind, every = "conversations of at most", "what counts of them"
     yield (
-        f"{text['windows']:,}{some} windows of {plural(text['context'], 'token')}, "
-        f"a new one every {text['stride']:,}: {plural(text['tokens'], 'token')} predicted"
+        f"{text['windows']:,}{some} {kind} {plural(text['context'], 'token')}, {every}: "
+        f"{plural(text['tokens'], 'token')} predicted"
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")
     )
     rest = text["tokens_after_the_last_window"]

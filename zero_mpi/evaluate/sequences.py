@@ -12,7 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data import EvalLoader, Windows
+from zero_mpi.data.packing import PackedWindows
 from zero_mpi.evaluate.choices import EncodedChoices
 from zero_mpi.sharding.evaluation import PartedBatch
 
@@ -28,13 +30,13 @@ class SequenceSet(Protocol):
 
 
 class WindowSet:
-    """Windows over a text: a loss for each, of all the tokens that it predicts first.
+    """Windows over a text, or conversations: a loss for each, of all the tokens that it predicts first.
 
     A window has `context` inputs; each predicts the token after it. Where windows overlap, only those targets
     count that no window before has predicted: the last `stride`, and all of the first window's.
     """
 
-    def __init__(self, windows: Windows, micro_batch: int, most: int | None = None) -> None:
+    def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
         self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
         self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
 
@@ -77,7 +79,8 @@ def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int
     """For each loss the sum of `values` (V,), by id, over the targets that count."""
     found: list[int] = []
     for batch in map(sequences.micro, range(sequences.micro_batches)):
-        found += [int(values[batch.targets[part]].sum()) for part in batch.parts]
+        targets = [batch.targets[part] for part in batch.parts]
+        found += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
     return np.array(found, np.int64)
 
 
