@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_tokenizer
 from jobs import run_job
-from test_command_bits import needs_mpiexec, train
+from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_evaluate import surprises
 from test_generate import LLAMA, write_model
 
@@ -187,6 +187,16 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     line = refusal(folder, "zero_mpi.evaluate", *command, "--stride", "9")
     assert "--stride 9: each conversation is read from its beginning" in line
     assert "no answer" in refusal(folder, "zero_mpi.evaluate", *command, "--context", "9")
+
+
+@needs_mpiexec
+def test_three_ranks_learn_the_answers_as_one_does(folder):
+    """To the bit; and what is learned of all tokens is something else."""
+    train(1, folder / "1", *FLAGS)
+    train(3, folder / "3", *FLAGS)
+    assert_same_run(folder / "1", folder / "3")
+    train(1, folder / "all", *FLAGS, "--loss-on", "all")
+    assert fields(folder / "all") != fields(folder / "1")
 
 
 @needs_mpiexec
