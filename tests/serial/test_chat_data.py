@@ -121,7 +121,7 @@ def test_a_tokenizer_takes_another_template(tmp_path):
 
 
 FLAGS = ["--data", "chat.jsonl", "--chat-template", "t.jinja", "--layers", "1", "--dim", "8", "--heads", "2"]
-FLAGS += ["--context", "64", "--batch-size", "2", "--micro-batch", "1", "--steps", "2", "--warmup", "1"]
+FLAGS += ["--context", "192", "--batch-size", "2", "--micro-batch", "1", "--steps", "2", "--warmup", "1"]
 FLAGS += ["--sample", "0", "--eval-windows", "2", "--val-fraction", "0.3"]
 
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zero_mpi.data import Tokenizer
-from zero_mpi.data.conversations.chat_template import (
-    ChatTemplate,
-    read_template,
-    special_tokens,
-    template_of,
-)
+from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.device.types import Array
-from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.generate.reply import Reply
 
 Message = dict[str, str]
@@ -40,10 +34,3 @@ class Chat:
     def answered(self, answer: Reply) -> None:
         """What the model said becomes a part of the conversation."""
         self.messages.append({"role": "assistant", "content": answer.text.decode("utf-8", "replace")})
-
-
-def chosen_template(tokenizer: Tokenizer, path: str | None) -> ChatTemplate:
-    """The template of a file, or the one that came with the tokenizer; raises UsageError."""
-    if path is None:
-        return template_of(tokenizer)
-    return ChatTemplate(read_template(path), special_tokens(GGUFKeys(tokenizer.metadata())))

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
-from zero_mpi.config.inputs import tokenizer_of
-from zero_mpi.data.conversations.chat_template import ChatTemplate
+from zero_mpi.config.inputs import tokenizer_of, with_template
+from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import readable
-from zero_mpi.generate.chat import Chat, chosen_template
+from zero_mpi.generate.chat import Chat
 from zero_mpi.generate.prompts import prompts
 from zero_mpi.generate.reply import Reply, Speaker
 from zero_mpi.generate.text_model import TextModel
@@ -70,8 +70,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.cores())
     model = TextModel(open_merged(options.model, options.lora))
-    speaker = Speaker(model, tokenizer_of(model.file, model.config), options)
-    template = chosen_template(speaker.tokenizer, options.chat_template) if options.chat else None
+    tokenizer = with_template(tokenizer_of(model.file, model.config), options.chat_template)
+    speaker = Speaker(model, tokenizer, options)
+    template = template_of(tokenizer) if options.chat else None
     try:
         if template is None:
             go_on(speaker)
