@@ -180,7 +180,7 @@ def held_bytes(module, optimizer):
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
     copies = Snapshot()
-    taken = [*copies.take(parameters_of(optimizer)), *copies.take(moments_of(optimizer))]
+    taken = [*copies.take("model", parameters_of(optimizer)), *copies.take("state", moments_of(optimizer))]
     return {
         "parameters": sum(array.nbytes for array in owned),
         "gradients": gradients,

@@ -24,9 +24,19 @@ TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos
 
 
-def load(*paths, val_fraction=0.0, context=4, seed=0, tokenizer=TOKENIZER, vocab_size=260, any_bytes=False):
+def load(
+    *paths,
+    val_fraction=0.0,
+    context=4,
+    seed=0,
+    tokenizer=TOKENIZER,
+    vocab_size=260,
+    any_bytes=False,
+    val_paths=(),
+):
     return load_corpus(
         [str(path) for path in paths],
+        val_paths=[str(path) for path in val_paths],
         val_fraction=val_fraction,
         context=context,
         seed=seed,
@@ -395,6 +405,25 @@ def test_a_folder_of_binary_files_is_empty_data_and_says_so(tmp_path):
 
 
 # the hash
+
+
+def test_other_data_are_held_out_whole(tmp_path):
+    paths, others = [write(tmp_path / name, a=name * 9, b="x" * 9) for name in ("some", "other")]
+    corpus, alone = load(paths, val_paths=[others], val_fraction=0.5), load(paths)
+    assert bytes(corpus.train.ids.tolist()[:9]) == b"somesomes"
+    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "nothing of it is held out"
+    assert corpus.val.ids.tolist() == load(others).train.ids.tolist()
+    assert (corpus.documents, corpus.val_documents) == (4, 2)
+    digests = {each.sha256 for each in (corpus, alone, load(paths, others), load(others, val_paths=[paths]))}
+    assert len(digests) == 4
+
+
+def test_other_data_must_have_a_window_and_a_text(tmp_path):
+    folder = write(tmp_path, a="some text", b="xy", empty__c="")
+    with pytest.raises(UsageError, match="--val-data holds 3 tokens, a window takes 5: give more of it"):
+        load(folder / "a", val_paths=[folder / "b"])
+    with pytest.raises(UsageError, match=r"--val-data holds no text and no tokens: .*empty"):
+        load(folder / "a", val_paths=[folder / "empty"])
 
 
 def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatch):

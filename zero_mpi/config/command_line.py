@@ -20,6 +20,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "resume": "WHAT",
     "init": "PATH",
     "data": "PATH",
+    "val_data": "PATH",
     "freeze": "PATTERN",
     "lr_scale": "W=X",
     "lora": "R",

@@ -52,7 +52,7 @@ CONTRADICTIONS = (
         lambda c: c.steps is not None and c.warmup + (c.decay_steps or 0) > c.steps,
         "expected no more than --steps {steps} has after --warmup {warmup}",
     ),
-    Contradiction("patience", lambda c: c.val_fraction == 0, "--val-fraction 0 holds nothing out"),
+    Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 holds nothing out"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),
 )
 
@@ -67,7 +67,7 @@ class FlagContext:
     @property
     def holds_out(self) -> bool:
         """Whether anything is evaluated."""
-        return self.config.val_fraction > 0
+        return self.config.holds_out
 
 
 class Idle(NamedTuple):
@@ -88,6 +88,7 @@ IDLE = (
         lambda s: s.config.strategy in ("no-shard", "shard-grad-op"),
         "--strategy {strategy} gathers no parameters ahead",
     ),
+    Idle("val_fraction", lambda s: bool(s.config.val_data), "what is held out is --val-data"),
     Idle("eval_every", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
     Idle("eval_windows", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
     Idle("prompt", lambda s: not s.is_text, NO_TEXT),

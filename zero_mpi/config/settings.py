@@ -119,6 +119,7 @@ class Config:
         choices=PACKINGS,
     )
     val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
+    val_data: list[str] = flag(None, list, "data", "what to hold out instead, as --data")
 
     batch_size: int = flag(16, int, "batch", "sequences per step over all ranks", fixed=True)
     micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
@@ -256,6 +257,11 @@ class Config:
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that stay as they are."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether anything is held out, hence evaluated."""
+        return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must keep, beside the model's sizes."""

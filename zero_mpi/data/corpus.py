@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,31 +53,43 @@ _Documents = list[Document]
 _Reading = tuple[_Documents, list[str]]  # documents, and notes on what was left out
 
 
-def _read(
-    paths: Sequence[str],
-    reader: TextReader | None,
-    vocab: int,
-    any_bytes: bool,
-    loss_on: str,
-    packs: bool,
-) -> _Reading:
-    """Every document, and notes on what was left out."""
-    root = stdlib_root()
-    files = collect_files(paths) if paths else [(p.relative_to(root).as_posix(), p) for p in stdlib_files()]
-    if are_tokens(files):
-        if packs:
-            raise UsageError(
-                "--packing documents: --data are token files, which do not tell where documents end: use text"
-            )
-        return [Document(name, *read_token_file(path, vocab, _BLOCK)) for name, path in files], []
-    if reader is None:
-        raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
-    if vocab < reader.tokenizer.vocab_size:
-        size = reader.tokenizer.vocab_size
-        raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {vocab}")
-    if are_conversations(files):
-        return _conversations(files, ConversationReader(reader.tokenizer, loss_on))
-    return _text_documents(files, TextFilter(paths, any_bytes), reader)
+class _Reader(NamedTuple):
+    """How documents are read: the flags that say what files mean."""
+
+    text: TextReader | None
+    vocab: int
+    any_bytes: bool
+    loss_on: str
+    packs: bool
+
+    def documents(self, flag: str, paths: Sequence[str]) -> _Reading:
+        """Every document that holds something; raises UsageError where none does."""
+        read, notes = self._read(paths)
+        documents = [document for document in read if document.tokens.size]
+        if not documents:
+            nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
+            raise UsageError("; ".join([nothing, *notes]))
+        return documents, notes
+
+    def _read(self, paths: Sequence[str]) -> _Reading:
+        root = stdlib_root()
+        library = ((p.relative_to(root).as_posix(), p) for p in stdlib_files())
+        files = collect_files(paths) if paths else list(library)
+        if are_tokens(files):
+            if self.packs:
+                raise UsageError(
+                    "--packing documents: --data are token files, which do not tell where documents end: use "
+                    "text"
+                )
+            return [Document(name, *read_token_file(path, self.vocab, _BLOCK)) for name, path in files], []
+        if self.text is None:
+            raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+        if self.vocab < self.text.tokenizer.vocab_size:
+            size = self.text.tokenizer.vocab_size
+            raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
+        if are_conversations(files):
+            return _conversations(files, ConversationReader(self.text.tokenizer, self.loss_on))
+        return _text_documents(files, TextFilter(paths, self.any_bytes), self.text)
 
 
 def _conversations(files: Sequence[tuple[str, Path]], reader: ConversationReader) -> _Reading:
@@ -161,34 +174,47 @@ def load_corpus(
     control_tokens: str | None = None,
     loss_on: str = ANSWERS,
     packs: bool = False,
+    val_paths: Sequence[str] = (),
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the spelling of
-    one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore
-    both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole documents,
-    so they need not be as long as `context`; those of conversations do anyway. A single token file stays a
-    mapped view; several, or text, are held in memory. Raises UsageError for what the user can mend: paths,
-    fraction, files, sizes.
+    `val_paths`: what is held out instead. `any_bytes`: a file that is named is taken as it is, text or not.
+    `control_tokens`: what the spelling of one in text means, "parse" or "plain"; None: plain, with a note.
+    Token files need no tokenizer and ignore both. `loss_on`: what counts of conversations, "answers" or
+    "all". `packs`: windows hold whole documents, so they need not be as long as `context`; those of
+    conversations do anyway. A single token file stays a mapped view; several, or text, are held in memory.
+    Raises UsageError for what the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
-    reader = None if tokenizer is None else TextReader(tokenizer, control_tokens)
-    read, notes = _read(paths, reader, vocab_size, any_bytes, loss_on, packs)
-    documents = [document for document in read if document.tokens.size]
-    if not documents:
-        raise UsageError("; ".join([f"--data holds no text and no tokens: {named(paths, LONGEST)}", *notes]))
+    text = None if tokenizer is None else TextReader(tokenizer, control_tokens)
+    reader = _Reader(text, vocab_size, any_bytes, loss_on, packs)
+    documents, notes = reader.documents("--data", paths)
     total = sum(document.tokens.size for document in documents)
     least = 2 if packs or documents[0].counted is not None else context + 1
     if total < least:
         need = f"context {context} needs at least {least} tokens, the data holds {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")
+    if val_paths:
+        return _with(documents, *reader.documents("--val-data", val_paths), least, notes, vocab_size)
     train, val = _hold_out(documents, val_fraction, seed)
     if val_fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    whole = len(val) if len(documents) > 1 else 0
-    streams, digest = (stream_of(train), stream_of(val)), _digest(documents)
-    return Corpus(*streams, digest, len(documents), whole, tuple(notes), vocab_size)
+    whole, streams = len(val) if len(documents) > 1 else 0, (stream_of(train), stream_of(val))
+    return Corpus(*streams, _digest(documents), len(documents), whole, tuple(notes), vocab_size)
+
+
+def _with(
+    train: _Documents, val: _Documents, more: list[str], least: int, notes: list[str], vocab: int
+) -> Corpus:
+    """A corpus of which other data are held out; raises UsageError where these have no window."""
+    held = sum(document.tokens.size for document in val)
+    if held < least:
+        raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
+    both = hashlib.sha256(f"{_digest(train)} {_digest(val)}".encode()).hexdigest()
+    said = [*notes, *(f"--val-data: {note}" for note in more)]
+    count = len(train) + len(val)
+    return Corpus(stream_of(train), stream_of(val), both, count, len(val), tuple(said), vocab)
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:

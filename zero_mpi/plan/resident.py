@@ -93,6 +93,7 @@ def text_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
     A single token file is not copied by a lone rank: its pages are the system's to take back.
     """
     files = [path for _, path in collect_files(config.data)] if config.data else stdlib_files()
+    files += [path for _, path in collect_files(config.val_data)] if config.val_data else []
     found = sum(path.stat().st_size for path in files)
     if files and all(path.suffix == ".npy" for path in files):
         return found if ranks > 1 or len(files) > 1 else 0

@@ -211,6 +211,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         control_tokens=config.control_tokens,
         loss_on=config.loss_on or ANSWERS,
         packs=config.packing == DOCUMENTS,
+        val_paths=config.val_data,
     )
 
 

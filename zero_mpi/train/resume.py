@@ -28,7 +28,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
 
-CORPUS = "the text of --data, or what --chat-template and --loss-on make of it (its sha256)"
+CORPUS = "the text of --data and --val-data, or what --chat-template and --loss-on make of it (sha256)"
 SINCE = {"control_tokens": PLAIN, "packing": NONE}  # settings that older checkpoints lack, as they were
 
 
