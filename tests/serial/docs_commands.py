@@ -190,7 +190,9 @@ LOOKING: dict[str, How] = {
     'python -m zero_mpi.generate runs/default/latest --prompt "class " --tokens 100 --temperature 0.5 '
     "--seed 1": Run(says="class "),
     'python -m zero_mpi.generate MODEL.gguf --chat --system "Be short." --prompt "What is a list?" '
-    "--tokens 40": Run(add="--tokens 3"),
+    "--tokens 40": ByTest(
+        "tests/serial/test_chat.py::test_a_prompt_is_answered_by_the_template_up_to_the_end"
+    ),
     "python -m zero_mpi.export runs/tuned/latest tuned-q8.gguf --type q8_0": Run(says="tuned-q8.gguf"),
     "python -m zero_mpi.export MODEL.gguf merged.gguf --merge runs/adapter/latest": Run(says="merged.gguf"),
     "python -m zero_mpi.export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
