@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import run_job
+from oracles import open_server
 from test_command_bits import SIZES, needs_mpiexec, train
 from test_generate import LLAMA, write_model
+from test_llamacpp import next_token
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import ByteTokenizer, Windows
@@ -105,6 +107,21 @@ def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert found["perplexity"] == math.exp(found["loss"])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / nbytes, rel=1e-6)
+
+
+@needs_mpiexec
+def test_perplexity_is_llama_cpps_on_the_same_windows(folder):
+    """Token by token by its server, which knows nothing of windows."""
+    context, windows = 20, 2
+    flags = ["--data", "text", "--context", str(context), "--windows", str(windows)]
+    _, figures = evaluate(folder, "new.gguf", *flags, ranks=2)
+    server, ids, losses = open_server(folder / "new.gguf"), text_ids(), list[float]()
+    every = (len(ids) - 1) // context
+    for start in (context * (every * number // windows) for number in range(windows)):
+        window = ids[start : start + context + 1]
+        losses += [-next_token(server, window[:end])[window[end]] for end in range(1, context + 1)]
+    found = figures["models"][0]["text"]["perplexity"]
+    assert found == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
 @needs_mpiexec
