@@ -17,6 +17,7 @@ from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
+from zero_mpi.checkpoint.sound import CheckpointFiles
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
@@ -197,7 +198,7 @@ def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path
     description = describe(config, plan_flags.find_model(config), ByteTokenizer(), None)
     before = {key: value for key, value in description.settings.items() if key != "control_tokens"}
     monkeypatch.setattr(resume, "read_json", lambda state, key: before)
-    point = resume.ResumePoint(tmp_path, None, None)
+    point = resume.ResumePoint(tmp_path, CheckpointFiles(None, None))
     resume.check_resume(point, description)
     parsed = dataclasses.replace(description, settings=description.settings | {"control_tokens": PARSE})
     with pytest.raises(UsageError, match="--control-tokens was plain, now parse"):
