@@ -42,7 +42,7 @@ setup-%: $(VENV)/.has-% ;
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
-	@echo 'make finetune set up, then train SmolLM2-135M further on 2 ranks, GGUF to GGUF'
+	@echo 'make finetune set up, then teach SmolLM2-135M by adapters on 2 ranks, and show what that gained'
 	@echo 'make test     set up, then run the suite: serial and on several ranks, every claim once'
 	@echo 'make test-all as make test, and what is more of the same: everything on more ranks, more random cases'
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from oracles import open_server
+from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, assert_refused, command, write_story
 from test_generate import TextModel as Model
 
@@ -99,3 +101,32 @@ def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
         "0",
     ]
     assert command(str(path), *flags).stdout == b"b\n"
+
+
+TURNS = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a={% endif %}"
+)
+ANSWERS = {"sky?": "blue", "grass?": "green", "snow?": "white"}
+
+
+@needs_mpiexec
+def test_a_model_that_learned_from_conversations_stops_by_itself_in_llama_cpp(tmp_path):
+    """Control tokens that end a turn are tokens, and count: the model says them when it is done."""
+    lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in ANSWERS.items()]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    flags = ["--data", str(tmp_path / "chat.jsonl"), "--chat-template", str(tmp_path / "turns.jinja")]
+    flags += ["--layers", "2", "--dim", "32", "--heads", "2", "--context", "32", "--val-fraction", "0"]
+    flags += ["--batch-size", "2", "--micro-batch", "1", "--steps", "80", "--lr", "1e-2", "--sample", "0"]
+    train(2, tmp_path / "run", *flags)
+    path = tmp_path / "run" / "latest" / "model.gguf"
+    server, template = open_server(path), ChatTemplate(TURNS, {"eos_token": "<|endoftext|>"})
+    for prompt, text in ANSWERS.items():
+        ids = Chat(template, ByteTokenizer()).asked(prompt).tolist()
+        (found,) = server.handle_completions({"prompt": ids, "n_predict": 12, "temperature": 0.0})["choices"]
+        assert (found["text"], found["finish_reason"]) == (text, "stop")
+        said = command(str(path), "--chat", "--prompt", prompt, "--temperature", "0", "--json")
+        about = {"prompt": prompt, "text": text, "tokens": len(text), "finish_reason": STOP}
+        assert json.loads(said.stdout) == about

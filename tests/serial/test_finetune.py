@@ -1,6 +1,8 @@
 """A real model trained further: SmolLM2 from its quantized GGUF, sharded, to a file llama.cpp speaks from."""
 
+import json
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -26,13 +28,26 @@ def source() -> GGUFFile:
 
 
 def finetune(ranks: int, folder: Path, *flags: str) -> Path:
-    """Run the example with a few small steps. Returns the newest checkpoint."""
-    small = ["--context", "24", "--batch-size", "2", "--eval-windows", "2", "--sample", "0"]
+    """Train the whole model for a few small steps. Returns the newest checkpoint."""
+    (folder / "text.txt").write_text(topics["assert"] * 2)
+    small = ["--context", "24", "--batch-size", "2", "--micro-batch", "1", "--eval-windows", "2"]
+    small += [
+        "--init",
+        str(smollm2()),
+        "--data",
+        "text.txt",
+        "--lr",
+        "1e-4",
+        "--sample",
+        "0",
+        "--warmup",
+        "1",
+    ]
     status, printed, errors = run_job(
-        ranks, [str(EXAMPLE), *small, "--warmup", "1", *flags], timeout=300, env=COMPILED, cwd=folder
+        ranks, ["-m", "zero_mpi.train", *small, *flags], timeout=300, env=COMPILED, cwd=folder
     )
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
-    return folder / "runs" / "smollm2" / "latest"
+    return folder / "runs" / "default" / "latest"
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +103,26 @@ def test_llama_cpp_speaks_from_it_as_we_do(tuned):
     ours = tokenizer.decode(ids).decode()
     assert len(set(ours.split())) > 4
     assert greedy(open_server(path), prompt, 12) == ours
+
+
+# ------------------------------------------------------------------------------------------ the example
+
+
+def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
+    small = ["--steps", "1", "--warmup", "1", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]
+    status, printed, errors = run_job(2, [str(EXAMPLE), *small], timeout=300, env=COMPILED, cwd=tmp_path)
+    assert (status, errors) == (0, ""), f"{printed}\n{errors}"
+    out, told = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
+    (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    before, after = record["val_loss_before"], record["val_loss"]
+    assert told.startswith(f"{before:.3f} nats a token before, {after:.3f} after\n")
+    assert told.count("\n  before  ") == told.count("\n  after   ") == told.count("\nWhat does ") == 3
+    assert len(GGUFFile.open(out / "latest" / "adapter.gguf").tensors) == 2 * 7 * 30
+    pairs = [
+        [json.loads(line) for line in (tmp_path / "runs" / "conversations" / name).read_text().splitlines()]
+        for name in ("train.jsonl", "held-out.jsonl")
+    ]
+    assert [set(pair) for side in pairs for pair in side] == [{"prompt", "completion"}] * sum(map(len, pairs))
+    answers = [pair["completion"] for side in pairs for pair in side]
+    assert len(set(answers)) == len(answers) > 1000, "nothing held out is learned by heart"
+    assert all(20 <= len(answer) <= 300 for answer in answers)
