@@ -41,9 +41,10 @@ NOTES = re.compile(
 REFERENCE, COMPILED = {"ZERO_MPI_OPS": "reference"}, {"ZERO_MPI_OPS": "auto"}
 
 OF_A_TEST = "PYTEST_CURRENT_TEST"  # a variable that changes all the time
+MOST_SERVERS = 4  # each holds as much memory as a rank
 WARM = Path(__file__).with_name("warm_start.py")
 
-_servers: dict[str, "Server"] = {}  # by ZERO_MPI_OPS
+_servers: dict[tuple[tuple[str, str], ...], "Server"] = {}  # by their environment
 _set_for_this_process: set[str] = set()
 _running: set[int] = set()
 
@@ -140,21 +141,22 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
     usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
     if environ != usual or is_cold():
         return [sys.executable]
-    if kind not in _servers:
-        _servers[kind] = Server(usual)
-    if _servers[kind].environ != usual:
+    key = tuple(sorted(usual.items()))  # which a module that is imported later may change
+    if key not in _servers and len(_servers) == MOST_SERVERS:
         return [sys.executable]
-    return [sys.executable, "-ISE", str(WARM), "client", _servers[kind].address]
+    if key not in _servers:
+        _servers[key] = Server(usual)
+    return [sys.executable, "-ISE", str(WARM), "client", _servers[key].address]
 
 
 class Server:
     """A process of `warm_start` for one environment, which ends with this one."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ, self.address = dict(environ), f"zero_mpi-tests-{uuid.uuid4().hex}"
+        self.address = f"zero_mpi-tests-{uuid.uuid4().hex}"
         self.process = subprocess.Popen(
             [sys.executable, str(WARM), "server", self.address],
-            env=self.environ,
+            env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
