@@ -285,6 +285,7 @@ MEASURING: dict[str, How] = {
     "python benchmarks/peers.py --workload W2 --rounds 1 --steps 4 --torch-python PYTHON": NO_TORCH,
     "python benchmarks/peers.py --workload W2 --rounds 3 --steps 4 --peers ddp fsdp2 "
     "--torch-python PYTHON": NO_TORCH,
+    "python benchmarks/ops.py --repeats 8": Nobody("a minute of large products, and times are no test"),
     "python benchmarks/losses.py --workload W3 W1 --ranks 1": ByTest(
         f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
     ),
