@@ -55,6 +55,7 @@ linear_cross_entropy = _dispatched(reference.linear_cross_entropy)
 adamw = _dispatched(reference.adamw)
 moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
+dequantize = _dispatched(reference.dequantize)
 
 _compiles = (
     os.environ.get("ZERO_MPI_OPS") != "reference"

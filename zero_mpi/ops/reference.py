@@ -14,6 +14,7 @@ from typing import Any
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.blocks_reference import dequantize as dequantize
 from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average

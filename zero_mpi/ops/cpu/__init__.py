@@ -12,6 +12,7 @@ not depend on where a buffer is cut into slices.
 """
 
 from zero_mpi.ops.cpu.attention import causal_attention, causal_attention_backward
+from zero_mpi.ops.cpu.dequantize import dequantize
 from zero_mpi.ops.cpu.elementwise import (
     add,
     gelu,
@@ -34,6 +35,7 @@ OPERATIONS = (
     causal_attention_backward,
     chunk_squares,
     cross_entropy,
+    dequantize,
     embedding,
     embedding_backward,
     gelu,

@@ -1,0 +1,57 @@
+"""Kernels that unpack blocks of GGUF, against the package gguf: the same bits for any bytes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, dequantize
+
+from zero_mpi import ops
+from zero_mpi.ops import reference, threads
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
+
+BLOCKS = 700  # of every kind; so many random scales include zeros, denormals, infinities and NaN
+
+
+def some_bytes(kind):
+    """Random blocks, the first ones of zeros and of ones alone."""
+    raw = np.random.default_rng(len(kind.name)).integers(256, size=BLOCKS * kind.nbytes, dtype=np.uint8)
+    raw[: kind.nbytes], raw[kind.nbytes : 2 * kind.nbytes] = 0, 255
+    return raw
+
+
+def expected(raw, kind):
+    """What gguf makes of the bytes."""
+    with np.errstate(all="ignore"):
+        return dequantize(raw, GGMLQuantizationType[kind.name])
+
+
+def same(found, wanted):
+    """Whether the bits are the same; NaN may be another one."""
+    width = f"u{found.dtype.itemsize}"
+    with np.errstate(all="ignore"):
+        unknown = np.isnan(found) & np.isnan(wanted)
+    return ((found.view(width) == wanted.view(width)) | unknown).all()
+
+
+@pytest.mark.parametrize("low", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("operation", [ops.dequantize, reference.dequantize])
+@pytest.mark.parametrize("kind", BLOCK_KINDS.values(), ids=lambda kind: kind.name)
+def test_the_bits_are_those_of_gguf(kind, operation, low):
+    raw = some_bytes(kind)
+    found = np.zeros(BLOCKS * kind.elements, low)
+    operation(raw, kind.name, found)
+    with np.errstate(all="ignore"):
+        wanted = expected(raw, kind).astype(low)
+    assert same(found, wanted)
+    assert np.isfinite(found.astype(np.float32)).any()
+
+
+def test_threads_share_the_blocks_out():
+    kind = BLOCK_KINDS["Q6_K"]
+    raw, found = some_bytes(kind), np.zeros(BLOCKS * kind.elements, np.float32)
+    threads.use(2)
+    try:
+        ops.dequantize(raw, kind.name, found)
+    finally:
+        threads.use(1)
+    assert same(found, expected(raw, kind))
