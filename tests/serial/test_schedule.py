@@ -128,7 +128,7 @@ def test_evaluation_is_inference_with_the_loss_of_the_last_stage():
 def test_what_is_not_sharded_is_waited_for_and_never_gathered_or_released():
     """Its update may still be under way (shard-grad-op)."""
     uses = [(0,), (1,), (0,)]
-    sharded, whole = (make_schedule(uses, [True] * 3, [True] * 2, 1, gathers=g) for g in (True, False))
+    sharded, whole = (make_schedule(uses, [True] * 3, [True] * 2, 1, gathers=g) for g in (None, [False] * 2))
     for name in ("forward", "backward", "training", "inference", "evaluation"):
         left = [a for a in getattr(sharded, name) if not isinstance(a, Gather | Release)]
         assert list(getattr(whole, name)) == left

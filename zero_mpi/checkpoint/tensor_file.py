@@ -96,6 +96,12 @@ class StoredFile:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
 
+    def bytes_at(self, offset: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` (1-D) from byte `offset` on."""
+        with self.opened() as file:
+            if out.size:
+                self.fill(file, offset, out.data)
+
     def values(self, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]) -> None:
         """Fill `out` (1-D) with elements of the tensor at byte `offset`, from element `start` on."""
         with self.opened() as file:

@@ -30,6 +30,7 @@ from zero_mpi.files.open import exists, is_file
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
 from zero_mpi.models.size import check_blocks
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.telemetry import log
 
 BYTE, FROM_INIT = "byte", "from-init"
@@ -56,11 +57,29 @@ def read_model(init: WeightSource) -> ModelConfig:
     return model
 
 
-def adapted(config: Config, model: ModelConfig) -> ModelConfig:
-    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing."""
+def adapted(config: Config, model: ModelConfig, init: WeightSource | None, on_gpu: bool) -> ModelConfig:
+    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing.
+
+    On CPUs what is beside them stays in the blocks of its GGUF, if their type is one that kernels know.
+    """
     model = replace(model, lora=config.adapters)
-    model.params()
-    return model
+    names = model.params()
+    if model.lora is None or on_gpu or not isinstance(init, GGUFFile):
+        return model
+    types = {name: init.tensors[name].type.name for name in names if name in init.tensors}
+    stored = tuple((name, BLOCK_KINDS[type]) for name, type in types.items() if type in BLOCK_KINDS)
+    return replace(model, lora=replace(model.lora, stored=stored))
+
+
+def kept_as_floats(init: WeightSource | None, model: ModelConfig, on_gpu: bool) -> list[str]:
+    """Why some of what is frozen beside adapters is float32 all the same."""
+    if model.lora is None or on_gpu or not isinstance(init, GGUFFile):
+        return []
+    others = [name for name in model.params() if name in init.tensors and name not in model.stored]
+    if not others:
+        return []
+    types = ", ".join(sorted({init.tensors[name].type.name for name in others}))
+    return [f"{len(others)} tensors of type {types} are kept as floats: no kernel unpacks these blocks"]
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -10,6 +10,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.nn import Layer, Linear, Stage
 from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
+from zero_mpi.ops.block_kinds import BlockKind
 
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
 FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
@@ -17,11 +18,15 @@ FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters of a rank for the weights that patterns name; their products count alpha / rank times."""
+    """Adapters of a rank for the weights that patterns name; their products count alpha / rank times.
+
+    stored: names and types of what is beside them and stays in the blocks of its file
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
+    stored: tuple[tuple[str, BlockKind], ...] = ()
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
         """The stages, their projections with adapters; raises UsageError for a pattern that names none."""

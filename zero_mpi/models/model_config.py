@@ -18,6 +18,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
 from zero_mpi.models.lora import LoRA
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
+from zero_mpi.ops.block_kinds import BlockKind
 
 Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
@@ -77,6 +78,11 @@ class ModelConfig:
             Stage(stage.scope, Recompute(stage.layer)) if stage.scope.startswith("blk.") else stage
             for stage in stages
         ]
+
+    @property
+    def stored(self) -> dict[str, BlockKind]:
+        """Parameters that stay in the blocks of the file that they came from."""
+        return {} if self.lora is None else dict(self.lora.stored)
 
     def params(self) -> dict[str, Param]:
         """All parameters by name, adapters included, in the order of the file."""

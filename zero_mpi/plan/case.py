@@ -67,6 +67,10 @@ class Case:
         """Of an element of gathered parameters and activations."""
         return int(self.precision.compute.itemsize)
 
+    def kept_bytes(self, unit: int) -> int:
+        """Of an element of what is gathered of a unit."""
+        return self.layout.units[unit].kept_bytes(self.precision.compute)
+
     @property
     def reduce_bytes(self) -> int:
         """Of an element of a gradient on its way."""
@@ -163,7 +167,7 @@ class Case:
     @cached_property
     def partitions(self) -> list[Partition]:
         """Per unit, who owns what of it."""
-        return [partition_of(unit.length, self.owners, unit.quantum) for unit in self.layout.units]
+        return [partition_of(*unit.dealt, self.owners) for unit in self.layout.units]
 
 
 @lru_cache(maxsize=64)
@@ -176,10 +180,11 @@ def layout_of(case: Case) -> Layout:
         bucket_mb=case.bucket_mb,
         frozen=case.frozen,
         precision=case.precision,
+        stored=case.model.stored,
     )
 
 
 @lru_cache(maxsize=4096)
-def partition_of(length: int, ranks: int, quantum: int) -> Partition:
+def partition_of(length: int, quantum: int, ranks: int) -> Partition:
     """A unit's partition; blocks of a model have the same one."""
     return Partition(length, ranks, quantum)

@@ -100,7 +100,7 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
 def unit_seconds(case: Case, machine: Machine, unit: int, kind: str) -> float:
     """One transfer of a unit: a gather, or its reduction."""
     if kind in (GATHER, GATHER_SUMS):
-        itemsize = BYTES if kind == GATHER_SUMS else case.compute_bytes
+        itemsize = BYTES if kind == GATHER_SUMS else case.kept_bytes(unit)
         return gather_seconds(case, machine, unit, itemsize)
     if kind == ALLREDUCE:
         return allreduce_seconds(case, machine, BYTES * case.partitions[unit].length)

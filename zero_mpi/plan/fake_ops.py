@@ -88,6 +88,12 @@ def _(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     return elementwise(gate, reads=3), elementwise(gate, reads=0)
 
 
+@fake(ops.dequantize)
+def dequantize(raw: Array, kind: str, out: Array) -> None:
+    """Blocks become elements in memory that is there."""
+    memory_of(out).passes(raw, out)
+
+
 @fake(ops.rope)
 def _(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     y = memory_of(x).take(x.shape, x.dtype) if out is None else out

@@ -32,6 +32,7 @@ class Memory:
     masters         the parameters in float32, where `parameters` are rounded copies of them
     rooms           on the GPU, for moments that pass through it
     gathered        units that are whole for a while
+    unpacked        what is made for layers of gathered blocks
     gradient_buffers  gradients of a micro-batch before they are reduced
     activations, logits   what layers keep and make, in memory that is used again
     transport       slices that arrive in a reduction
@@ -48,6 +49,7 @@ class Memory:
     moments: int
     rooms: int
     gathered: int
+    unpacked: int
     gradient_buffers: int
     activations: int
     logits: int
@@ -80,16 +82,20 @@ def plan_memory(case: Case) -> Memory:
     averages = case.ema is not None
     moments = (2 + averages) * BYTES * sum(updated(case, unit, own) for unit, own in trained)
     snapshot = BYTES * sum(own * copies(case, unit) for unit, own in units) * case.async_save
-    masters = BYTES * sum(updated(case, unit, own) for unit, own in units) * kinds.is_low
+    rounded = [(unit, own) for unit, own in units if not unit.room_unpacked(kinds.compute)]
+    masters = BYTES * sum(updated(case, unit, own) for unit, own in rounded) * kinds.is_low
     on_host = moments * case.offloads + masters * case.offloads_masters
     on_host += snapshot * case.on_gpu + case.transport.pinned(case.ranks)
     return Memory(
-        parameters=case.compute_bytes * sum(kept_parameters(case, unit, own) for unit, own in units),
+        parameters=sum(
+            unit.kept_bytes(kinds.compute) * kept_parameters(case, unit, own) for unit, own in units
+        ),
         masters=0 if case.offloads_masters else masters,
         gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in trained),
         moments=0 if case.offloads else moments,
         rooms=rooms(case, trained) if case.offloads else 0,
         gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
+        unpacked=seen.unpacked,
         gradient_buffers=buffers if case.shares_slots else seen.gradient_buffers,
         activations=seen.activations,
         logits=seen.logits,
@@ -112,7 +118,7 @@ def copies(case: Case, unit: Unit) -> int:
 def kept_parameters(case: Case, unit: Unit, own: int) -> int:
     """Elements of a unit's parameters on rank 0; what ranks share counts by slices."""
     shared = case.shares_wholes and case.strategy.shards_moments
-    return own if shared or case.strategy.shards_parameters else unit.length
+    return own if shared or case.strategy.shards_parameters else unit.dealt[0]
 
 
 def kept_gradients(case: Case, unit: Unit, own: int) -> int:
@@ -138,7 +144,7 @@ def rooms(case: Case, trained: list[tuple[Unit, int]]) -> int:
 
 def tables(case: Case, units: list[tuple[Unit, int]]) -> int:
     """Numbers a chunk: its place (of slices), whether it decays (of what is updated), squares twice."""
-    places = sum(-(-own // unit.quantum) for unit, own in units)
+    places = sum(-(-own // unit.quantum) for unit, own in units if unit.trainable)
     decaying = sum(-(-updated(case, unit, own) // unit.quantum) for unit, own in units if unit.trainable)
     return NUMBER * (places + decaying + 2 * chunks(case))
 

@@ -23,6 +23,7 @@ MEMORY = {
     "moments": "moments",
     "rooms": "rooms for moments",
     "gathered": "gathered units",
+    "unpacked": "unpacked blocks",
     "gradient_buffers": "gradient buffers",
     "activations": "activations",
     "logits": "logits",

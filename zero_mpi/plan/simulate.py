@@ -53,6 +53,7 @@ class Simulation:
 
     steps: tuple[tuple[StepEvent, ...], ...]
     gathered: int
+    unpacked: int
     gradient_buffers: int
     recycled: int
     small: int
@@ -143,6 +144,7 @@ class Simulator:
                 bucket_mb=case.bucket_mb,
                 frozen=case.frozen,
                 precision=case.precision,
+                stored=case.model.stored,
             )
 
     def step(self) -> tuple[StepEvent, ...]:
@@ -187,5 +189,6 @@ def _simulate(case: Case) -> Simulation:
     simulator = Simulator(case)
     steps = tuple(simulator.step() for _ in range(STEPS))
     module, memory = simulator.module, simulator.memory
-    gathered, gradients = module.parameter_pool.nbytes, module.gradient_pool.nbytes
-    return Simulation(steps, gathered, gradients, memory.held, memory.small, memory.logits)
+    pools = module.parameter_pool, module.unpacked_pool, module.gradient_pool
+    gathered, unpacked, gradients = (pool.nbytes for pool in pools)
+    return Simulation(steps, gathered, unpacked, gradients, memory.held, memory.small, memory.logits)

@@ -71,7 +71,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     for number, partition in enumerate(case.partitions):
         if gathers := gathers_of(case, number):
-            parameters += case.compute_bytes * gathers * np.stack(gathering.gathered(partition))
+            parameters += case.kept_bytes(number) * gathers * np.stack(gathering.gathered(partition))
         if not case.layout.units[number].trainable:
             continue
         if case.allreduces:

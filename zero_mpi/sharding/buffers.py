@@ -15,6 +15,7 @@ from zero_mpi.device import Host
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.sharding.actions import Actions, Gather, run
+from zero_mpi.sharding.precision import FP32, Precision, floats
 from zero_mpi.sharding.schedule import Indices, Schedule
 from zero_mpi.sharding.unit import Unit
 
@@ -35,23 +36,34 @@ LENGTH_ONLY = LengthOnly()
 class BufferOnlyUnit:
     """A unit that borrows as a `ShardedUnit` does where nothing is shared and nothing is summed in place."""
 
-    def __init__(self, unit: Unit, parameters: BufferPool, gradients: BufferPool) -> None:
-        self._length, self._trainable = unit.length, unit.trainable
-        self._parameters, self._gradients = parameters, gradients
+    def __init__(
+        self, unit: Unit, parameters: BufferPool, gradients: BufferPool, precision: Precision
+    ) -> None:
+        self._room, self._trainable = unit.room(precision.compute), unit.trainable
+        self._of_gradient = floats(unit.length, precision.reduce)
+        self._unpacks = unit.room_unpacked(precision.compute) > 0
+        self._parameters, self._gradients, self._unpacked = parameters, gradients, False
         self._whole: Array | None = None
         self._gradient: Array | None = None  # what backward adds to
         self._reducing: Array | None = None
 
     def start_gather(self) -> None:
         """Borrow what the parameters are gathered in."""
-        if self._whole is None:
-            self._whole = self._parameters.take(self._length)
+        if self._whole is None and not self._unpacked:
+            self._whole = self._parameters.take(self._room)
 
     def wait_gather(self) -> None:
-        """Do nothing: no buffer changes hands."""
+        """Give back what was gathered, if something else was made of it."""
+        if self._unpacks and self._whole is not None:
+            self._give_back()
+            self._unpacked = True
 
     def release(self) -> None:
         """Give back the gathered parameters."""
+        self._unpacked = False
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self._whole is not None:
             self._parameters.give(self._whole)
             self._whole = None
@@ -60,7 +72,7 @@ class BufferOnlyUnit:
         """Borrow what backward adds to, unless it is there; the round before must have been summed."""
         if self._trainable and self._gradient is None:
             self.wait_reduce()
-            self._gradient = self._gradients.take(self._length)
+            self._gradient = self._gradients.take(self._of_gradient)
 
     def start_reduce(self, contributors: int) -> None:
         """Keep the gradient until its sum is complete; a rank without a micro-batch borrows it only now."""
@@ -99,14 +111,14 @@ class BufferOnlyStages:
 
 
 def buffer_lengths(
-    units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule
+    units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule, precision: Precision = FP32
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of all buffers that steps and evaluations in any order ever hold: (gradients, parameters).
 
-    Elements, longest first.
+    Float32 elements, longest first; of stored units the bytes alone, as what is made of them is not shared.
     """
     parameters, gradients = BufferPool(where=LENGTH_ONLY), BufferPool(where=LENGTH_ONLY)
-    borrowers = [BufferOnlyUnit(unit, parameters, gradients) for unit in units]
+    borrowers = [BufferOnlyUnit(unit, parameters, gradients, precision) for unit in units]
     known = -1
     while known != parameters.nbytes + gradients.nbytes:
         known = parameters.nbytes + gradients.nbytes

@@ -12,12 +12,14 @@ from fnmatch import fnmatchcase
 
 from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.sharding.block_unit import BlockUnit, Stored, block_units
 from zero_mpi.sharding.buffers import buffer_lengths
-from zero_mpi.sharding.precision import FP32, Precision, floats
+from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Indices, Schedule, make_schedule
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit, units_by_bytes, units_by_scope
 
+NOTHING: Stored = {}
 BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to start early
 
 
@@ -42,13 +44,8 @@ class Layout:
         Nothing of a replicated unit that is frozen: it has no gradient.
         """
         if strategy.shards_moments:
-            return [self._room(unit, ranks) for unit in self.units]
+            return [unit.in_room(ranks, self.precision.compute) for unit in self.units]
         return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in self.units]
-
-    def _room(self, unit: Unit, ranks: int) -> Partition:
-        """Float32 elements that a unit's parameters take in the type of computing."""
-        kind = self.precision.compute
-        return Partition(floats(unit.length, kind), ranks, floats(unit.quantum, kind))
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
@@ -65,17 +62,21 @@ def lay_out(
     frozen: Sequence[str] = (),
     by_rows: bool = False,
     precision: Precision = FP32,
+    stored: Stored = NOTHING,
 ) -> Layout:
     """The layout of a ShardedModule with the same arguments."""
     params = stage_params(list(stages))
+
+    loose = {name: param for name, param in params.items() if name not in stored}
 
     def trainable(name: str) -> bool:
         return is_trainable(name, frozen)
 
     if strategy.buckets:
-        units = units_by_bytes(params, trainable, int(bucket_mb * 2**20))
+        units = units_by_bytes(loose, trainable, int(bucket_mb * 2**20))
     else:
-        units = units_by_scope(stages, params, trainable, by_rows)
+        units = units_by_scope(stages, loose, trainable, by_rows)
+    units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]
     schedule = make_schedule(
@@ -83,19 +84,19 @@ def lay_out(
         [stage.layer.backward_reads_params for stage in stages],
         [unit.trainable for unit in units],
         prefetch,
-        gathers=strategy.shards_parameters,
+        gathers=[strategy.shards_parameters or isinstance(unit, BlockUnit) for unit in units],
     )
     named = replace(
         schedule,
         unit_names=tuple(unit.name for unit in units),
         stage_names=tuple(stage.scope for stage in stages),
     )
-    gradients, gathers = buffer_lengths(units, uses, schedule)
+    gradients, gathers = buffer_lengths(units, uses, schedule, precision)
     return Layout(
         units,
         uses,
         named,
-        tuple(floats(length, precision.reduce) for length in gradients),
-        tuple(floats(length, precision.compute) for length in gathers),
+        gradients,
+        gathers if strategy.shards_parameters else (),
         precision,
     )

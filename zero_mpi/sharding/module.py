@@ -13,10 +13,11 @@ from typing import Any
 from zero_mpi.arguments import came, instance, whole
 from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
-from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.actions import GATHERING, Actions, run, without
+from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
@@ -48,6 +49,8 @@ class ShardedModule(ShardedState):
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                 needs offload="state" then
+    stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
+                filled by `load_stored`, gathered as bytes and unpacked where layers read them
 
     Parameters start as zeros; `initialize` or `load_state_dict` fills them. Making one is collective. Raises
     ValueError for impossible arguments and UsageError for a precision that the transport cannot reduce, on
@@ -69,10 +72,11 @@ class ShardedModule(ShardedState):
         by_rows: bool = False,
         precision: Precision = FP32,
         offload_masters: bool = False,
+        stored: Stored | None = None,
     ) -> None:
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
-        options |= {"precision": precision, "offload_masters": offload_masters}
+        options |= {"precision": precision, "offload_masters": offload_masters, "stored": stored}
         given = agreed(
             comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
@@ -81,7 +85,10 @@ class ShardedModule(ShardedState):
         owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
-        context = Context(owners, strategy, memory.gathers, memory.buffers, precision, given.masters)
+        self.unpacked_pool = BufferPool()
+        context = Context(
+            owners, strategy, memory.gathers, memory.buffers, precision, given.masters, self.unpacked_pool
+        )
         units = [
             ShardedUnit(unit, context, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
         ]
@@ -218,7 +225,7 @@ class ShardedModule(ShardedState):
         return (
             self.strategy.shards_parameters
             and self._forward is None
-            and any(unit.parameters.whole is not None for unit in self.units)
+            and any(unit.parameters.is_gathered for unit in self.units)
         )
 
     def drop_gathered(self) -> None:

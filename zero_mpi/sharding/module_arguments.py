@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from zero_mpi import device
 from zero_mpi.arguments import came, instance, number, whole
 from zero_mpi.comm import Comm
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
-from zero_mpi.sharding.layout import Layout, lay_out
+from zero_mpi.ops.block_kinds import BlockKind
+from zero_mpi.sharding.block_unit import Stored
+from zero_mpi.sharding.layout import Layout, is_trainable, lay_out
 from zero_mpi.sharding.offload import masters_on_host
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.strategy import Strategy
@@ -44,6 +47,7 @@ def check_arguments(
     by_rows: Any,
     precision: Any,
     offload_masters: Any,
+    stored: Any,
 ) -> tuple[ModuleArguments, dict[str, object]]:
     """What was given, and the facts that ranks must share; raises ValueError for what cannot be."""
     instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
@@ -61,7 +65,8 @@ def check_arguments(
     check_patterns(patterns, params)
     check_reduction(comm, precision)
     masters = masters_on_host(precision) if offload_masters else None
-    layout = lay_out(stages, strategy, frozen=patterns, precision=precision, **settings)
+    kinds = check_stored(stored, params, patterns, settings["by_rows"])
+    layout = lay_out(stages, strategy, frozen=patterns, precision=precision, stored=kinds, **settings)
     facts = {"the strategy": strategy, "the precision": precision, "exact": comm.exact, **settings}
     facts["offload_masters"] = bool(offload_masters)
     facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
@@ -71,6 +76,7 @@ def check_arguments(
             f"parameter {name}": f"{param.shape}, {kind}, in unit {unit.name}"
             for name, param in unit.params.items()
         }
+    facts |= {f"the blocks of {name}": kind.name for name, kind in kinds.items()}
     return ModuleArguments(stages, params, patterns, layout, masters), facts
 
 
@@ -96,6 +102,22 @@ def list_of_patterns(frozen: Any) -> tuple[str, ...]:
     for pattern in frozen:
         instance("ShardedModule: frozen", pattern, str, "name patterns")
     return tuple(frozen) if isinstance(frozen, Sequence) else tuple(sorted(frozen))
+
+
+def check_stored(stored: Any, params: Mapping[str, Param], frozen: Sequence[str], by_rows: bool) -> Stored:
+    """What stays in blocks, as it was given; raises ValueError for what cannot."""
+    if not stored:
+        return {}
+    instance("ShardedModule: stored", stored, Mapping, "a mapping of names to BlockKind")
+    if by_rows or device.in_use().name != "cpu":
+        raise ValueError("ShardedModule: stored: expected parameters on CPUs, in units that are no rows")
+    for name, kind in stored.items():
+        instance(f"ShardedModule: stored: {name}", kind, BlockKind, "a BlockKind")
+        if name not in params or is_trainable(name, frozen):
+            raise ValueError(f"ShardedModule: stored: {came(name)}: expected the name of a frozen parameter")
+        if params[name].size % kind.elements:
+            raise ValueError(f"ShardedModule: stored: {name}: expected blocks of {kind.elements} elements")
+    return dict(stored)
 
 
 def check_reduction(comm: Comm, precision: Precision) -> None:

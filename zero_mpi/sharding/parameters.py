@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zero_mpi import device
 from zero_mpi.comm import Comm, Handle
@@ -34,6 +34,7 @@ class Context:
 
     parameters, gradients   pools of float32 buffers, of which less is used in low precision
     masters                 makes what holds float32 parameters in low precision, if not the device
+    unpacked                pool of what is turned from gathered bytes into the type of computing
     """
 
     comm: Comm
@@ -42,6 +43,7 @@ class Context:
     gradients: BufferPool
     precision: Precision = FP32
     masters: Callable[[int], Array] | None = None
+    unpacked: BufferPool = field(default_factory=BufferPool)
 
 
 class Parameters(ABC):
@@ -61,10 +63,13 @@ class Parameters(ABC):
         self.part = self.partition.part(context.comm.rank)
         self.master: Array | None = None
         if context.precision.is_low:
-            make = context.masters or device.in_use().zeros
-            self.master = make(self.updated_part.stop - self.updated_part.start)
+            self._make_master()
         self._label = f"parameters {unit.name}"
         self._views: dict[int, Views] = {}
+
+    def _make_master(self) -> None:
+        make = self.context.masters or device.in_use().zeros
+        self.master = make(self.updated_part.stop - self.updated_part.start)
 
     # -------------------------------------------------------------------------------- the whole, for layers
 
@@ -93,6 +98,25 @@ class Parameters(ABC):
         if key not in self._views:
             self._views[key] = self.unit.views(self.whole)
         return self._views[key]
+
+    def copy_of(self, name: str) -> Array:
+        """A copy of one whole parameter, where its slices are kept. Collective."""
+        if self.master is not None:  # which is never gathered in training
+            whole = device.home_of(self.shard).empty(self.unit.length)
+            self.context.comm.allgather(self.shard, whole, self.partition, self._label).wait()
+            return self.unit.views(whole)[name]
+        was_gathered = self.is_gathered
+        self.start_gather()
+        self.wait_gather()
+        copy = self.views()[name].copy()
+        if not was_gathered:
+            self.release()
+        return copy
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole is here, or on its way."""
+        return self.whole is not None
 
     @property
     def _memory(self) -> Array:
@@ -140,6 +164,21 @@ class Parameters(ABC):
     def filled(self) -> list[tuple[Array, slice]]:
         """All that a rank fills by itself when parameters are loaded, and which parts of the unit it is."""
         return [self.written] if self.master is None else [self.kept, self.written]
+
+    @property
+    def elements(self) -> slice:
+        """Which elements of the unit this rank owns."""
+        return self.part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept between steps."""
+        return int(self.kept[0].nbytes)
+
+    @property
+    def nbytes_whole(self) -> int:
+        """The same without sharding."""
+        return self.unit.length * int(self.shard.itemsize)
 
     def round(self) -> None:
         """Round `master` to what layers read, after others than the optimizer wrote it."""

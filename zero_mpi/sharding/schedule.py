@@ -105,6 +105,11 @@ class Moves:
         need = tuple(dict.fromkeys(self.need + other.need))  # a unit of both is waited for once
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
+    def of(self, gathers: Sequence[bool]) -> Moves:
+        """The same where some units stay whole: these are waited for alone."""
+        start, drop = (tuple(u for u in units if gathers[u]) for units in (self.start, self.drop))
+        return Moves(start, self.need, drop)
+
     @property
     def before(self) -> Actions:
         """The actions that make the stage's units whole."""
@@ -122,12 +127,12 @@ def make_schedule(
     trainable: Sequence[bool],
     prefetch: int,
     *,
-    gathers: bool = True,
+    gathers: Sequence[bool] | None = None,
 ) -> Schedule:
     """The schedule for stages that use the units `uses[stage]`.
 
     `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
-    `gathers`: whether parameters are sharded, so that they are gathered and released.
+    `gathers[unit]`: whether its parameters are gathered and released, as those that are sharded; None: all.
     """
     order = range(len(uses))
     last = next((i for i in order if any(trainable[u] for u in uses[i])), len(uses))
@@ -137,7 +142,7 @@ def make_schedule(
 
     def moves(needs: Sequence[Indices], keep: set[int], held: set[int]) -> list[Moves]:
         found = plan_moves(needs, prefetch, keep=keep, held=held)
-        return found if gathers else [Moves((), around.need, ()) for around in found]
+        return found if gathers is None else [around.of(gathers) for around in found]
 
     up = moves(uses, carried, set())
     down = moves(backward_needs[::-1], set(), carried)[::-1]

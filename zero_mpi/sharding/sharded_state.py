@@ -19,6 +19,7 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
 from zero_mpi.ops import chunk_squares
+from zero_mpi.sharding.block_parameters import BlockParameters, ReadBytes
 from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.sharded_unit import ShardedUnit
@@ -114,9 +115,23 @@ class ShardedState:
         self.drop_gathered()
         try:
             for unit in self.units:
-                for target, part in unit.parameters.filled:
-                    fill(unit, target, part, read, names)
+                if names is None or not unit.unit.params.keys().isdisjoint(names):
+                    for target, part in unit.parameters.filled:
+                        fill(unit, target, part, read, names)
         finally:  # a rank that cannot read must not leave the others waiting
+            self.owners.signal_written()
+
+    def load_stored(self, read: ReadBytes) -> None:
+        """Fill what is kept in the blocks of a file by read(name, start, out); see `load_slices`.
+
+        `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
+        """
+        self.drop_gathered()
+        try:
+            for unit in self.units:
+                if isinstance(unit.parameters, BlockParameters):
+                    unit.parameters.load(read)
+        finally:
             self.owners.signal_written()
 
     def drop_gathered(self) -> None:
@@ -129,10 +144,8 @@ class ShardedState:
         same gathers, also one that has nothing to compute.
         """
         for unit in self.units:
-            if self.strategy.shards_parameters:
-                unit.release()
-            else:
-                unit.parameters.wait_update()
+            unit.release()
+            unit.parameters.wait_update()
         if any(unit.parameters.in_use for unit in self.units):
             self.owners.barrier_readers()
             self._all_met()
@@ -195,12 +208,13 @@ class ShardedState:
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """(name, this rank's elements of that parameter as a flat view), for what it owns any of."""
         for unit in self.units:
-            for segment in unit.unit.segments(unit.part):
+            for segment in unit.unit.segments(unit.parameters.elements):
                 yield segment.name, unit.parameters.shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
         """Name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
-        infos = {name: info for unit in self.units for name, info in shard_infos(unit.unit, unit.part)}
+        owned = [(unit.unit, unit.parameters.elements) for unit in self.units]
+        infos = {name: info for unit, part in owned for name, info in shard_infos(unit, part)}
         return {name: infos[name].in_rows() if self.by_rows else infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
@@ -212,22 +226,7 @@ class ShardedState:
             raise ValueError(
                 f"parameter {came(name)} is not known; names are like {', '.join(list(self.params)[:3])}"
             )
-        unit = self._home[name]
-        if unit.parameters.master is not None:
-            return self._gather_master(unit)[name]
-        was_gathered = unit.parameters.whole is not None
-        unit.start_gather()
-        unit.wait_gather()
-        whole = unit.weights()[name].copy()
-        if not was_gathered:
-            unit.release()
-        return whole
-
-    def _gather_master(self, unit: ShardedUnit) -> Mapping[str, Array]:
-        """The unit's parameters in float32, which are never gathered in training. Collective."""
-        whole = device.home_of(unit.parameters.shard).empty(unit.unit.length)
-        self.owners.allgather(unit.parameters.shard, whole, unit.partition, f"parameters {unit.name}").wait()
-        return unit.unit.views(whole)
+        return self._home[name].parameters.copy_of(name)
 
     def state_dict(self) -> dict[str, Array]:
         """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
@@ -238,12 +237,12 @@ class ShardedState:
     @property
     def shard_memory_bytes(self) -> int:
         """Bytes of parameters that this rank keeps between steps."""
-        return sum(int(unit.parameters.kept[0].nbytes) for unit in self.units)
+        return sum(unit.parameters.nbytes for unit in self.units)
 
     @property
     def replicated_memory_bytes(self) -> int:
         """Bytes of parameters that a rank would keep without sharding."""
-        return sum(unit.unit.length * unit.parameters.shard.itemsize for unit in self.units)
+        return sum(unit.parameters.nbytes_whole for unit in self.units)
 
     @cached_property
     def _chunks(self) -> tuple[int, list[Array]]:
@@ -256,6 +255,9 @@ class ShardedState:
         places = []
         for sharded in self.units:
             unit, quantum = sharded.unit, sharded.unit.quantum
+            if not unit.trainable:
+                places.append(np.zeros(0, np.int64))
+                continue
             whole = np.concatenate([first[name] + np.arange(unit.chunks(name)) for name in unit.params])
             places.append(whole[sharded.part.start // quantum : -(-sharded.part.stop // quantum)])
         return end, places

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
+from zero_mpi.sharding.block_parameters import BlockParameters
+from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.gradients import make_gradients
 from zero_mpi.sharding.parameters import Context, Views, make_parameters
 from zero_mpi.sharding.unit import Unit
@@ -17,7 +19,11 @@ class ShardedUnit:
 
     def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
         self.unit, self.name = unit, unit.name
-        self.parameters = make_parameters(unit, context, memory)
+        self.parameters = (
+            BlockParameters(unit, context, memory)
+            if isinstance(unit, BlockUnit)
+            else make_parameters(unit, context, memory)
+        )
         self.gradient = make_gradients(unit, context, memory)
         self.partition, self.part = self.parameters.partition, self.parameters.part
 

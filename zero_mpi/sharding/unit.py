@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stage
+from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
 BYTES = 4  # of an element
@@ -74,9 +76,31 @@ class Unit:
         """How many quanta the parameter takes."""
         return -(-self.params[name].size // self.quantum)
 
+    @property
+    def dealt(self) -> tuple[int, int]:
+        """What ranks have slices of: how many elements, and in multiples of how many."""
+        return self.length, self.quantum
+
     def partition(self, ranks: int) -> Partition:
         """Who owns what of the buffer."""
-        return Partition(self.length, ranks, self.quantum)
+        length, quantum = self.dealt
+        return Partition(length, ranks, quantum)
+
+    def room(self, compute: Any) -> int:
+        """Float32 elements that the parameters take where they are gathered, for this type of computing."""
+        return floats(self.length, compute)
+
+    def room_unpacked(self, compute: Any) -> int:
+        """The same of what they are turned into for layers, where these do not read what was gathered."""
+        return 0
+
+    def in_room(self, ranks: int, compute: Any) -> Partition:
+        """Who owns what of `room`."""
+        return Partition(self.room(compute), ranks, floats(self.quantum, compute))
+
+    def kept_bytes(self, compute: Any) -> int:
+        """Bytes of an element of what ranks have slices of."""
+        return int(compute.itemsize)
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Name -> view in full shape of the whole flat buffer."""
@@ -102,12 +126,12 @@ def units_by_scope(
 ) -> list[Unit]:
     """One unit a scope, in the model's order; what is frozen in a scope is a unit of its own.
 
-    `by_rows`: one unit a parameter, cut between its rows (dimension 0).
+    Of `params` alone. `by_rows`: one unit a parameter, cut between its rows (dimension 0).
     """
     units, placed = [], set()
     members: dict[str, list[str]] = {}
     for stage in stages:
-        names = [name for name in stage.layer.params() if name not in placed]
+        names = [name for name in stage.layer.params() if name in params and name not in placed]
         placed.update(names)
         members.setdefault(stage.scope, []).extend(names)
     for scope, names in members.items():

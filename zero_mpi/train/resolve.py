@@ -26,6 +26,7 @@ from zero_mpi.config.inputs import (
     adapted,
     carried_keys,
     choose_tokenizer,
+    kept_as_floats,
     model_from_flags,
     open_init,
     passed_over,
@@ -132,7 +133,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     init = open_init(config)
     named = None if init is None else read_model(init)
     tokenizer = choose_tokenizer(config, init, named)
-    model = adapted(config, named or model_from_flags(config, tokenizer))
+    on_gpu = device.in_use().name == "cuda"
+    model = adapted(config, named or model_from_flags(config, tokenizer), init, on_gpu)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
     if config.context > model.context_length:
@@ -140,7 +142,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     description = describe(config, model, tokenizer, init)
-    notes = tuple(remarks(config, is_text=tokenizer is not None))
+    notes = (*remarks(config, is_text=tokenizer is not None), *kept_as_floats(init, model, on_gpu))
     spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
     return spec, {name: short_digest(value) for name, value in facts.items()}
 

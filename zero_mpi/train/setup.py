@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.blocks import finite_blocks
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
@@ -98,7 +100,10 @@ def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> Tra
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
-        world.together(lambda: module.load_slices(finite(init.read, init.path), base))
+        loose = set(base) - spec.model.stored.keys()
+        world.together(lambda: module.load_slices(finite(init.read, init.path), loose))
+    if isinstance(init, GGUFFile) and spec.model.stored:
+        world.together(lambda: module.load_stored(finite_blocks(init)))
     if start is not None:
         progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
         return progress
@@ -145,6 +150,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
             frozen=config.frozen,
             precision=precision_named(config.precision, config.reduce_dtype),
             offload_masters=config.offload == STATE,
+            stored=model.stored,
         )
     except UsageError:  # of the strategy
         raise

@@ -221,7 +221,9 @@ class Trainer:
         log.debug("BLAS: %s, threads of rank 0: %d", blas(), start.threads)
         for unit in session.module.units:
             own = unit.part.stop - unit.part.start
-            log.debug("unit %s: %s elements, %s of them here", unit.name, f"{unit.unit.length:,}", f"{own:,}")
+            log.debug(
+                "unit %s: %s elements, %s of them here", unit.name, f"{unit.partition.length:,}", f"{own:,}"
+            )
         return start
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         bucket_mb=config.bucket_mb,
         frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),
+        stored=model.stored,
     )
 
     def on_nodes_of(ranks: int) -> Needs:

@@ -84,6 +84,14 @@ class GGUFFile:
         self.parts[info.part].values(info.offset, info, start, out)
         return out
 
+    def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""
+        info = self._info(name)
+        if not 0 <= start <= start + out.size <= info.nbytes:
+            found = f"bytes [{start}, {start + out.size}) are not inside [0, {info.nbytes})"
+            raise ValueError(f"tensor {name!r}: {found}")
+        self.parts[info.part].bytes_at(info.offset + start, out)
+
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The whole tensor in its shape, float32. Errors as in `read`."""
         return self.read(name).reshape(self._info(name).shape)

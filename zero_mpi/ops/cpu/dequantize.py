@@ -6,6 +6,8 @@ computes it. The bytes of a kind lie as in llama.cpp's ggml-common.h.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 
@@ -22,7 +24,7 @@ Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(len(PACKED))
 
 
 @fixed_helper
-def half(raw: Array, at: int) -> float:
+def half(raw: Array, at: int) -> Any:
     """The float16 in two bytes as float32: its bits moved into place, its exponent put right by a product."""
     word = np.uint32(raw[at]) | np.uint32(np.uint32(raw[at + 1]) << np.uint32(8))
     body = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
@@ -33,7 +35,7 @@ def half(raw: Array, at: int) -> float:
 
 
 @fixed_helper
-def scale_and_least(packed: Array, j: int) -> tuple[int, int]:
+def scale_and_least(packed: Array, j: int) -> Any:
     """The 6-bit scale and minimum of the j-th of eight sub-blocks, from twelve bytes."""
     if j < 4:
         return i4(packed[j] & 63), i4(packed[j + 4] & 63)
@@ -45,7 +47,7 @@ def scale_and_least(packed: Array, j: int) -> tuple[int, int]:
 
 
 @fixed_helper
-def scale_of_16(packed: Array, j: int) -> int:
+def scale_of_16(packed: Array, j: int) -> Any:
     """The 6-bit scale of the j-th of sixteen sub-blocks, from twelve bytes, less 32."""
     low = i4(packed[j & 7]) >> i4(4 * (j >> 3))
     high = i4(packed[8 + (j & 3)]) >> i4(2 * (j >> 2))

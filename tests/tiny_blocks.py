@@ -1,0 +1,79 @@
+"""A tiny base in blocks of every type, and adapters trained beside it: from its bytes, or from its floats."""
+
+from dataclasses import replace
+
+import numpy as np
+import tiny
+from gguf import GGMLQuantizationType, dequantize
+
+from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule
+from zero_mpi.models import Llama
+from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, PLAIN
+
+SCALES = {  # where float16 lie in a block
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+SIZES = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "context": 11, "vocab_size": 61}
+
+
+def some_blocks(name, count, seed=0):
+    """Bytes of blocks whose scales are small, everything else random."""
+    kind, drawn = BLOCK_KINDS[name], np.random.default_rng([seed, count])
+    if name in PLAIN:
+        return (0.05 * drawn.standard_normal(count) + 1).astype(PLAIN[name]).view(np.uint8)
+    blocks = drawn.integers(256, size=(count, kind.nbytes), dtype=np.uint8)
+    for at in SCALES[name]:
+        scales = drawn.uniform(-2e-3, 2e-3, (count, 1)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def floats_of(raw, name):
+    """What the package gguf makes of blocks, float32."""
+    return dequantize(raw, GGMLQuantizationType[name]).astype(np.float32)
+
+
+def base(tied):
+    """A model with adapters, and the bytes of everything else by name, in types of all sorts."""
+    model = Llama.from_flags(SIZES | {"tied": tied})
+    kinds, raw = {}, {}
+    for number, (name, param) in enumerate(model.params().items()):
+        of_norm = len(param.shape) == 1
+        kind = "F32" if of_norm else [*PACKED, "F16", "BF16"][number % 12]
+        kinds[name] = BLOCK_KINDS[kind]
+        raw[name] = some_blocks(kind, param.size // kinds[name].elements, number)
+    return replace(model, lora=LoRA(3, 6.0, stored=tuple(kinds.items()))), raw
+
+
+def make(comm, model, raw, strategy=FULL_SHARD, *, stored=True, **options):
+    """A module with the base in blocks, or in floats if not `stored`; adapters start at random."""
+    kinds = model.stored if stored else {}
+    module = ShardedModule(model.stages(), comm, strategy, frozen=FROZEN, stored=kinds, **options)
+    module.initialize(1, [name for name in module.params if is_adapter(name)])
+
+    def of_floats(name, start, stop):
+        return floats_of(raw[name], model.stored[name].name)[start:stop]
+
+    def of_bytes(name, start, out):
+        out[...] = raw[name][start : start + out.size]
+
+    module.load_slices(of_floats, [] if stored else raw)
+    module.load_stored(of_bytes)
+    return module
+
+
+def train(comm, model, raw, strategy=FULL_SHARD, *, steps=2, micro_batches=5, **options):
+    """Losses and norms of a short run, and the sha256 of all parameters after it."""
+    module = make(comm, model, raw, strategy, **options)
+    optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, micro_batches)
+    records = []
+    for step in range(steps):
+        tiny.run_step(module, accumulator, model, step, micro_batches)
+        records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+    adapters = {name: module.all_gather_param(name) for name in module.params}
+    return records, tiny.digest(adapters)

@@ -1,0 +1,73 @@
+"""Units that stay in the blocks of a file: how their bytes lie, and which units a model has of them.
+
+Nothing computes with the bytes, so they may be cut anywhere. Transports see them as float32 words, in a unit
+of their own: each tensor is a run of words, and runs begin at multiples of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zero_mpi.comm import Partition
+from zero_mpi.nn.layer import Param, Stage
+from zero_mpi.ops.block_kinds import BlockKind
+from zero_mpi.sharding.precision import floats
+from zero_mpi.sharding.unit import BYTES, QUANTUM, Unit
+
+WORDS = 16  # what runs and slices are multiples of: 64 bytes, as the lines of a cache
+
+Stored = Mapping[str, BlockKind]
+
+
+@dataclass(frozen=True)
+class BlockUnit(Unit):
+    """A frozen unit whose parameters are kept and gathered as blocks, and unpacked where layers read them."""
+
+    kinds: Stored
+
+    @cached_property
+    def words(self) -> Unit:
+        """The unit of what is kept: each tensor's bytes as words."""
+        runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
+        return Unit(self.name, runs, WORDS, False)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of one parameter's blocks."""
+        return self.kinds[name].bytes_of(self.params[name].size)
+
+    def room(self, compute: Any) -> int:
+        return self.words.length
+
+    def room_unpacked(self, compute: Any) -> int:
+        return floats(self.length, compute)
+
+    @property
+    def dealt(self) -> tuple[int, int]:
+        return self.words.length, WORDS
+
+    def in_room(self, ranks: int, compute: Any) -> Partition:
+        return self.partition(ranks)
+
+    def kept_bytes(self, compute: Any) -> int:
+        return BYTES
+
+
+def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
+    """One unit a scope, of the parameters that are stored; by scope also where others are cut by bytes.
+
+    A unit is what a rank has unpacked at a time.
+    """
+    members: dict[str, dict[str, Param]] = {}
+    placed = set[str]()
+    for stage in stages:
+        names = [name for name in stage.layer.params() if name in stored and name not in placed]
+        placed.update(names)
+        members.setdefault(stage.scope, {}).update({name: params[name] for name in names})
+    return [
+        BlockUnit(f"{scope} (stored)", named, QUANTUM, False, {name: stored[name] for name in named})
+        for scope, named in members.items()
+        if named
+    ]
