@@ -41,19 +41,29 @@ def floats_of(raw, name):
 def base(tied):
     """A model with adapters, and the bytes of everything else by name, in types of all sorts."""
     model = Llama.from_flags(SIZES | {"tied": tied})
-    kinds, raw = {}, {}
+    kinds = {}
     for number, (name, param) in enumerate(model.params().items()):
         of_norm = len(param.shape) == 1
         kind = "F32" if of_norm else [*PACKED, "F16", "BF16"][number % 12]
         kinds[name] = BLOCK_KINDS[kind]
-        raw[name] = some_blocks(kind, param.size // kinds[name].elements, number)
-    return replace(model, lora=LoRA(3, 6.0, stored=tuple(kinds.items()))), raw
+    model = replace(model, lora=LoRA(3, 6.0, stored=tuple(kinds.items())))
+    return model, bytes_of(model)
+
+
+def bytes_of(model):
+    """Bytes of everything that is stored of a model, the same for everyone who asks."""
+    sizes = {name: model.params()[name].size for name in model.stored}
+    return {
+        name: some_blocks(kind.name, sizes[name] // kind.elements, number)
+        for number, (name, kind) in enumerate(model.stored.items())
+    }
 
 
 def make(comm, model, raw, strategy=FULL_SHARD, *, stored=True, **options):
     """A module with the base in blocks, or in floats if not `stored`; adapters start at random."""
     kinds = model.stored if stored else {}
-    module = ShardedModule(model.stages(), comm, strategy, frozen=FROZEN, stored=kinds, **options)
+    options = {"frozen": FROZEN, **options}
+    module = ShardedModule(model.stages(), comm, strategy, stored=kinds, **options)
     module.initialize(1, [name for name in module.params if is_adapter(name)])
 
     def of_floats(name, start, stop):

@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import tiny_blocks
 from recording import RecordingComm
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
@@ -62,8 +63,12 @@ def case_of(comm, config, strategy, count, **options):
 def after_step(comm, case):
     """A module and its optimizer after a step of a case; shapes of micro-batches do not matter here."""
     options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
+    options["precision"] = case.precision
     strategy = strategy_named(case.strategy_name)
-    module = tiny.make(comm, case.model, strategy, recompute=case.recompute, **options)
+    if case.model.stored:
+        module = tiny_blocks.make(comm, case.model, tiny_blocks.bytes_of(case.model), strategy, **options)
+    else:
+        module = tiny.make(comm, case.model, strategy, recompute=case.recompute, **options)
     optimizer = ShardedAdamW(module)
     count = case.rounds.micro_batches
     accumulator = GradAccum(module, count)
@@ -169,9 +174,8 @@ def test_memory_over_nodes(apart, strategy):
 def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
-    owned = [
-        unit.parameters.shard if unit.parameters.keeps_slice else unit.parameters.whole for unit in units
-    ]
+    kept = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
+    owned = [one.own if one.keeps_slice else one.whole for one in kept]
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole
@@ -180,12 +184,17 @@ def held_bytes(module, optimizer):
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
     copies = Snapshot()
-    taken = [*copies.take("model", parameters_of(optimizer)), *copies.take("state", moments_of(optimizer))]
+    adapters = kept != [unit.parameters for unit in units]  # alone are written
+    taken = [
+        *copies.take("model", parameters_of(optimizer, adapters)),
+        *copies.take("state", moments_of(optimizer)),
+    ]
     return {
         "parameters": sum(array.nbytes for array in owned),
         "gradients": gradients,
         "moments": optimizer.memory_bytes(),
         "gathered": module.parameter_pool.nbytes if strategy.shards_parameters else 0,
+        "unpacked": module.unpacked_pool.nbytes,
         "gradient_buffers": module.gradient_pool.nbytes,
         "snapshot": sum(copy.values.nbytes for copy in taken),
     }

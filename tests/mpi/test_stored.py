@@ -1,11 +1,30 @@
 """A frozen base in the blocks of its file: the bits of the same base in floats, wherever bytes travel."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+import tiny
 import tiny_blocks
+from recording import RecordingComm
 from test_nodes import per_node, transport
+from test_plan_exact import (
+    EVERY_STRATEGY,
+    PER_NODE,
+    STRATEGIES,
+    after_step,
+    apart,
+    case_of,
+    check_memory,
+    check_traffic,
+)
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi.models.lora import FROZEN
+from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.precision import BF16, FP32
+
+__all__ = ["apart"]  # a fixture
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "own head"])
@@ -39,3 +58,55 @@ def test_on_several_nodes(base, floats, strategy, kind):
     for ranks in per_node():
         with transport(kind, ranks) as comm:
             assert tiny_blocks.train(comm, *base, strategy) == floats["fp32"]
+
+
+# ---------------------------------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_memory_and_traffic_are_the_plan_s(mpi, base, strategy, prefetch):
+    case = case_of(mpi, base[0], strategy, mpi.size + 1, frozen=FROZEN, prefetch=prefetch, async_save=True)
+    check_traffic(mpi, case)
+    check_memory(mpi, case)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_in_bfloat16_and_in_shared_memory(exact, base, strategy):
+    case = case_of(exact, base[0], strategy, 2 * exact.size, frozen=FROZEN, precision_name="bf16")
+    check_memory(exact, replace(case, async_save=True))
+
+
+@pytest.mark.world(4, 8)
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_memory_and_traffic_over_nodes(apart, base, strategy):
+    nodes = apart.size // PER_NODE
+    case = case_of(apart, base[0], strategy, apart.size + 1, nodes=nodes, frozen=FROZEN)
+    check_memory(apart, replace(case, async_save=True))
+    before = apart.meter.sent_bytes
+    kept = after_step(apart, case)
+    assert (
+        apart.allgather_object(apart.meter.sent_bytes - before) == plan_traffic(case, flags=0).sent.tolist()
+    )
+    del kept
+
+
+@pytest.mark.world(2, 3)
+def test_the_base_travels_as_bytes(mpi, base):
+    """A gather of the base is one of its blocks, each tensor's rounded up to 64 bytes."""
+    model, raw = base
+    recording = RecordingComm(mpi)
+    module = tiny_blocks.make(recording, model, raw, prefetch=0)
+    x, targets = tiny.micro_batch(0, mpi.rank, model)
+    recording.log.clear()
+    module.forward_backward(x, targets, 1.0)
+    sent, gathers = Counter[str](), [event for event in recording.log if event.kind == "allgather"]
+    times = Counter(event.label for event in gathers)
+    for event in gathers:
+        sent[event.label] += event.sent
+    for unit in module.units:
+        if "(stored)" in unit.name:
+            blocks = sum(-(-raw[name].size // 64) * 64 for name in unit.unit.params)
+            label = f"parameters {unit.name}"
+            assert times[label] == 1 + unit.name.startswith("blk.0")
+            assert sum(mpi.allgather_object(sent[label])) == times[label] * (mpi.size - 1) * blocks

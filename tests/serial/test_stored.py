@@ -1,0 +1,151 @@
+"""Adapters beside a base that stays in the blocks of its GGUF: the files that a base in floats gives."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import tiny_blocks
+from jobs import run_job
+from test_command_bits import fields, needs_mpiexec, train
+from test_lora import DATA, files
+from test_resume import refused
+
+from zero_mpi import SerialComm, ShardedModule
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.models.lora import FROZEN, LoRA
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
+
+SIZES = ["--arch", "llama", "--dim", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "96"]
+IN_FLOATS = """
+from zero_mpi.config import inputs
+inputs.BLOCK_KINDS = {}
+from zero_mpi.train import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model in Q4_0 and a text, as flags."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "text.txt").write_text(
+        "".join(f"line {number} of {number * number}\n" for number in range(400))
+    )
+    text = ["--data", str(folder / "text.txt")]
+    train(1, folder / "run", *SIZES, *DATA, *text, "--steps", "1")
+    made = folder / "base.gguf"
+    assert (
+        run_job(1, ["-m", "zero_mpi.export", str(folder / "run/latest"), str(made), "--type", "q4_0"])[0] == 0
+    )
+    assert {info.type.name for info in GGUFFile.open(made).tensors.values()} >= {"Q4_0", "F32"}
+    return ["--init", str(made), *DATA, *text, "--lora", "3", "--steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def in_floats(base, tmp_path_factory):
+    """The run of one rank whose base is float32 from the start; it says why."""
+    out = tmp_path_factory.mktemp("floats") / "run"
+    status, printed, _ = run_job(1, ["-c", IN_FLOATS, *base, "--out", str(out)])
+    assert status == 0
+    assert "are kept as floats: no kernel unpacks these blocks" in printed
+    return out
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (2, ["--strategy", "no-shard", "--async-save"]),
+        (3, ["--transport", "mpi", "--recompute", "--prefetch", "2"]),
+        (5, ["--strategy", "shard-grad-op"]),
+    ],
+)
+def test_the_same_files_as_in_floats(ranks, more, base, in_floats, tmp_path):
+    train(ranks, tmp_path / "run", *base, *more)
+    assert files(tmp_path / "run") == files(in_floats)
+    assert fields(tmp_path / "run") == fields(in_floats)
+
+
+@needs_mpiexec
+def test_a_resume_reads_the_blocks_again(base, in_floats, tmp_path):
+    train(3, tmp_path / "run", *base[:-1], "2")
+    train(2, tmp_path / "run", *base)
+    assert files(tmp_path / "run") == files(in_floats)
+
+
+@needs_mpiexec
+def test_a_scale_that_is_not_finite_is_refused(base, tmp_path):
+    broken = tmp_path / "broken.gguf"
+    shutil.copy(base[1], broken)
+    file = GGUFFile.open(broken)
+    info = file.tensors["blk.1.ffn_down.weight"]
+    with broken.open("r+b") as raw:
+        raw.seek(info.offset + info.nbytes - 18)
+        raw.write(np.float16(np.inf).tobytes())
+    said = refused(2, tmp_path / "run", "--init", str(broken), *base[2:])
+    assert f"{broken}: tensor blk.1.ffn_down.weight holds values that are not finite" in said
+
+
+def test_stored_bytes_are_read_in_ranges(base):
+    file = GGUFFile.open(base[1])
+    whole = b"".join(file.raw_pieces("token_embd.weight", 1 << 20))
+    part = np.zeros(37, np.uint8)
+    file.read_bytes("token_embd.weight", 11, part)
+    assert part.tobytes() == whole[11:48]
+    for start in (-1, len(whole) - 36):
+        with pytest.raises(ValueError, match=r"are not inside \[0, "):
+            file.read_bytes("token_embd.weight", start, part)
+
+
+# -------------------------------------------------------------------------------------------- the library
+
+
+@pytest.fixture(scope="module")
+def module():
+    """A module of one rank with a base of every type."""
+    return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))
+
+
+def test_a_rank_keeps_bytes_and_unpacks_a_unit_or_two(module):
+    stored = [unit for unit in module.units if "(stored)" in unit.name]
+    assert module.shard_memory_bytes == sum(unit.parameters.nbytes for unit in module.units)
+    in_blocks = sum(kind.bytes_of(module.params[name].size) for name, kind in module_kinds(module).items())
+    kept = sum(unit.parameters.nbytes for unit in stored)
+    assert in_blocks <= kept < in_blocks + 64 * len(module.params)
+    x = np.zeros((1, 11), np.int64)
+    module.forward_backward(x, x, 1.0)
+    module.zero_gradients()
+    longest = max(unit.unit.length for unit in stored)
+    assert module.unpacked_pool.nbytes <= 2 * 4 * longest
+    assert module.unpacked_pool.lent == 0
+
+
+def module_kinds(module):
+    """Types of what is stored, by name."""
+    return {name: kind for unit in module.units for name, kind in getattr(unit.unit, "kinds", {}).items()}
+
+
+def test_what_is_in_blocks_has_no_elements_to_write(module):
+    for ask in (module.parameters, module.shard_info, lambda: list(module.named_parameters())):
+        with pytest.raises(ValueError, match="is kept in the blocks of a file, not in elements"):
+            ask()
+    with pytest.raises(ValueError, match="fill it by load_stored"):
+        module.initialize(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "more", "said"),
+    [
+        ("output.weight", "Q8_0", {"by_rows": True}, "in units that are no rows"),
+        ("nobody", "Q8_0", {}, "'nobody': expected the name of a frozen parameter"),
+        ("blk.0.attn_q.weight.lora_a", "F32", {}, "expected the name of a frozen parameter"),
+        ("output_norm.weight", "Q4_0", {}, "output_norm.weight: expected blocks of 32 elements"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(name, kind, more, said):
+    stages = replace(tiny.MODELS["llama"], lora=LoRA(3, 6.0)).stages()
+    with pytest.raises(ValueError, match=said):
+        ShardedModule(stages, SerialComm(), frozen=FROZEN, stored={name: BLOCK_KINDS[kind]}, **more)
