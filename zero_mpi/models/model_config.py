@@ -84,6 +84,12 @@ class ModelConfig:
         """Parameters that stay in the blocks of the file that they came from."""
         return {} if self.lora is None else dict(self.lora.stored)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of these blocks."""
+        params = self.params() if self.stored else {}
+        return sum(kind.bytes_of(params[name].size) for name, kind in self.stored.items() if name in params)
+
     def params(self) -> dict[str, Param]:
         """All parameters by name, adapters included, in the order of the file."""
         return stage_params(self.stages())

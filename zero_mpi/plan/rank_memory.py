@@ -117,8 +117,13 @@ def copies(case: Case, unit: Unit) -> int:
 
 def kept_parameters(case: Case, unit: Unit, own: int) -> int:
     """Elements of a unit's parameters on rank 0; what ranks share counts by slices."""
+    return own if keeps_slices(case) else unit.dealt[0]
+
+
+def keeps_slices(case: Case) -> bool:
+    """Whether a rank counts its slices of parameters alone."""
     shared = case.shares_wholes and case.strategy.shards_moments
-    return own if shared or case.strategy.shards_parameters else unit.dealt[0]
+    return shared or case.strategy.shards_parameters
 
 
 def kept_gradients(case: Case, unit: Unit, own: int) -> int:

@@ -11,6 +11,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
+from zero_mpi.plan.rank_memory import keeps_slices
 from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point
 
@@ -104,6 +105,8 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
         f"node(s); {case.tokens:,} tokens a step in {case.rounds.micro_batches} micro-batch(es) of "
         f"{case.micro_batch} x {case.context}, {len(case.rounds)} round(s){kinds_of(case)}"
     )
+    if case.model.stored:
+        yield f"frozen base: {base(case)}"
     rates = {
         "flops": f"{machine.flops / 1e9:.3g} GFLOP/s a rank",
         "memory_bandwidth": f"{machine.moves / 1e9:.3g} GB/s a rank",
@@ -117,6 +120,12 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
         texts = [text for name, text in rates.items() if (name in known) == wanted]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
+
+
+def base(case: Case) -> str:
+    """What is kept of a base in blocks, and by whom."""
+    by = "over" if keeps_slices(case) else "on each of"
+    return f"{size(case.model.stored_bytes)} in the file's blocks {by} {case.owners} rank(s)"
 
 
 def kinds_of(case: Case) -> str:

@@ -29,7 +29,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
 from zero_mpi.plan.machine import assumed
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.report import ask_lines, introduction, memory_lines, traffic_lines
+from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.train.resolve import RunSpec, resolve
 
@@ -120,6 +120,8 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
         yield "started without mpirun: of one rank; try `mpirun -n N ...`, or imagine ranks by zero_mpi.plan"
     yield ""
     yield f"model      {next(introduction(case, assumed(False, False), ()))}"
+    if case.model.stored:
+        yield f"base       {base(case)}"
     yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"
     yield f"transport  {transport(config.transport, case, why)}"
     yield f"device     {device.in_use().name}, {config.precision}"

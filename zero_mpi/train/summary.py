@@ -18,7 +18,7 @@ from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import Memory, plan_memory
-from zero_mpi.plan.report import MEMORY
+from zero_mpi.plan.report import MEMORY, base
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.telemetry import log
 from zero_mpi.train.mfu import step_flop
@@ -33,7 +33,8 @@ class Start:
     """What is known when a job starts, beside its session.
 
     hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
-    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host.
+    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
+    base    where a base in blocks lies.
     0 or None: not known.
     """
 
@@ -43,6 +44,7 @@ class Start:
     memory: Memory | None = None
     flop: float = 0.0
     ask: int = 0
+    base: str = ""
 
     @property
     def ranks(self) -> int:
@@ -89,7 +91,8 @@ def plan(start: Start) -> Start:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
         node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
-        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask)
+        about = base(case) if case.model.stored else ""
+        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
     except Exception as error:  # too few addresses under a limit, say: whatever it is, a run is worth more
         log.debug("no plan of this run: %s: %s", type(error).__name__, error)
         return start
@@ -122,6 +125,8 @@ def lines(start: Start) -> Iterator[str]:
         f"{model.arch}, {start.parameters:,} parameters: {model.block_count} layers, width "
         f"{model.embedding_length}, {model.head_count} heads, context {config.context}",
     )
+    if start.base:
+        yield row("base", start.base)
     yield row("strategy", f"{config.strategy} over {many(start.ranks, 'rank')}, {config.reduction} reduction")
     if session.transport:
         yield row("transport", session.transport)
