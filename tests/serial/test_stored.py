@@ -14,8 +14,10 @@ from test_resume import refused
 
 from zero_mpi import SerialComm, ShardedModule
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.launch.world import World
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.plan.command import command
 
 SIZES = ["--arch", "llama", "--dim", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "96"]
 IN_FLOATS = """
@@ -67,6 +69,17 @@ def test_the_same_files_as_in_floats(ranks, more, base, in_floats, tmp_path):
     train(ranks, tmp_path / "run", *base, *more)
     assert files(tmp_path / "run") == files(in_floats)
     assert fields(tmp_path / "run") == fields(in_floats)
+
+
+@needs_mpiexec
+def test_plan_dry_run_and_the_start_say_what_is_kept(base, tmp_path, capsys):
+    file = GGUFFile.open(base[1])
+    stored = f"{sum(info.nbytes for info in file.tensors.values()) / 1024:.1f} KiB in the file's blocks over "
+    assert command(World(0, 1), [*base, "--ranks", "2"]) == 0
+    assert f"frozen base: {stored}2 rank(s)" in capsys.readouterr().out
+    flags = ["-m", "zero_mpi.train", *base, "--out", str(tmp_path / "run")]
+    assert f"base       {stored}2 rank(s)" in run_job(2, [*flags, "--dry-run"])[1]
+    assert f"base:      {stored}2 rank(s)" in run_job(2, flags)[1]
 
 
 @needs_mpiexec

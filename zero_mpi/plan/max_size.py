@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 
+BLOCK = re.compile(r"blk\.([0-9]+)\.(.*)")
 MOST = 1024  # of blocks, of sequences, or times the least width; a plan of more takes minutes
 
 
@@ -43,10 +45,10 @@ def largest(case: Case, limit: int) -> Largest:
         return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
 
     def deep(count: int) -> ModelConfig:
-        return replace(case.model, block_count=count)
+        return stored_alike(replace(case.model, block_count=count), case.model)
 
     def wide(count: int) -> ModelConfig:
-        return widened(case.model, count, step)
+        return stored_alike(widened(case.model, count, step), case.model)
 
     step = least_step(case.model)
     rows = most(lambda count: total(with_rows(count)), limit)
@@ -59,6 +61,19 @@ def largest(case: Case, limit: int) -> Largest:
         steps * step.width,
         elements(wide(steps)) if steps else 0,
     )
+
+
+def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
+    """A model of another size whose base stays in blocks as that of `like` does, of block n as there."""
+    if like.lora is None or not like.stored:
+        return model
+    kinds, found = like.stored, []
+    for name, param in model.params().items():
+        number = BLOCK.match(name)
+        known = f"blk.{int(number[1]) % like.block_count}.{number[2]}" if number else name
+        if known in kinds and param.size % kinds[known].elements == 0:
+            found.append((name, kinds[known]))
+    return replace(model, lora=replace(like.lora, stored=tuple(found)))
 
 
 def most(size: Callable[[int], int], limit: int) -> int:

@@ -1,0 +1,68 @@
+"""The plan of a base that stays in the blocks of its file: what is counted, and what it is worth."""
+
+from dataclasses import replace
+
+import tiny_blocks
+from test_plan import SLOW
+
+from zero_mpi.models import Llama
+from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.max_size import largest, stored_alike
+from zero_mpi.plan.rank_memory import plan_memory
+from zero_mpi.plan.step_time import step_time
+from zero_mpi.plan.traffic import plan_traffic
+
+SIZES = {"layers": 30, "dim": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "context": 2048}
+SMOLLM2 = Llama.from_flags(SIZES | {"vocab_size": 49152, "tied": True})
+FLOATS = replace(SMOLLM2, lora=LoRA(8, 16.0))
+
+
+def in_q4_0(model):
+    """Adapters of rank 8 beside a model whose matrices are Q4_0."""
+    kinds = {name: "Q4_0" if len(param.shape) == 2 else "F32" for name, param in model.params().items()}
+    stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
+    return replace(model, lora=LoRA(8, 16.0, stored=stored))
+
+
+def test_adapters_beside_smollm2_take_a_quarter_of_its_training():
+    full = Case(SMOLLM2, ranks=2, micro_batch=1, context=128, recompute=True)
+    adapters = replace(full, model=in_q4_0(SMOLLM2), frozen=FROZEN)
+    found, floats = plan_memory(adapters), plan_memory(replace(adapters, model=FLOATS))
+    assert adapters.model.stored_bytes == 134_479_872 * 18 // 32 + 35_136 * 4
+    assert 4 * found.total <= plan_memory(full).total
+    assert found.unpacked == 4 * (49152 * 576 + block_elements())
+    assert 6 * found.parameters < floats.parameters
+
+
+def block_elements():
+    """Elements of a block's base, each parameter in whole chunks."""
+    return sum(-(-p.size // 1024) * 1024 for name, p in SMOLLM2.params().items() if name.startswith("blk.0."))
+
+
+def test_what_travels_is_a_sixth():
+    """Of what the same base in floats sends; gradients of adapters are the same."""
+    stored = Case(in_q4_0(SMOLLM2), ranks=2, transport_wanted="mpi", frozen=FROZEN)
+    floats = replace(stored, model=FLOATS)
+    sent = [plan_traffic(case) for case in (stored, floats)]
+    assert (sent[0].gradients_inside == sent[1].gradients_inside).all()
+    assert (6 * sent[0].parameters_inside < sent[1].parameters_inside).all()
+
+
+def test_the_work_of_unpacking_is_in_the_time_of_a_step():
+    stored = Case(in_q4_0(SMOLLM2), context=128, frozen=FROZEN)
+    floats = replace(stored, model=FLOATS)
+    assert step_time(stored, SLOW).flop == step_time(floats, SLOW).flop
+    assert step_time(stored, SLOW).computation > step_time(floats, SLOW).computation
+
+
+def test_larger_models_of_the_same_blocks():
+    case = Case(tiny_blocks.base(False)[0], ranks=2, context=11, frozen=FROZEN)
+    deep, small = (stored_alike(replace(case.model, block_count=count), case.model) for count in (5, 1))
+    assert deep.stored["blk.3.ffn_up.weight"] == case.model.stored["blk.1.ffn_up.weight"]
+    assert list(deep.stored) == [name for name in deep.params() if not is_adapter(name)]
+    assert not any(name.startswith("blk.1.") for name in small.stored)
+    found = largest(case, 8 * plan_memory(case).total)
+    assert found.layers > case.model.block_count
+    assert found.width > case.model.embedding_length
