@@ -237,7 +237,8 @@ def test_fused_is_the_reference(name, make, layout):
 def test_all_operations_are_fused_and_tested():
     exported = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
     elsewhere = {"causal_attention", "causal_attention_backward", "adamw", "chunk_squares"} | {
-        "moving_average"
+        "moving_average",
+        "dequantize",
     }
     assert exported == set(FUSED) == {case[1] for case in CASES} | elsewhere
     assert all(inspect.unwrap(vars(ops)[name].dispatch(np.ndarray)) is FUSED[name] for name in exported)

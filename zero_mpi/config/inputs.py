@@ -57,23 +57,23 @@ def read_model(init: WeightSource) -> ModelConfig:
     return model
 
 
-def adapted(config: Config, model: ModelConfig, init: WeightSource | None, on_gpu: bool) -> ModelConfig:
+def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
     """The model with the adapters of the flags; raises UsageError for a pattern that names nothing.
 
-    On CPUs what is beside them stays in the blocks of its GGUF, if their type is one that kernels know.
+    What is beside them stays in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
     model = replace(model, lora=config.adapters)
     names = model.params()
-    if model.lora is None or on_gpu or not isinstance(init, GGUFFile):
+    if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
         return model
     types = {name: init.tensors[name].type.name for name in names if name in init.tensors}
     stored = tuple((name, BLOCK_KINDS[type]) for name, type in types.items() if type in BLOCK_KINDS)
     return replace(model, lora=replace(model.lora, stored=stored))
 
 
-def kept_as_floats(init: WeightSource | None, model: ModelConfig, on_gpu: bool) -> list[str]:
+def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
     """Why some of what is frozen beside adapters is float32 all the same."""
-    if model.lora is None or on_gpu or not isinstance(init, GGUFFile):
+    if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
     if not others:

@@ -1,9 +1,8 @@
 """Every operation and its backward in plain array code: the definition that fast versions are held to.
 
 Shapes, in one legend: N rows (tokens), B sequences, T positions, C model width, O output width, H query
-heads, K key/value heads, R = H / K, D width of a head, V vocabulary. Gradients are called `dx`; those of
-parameters are *added* into the array given for them. Inputs are never written, except where a docstring
-says "in place". The work is done in the type of the inputs (float32 in training, float64 in tests).
+heads, K key/value heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* into
+the array given for them. Inputs are written only where a docstring says "in place". Work is done in their type.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def find_model(config: Config) -> ModelConfig:
     """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
     init = open_init(config)
     if init is not None:
-        model = adapted(config, read_model(init), init, on_gpu=config.device == "cuda")
+        model = adapted(config, read_model(init), init, config.device)
         settled(config, model)  # raises where a flag says otherwise
     else:
         tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)

@@ -1,7 +1,8 @@
 """Bytes that ranks give to each other in a step, in a node and between nodes, by formulas.
 
 P ranks, R rounds of micro-batches in a step. L_u is the length of unit u with its gaps and s_u the slice of
-the rank in question, both in elements of 4 bytes. A rank sends, per step:
+the rank in question, both in elements of 4 bytes (of blocks of a file, in words of as many).
+A rank sends, per step:
 
 - full-shard: R (P - 1) sum of g_u s_u for parameters, R sum of (L_u - s_u) for gradients;
 - shard-grad-op: (P - 1) sum of s_u for parameters, once after the update; gradients as above;

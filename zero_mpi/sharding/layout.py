@@ -79,6 +79,22 @@ def lay_out(
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]
+    schedule = scheduled(stages, units, uses, prefetch, strategy)
+    gradients, gathers = buffer_lengths(units, uses, schedule, precision)
+    return Layout(
+        units,
+        uses,
+        schedule,
+        gradients,
+        gathers if strategy.shards_parameters else (),
+        precision,
+    )
+
+
+def scheduled(
+    stages: Sequence[Stage], units: list[Unit], uses: list[Indices], prefetch: int, strategy: Strategy
+) -> Schedule:
+    """The schedule of a model's units, with their names. What is stored in blocks is gathered always."""
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],
@@ -86,17 +102,8 @@ def lay_out(
         prefetch,
         gathers=[strategy.shards_parameters or isinstance(unit, BlockUnit) for unit in units],
     )
-    named = replace(
+    return replace(
         schedule,
         unit_names=tuple(unit.name for unit in units),
         stage_names=tuple(stage.scope for stage in stages),
-    )
-    gradients, gathers = buffer_lengths(units, uses, schedule, precision)
-    return Layout(
-        units,
-        uses,
-        named,
-        gradients,
-        gathers if strategy.shards_parameters else (),
-        precision,
     )

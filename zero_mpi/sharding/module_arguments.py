@@ -6,7 +6,7 @@ in silence. So all of it is compared when the module is made, by a digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,6 +23,7 @@ from zero_mpi.sharding.layout import Layout, is_trainable, lay_out
 from zero_mpi.sharding.offload import masters_on_host
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.strategy import Strategy
+from zero_mpi.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ def check_arguments(
     facts = {"the strategy": strategy, "the precision": precision, "exact": comm.exact, **settings}
     facts["offload_masters"] = bool(offload_masters)
     facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
-    for unit in layout.units:
-        kind = "trained" if unit.trainable else "frozen"
-        facts |= {
-            f"parameter {name}": f"{param.shape}, {kind}, in unit {unit.name}"
-            for name, param in unit.params.items()
-        }
-    facts |= {f"the blocks of {name}": kind.name for name, kind in kinds.items()}
+    facts |= {f"parameter {name}": about for unit in layout.units for name, about in told(unit, kinds)}
     return ModuleArguments(stages, params, patterns, layout, masters), facts
+
+
+def told(unit: Unit, kinds: Stored) -> Iterator[tuple[str, str]]:
+    """(name, what ranks must share of it) of a unit's parameters."""
+    kind = "trained" if unit.trainable else "frozen"
+    for name, param in unit.params.items():
+        yield name, f"{param.shape}, {kinds.get(name, kind)}, in unit {unit.name}"
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

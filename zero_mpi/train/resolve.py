@@ -133,8 +133,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     init = open_init(config)
     named = None if init is None else read_model(init)
     tokenizer = choose_tokenizer(config, init, named)
-    on_gpu = device.in_use().name == "cuda"
-    model = adapted(config, named or model_from_flags(config, tokenizer), init, on_gpu)
+    where = device.in_use().name
+    model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
     if config.context > model.context_length:
@@ -142,7 +142,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     description = describe(config, model, tokenizer, init)
-    notes = (*remarks(config, is_text=tokenizer is not None), *kept_as_floats(init, model, on_gpu))
+    notes = (*remarks(config, is_text=tokenizer is not None), *kept_as_floats(init, model, where))
     spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
     return spec, {name: short_digest(value) for name, value in facts.items()}
 

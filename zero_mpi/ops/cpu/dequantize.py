@@ -1,7 +1,7 @@
 """Blocks of GGUF (`ops.block_kinds`) as float32 or bfloat16: one pass from the bytes to where layers read.
 
-Compiled without any liberty: each element has the bits of `reference.dequantize`, for any scale, whoever
-computes it. The bytes of a kind lie as in llama.cpp's ggml-common.h.
+Compiled without any liberty: each element has the bits of `reference.dequantize`, for any scale. The
+bytes of a kind lie as in llama.cpp's ggml-common.h.
 """
 
 from __future__ import annotations
