@@ -63,6 +63,7 @@ def in_floats(base, tmp_path_factory):
         (2, ["--strategy", "no-shard", "--async-save"]),
         (3, ["--transport", "mpi", "--recompute", "--prefetch", "2"]),
         (5, ["--strategy", "shard-grad-op"]),
+        (2, ["--transport", "mpi", "--check-collectives", "--checkpoint-io", "parallel"]),
     ],
 )
 def test_the_same_files_as_in_floats(ranks, more, base, in_floats, tmp_path):

@@ -2,7 +2,7 @@
 
 Shapes, in one legend: N rows (tokens), B sequences, T positions, C model width, O output width, H query
 heads, K key/value heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* into
-the array given for them. Inputs are written only where a docstring says "in place". Work is done in their type.
+the array given for them. Inputs are written only if a docstring says "in place". Work is done in their type.
 """
 
 from __future__ import annotations
