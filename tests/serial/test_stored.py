@@ -12,7 +12,7 @@ from test_command_bits import fields, needs_mpiexec, train
 from test_lora import DATA, files
 from test_resume import refused
 
-from zero_mpi import SerialComm, ShardedModule
+from zero_mpi import SerialComm, ShardedAdamW, ShardedModule, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import FROZEN, LoRA
@@ -142,12 +142,15 @@ def module_kinds(module):
     return {name: kind for unit in module.units for name, kind in getattr(unit.unit, "kinds", {}).items()}
 
 
-def test_what_is_in_blocks_has_no_elements_to_write(module):
+def test_what_is_in_blocks_has_no_elements_to_write(module, tmp_path):
     for ask in (module.parameters, module.shard_info, lambda: list(module.named_parameters())):
         with pytest.raises(ValueError, match="is kept in the blocks of a file, not in elements"):
             ask()
     with pytest.raises(ValueError, match="fill it by load_stored"):
         module.initialize(0)
+    with pytest.raises(ValueError, match=r"save: expected a module in floats, got .* blocks \(stored\)"):
+        save(tmp_path / "saved", module, ShardedAdamW(module))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

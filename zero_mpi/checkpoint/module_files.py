@@ -31,6 +31,7 @@ from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.nn.layer import Param
+from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.optimizer import ShardedAdamW
 
@@ -150,6 +151,8 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     instance(f"{what}: optimizer", optimizer, ShardedAdamW, "a ShardedAdamW")
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
+    if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
+        raise ValueError(f"{what}: expected a module in floats, got one with parameters in blocks (stored)")
 
 
 def check_model(model: WeightSource, params: dict[str, Param]) -> None:
