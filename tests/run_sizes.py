@@ -217,9 +217,21 @@ def close(total: Counter[str], failed: list[str]) -> int:
     return 1 if failed else 0
 
 
+def compile_once() -> None:
+    """Have the operations compiled before parts begin, each of which would do it by itself, all at a time."""
+    program = "import ml_dtypes; from zero_mpi import ops; ops.prepare(kind=ml_dtypes.bfloat16)"
+    status, output, _ = jobs.run_command(
+        [sys.executable, "-c", program], timeout=600, env=jobs.COMPILED, merge=True
+    )
+    if status:
+        print(f"the operations cannot be compiled, as tests will tell:\n{output}", flush=True)
+
+
 def main() -> int:
     """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
+    if not args.paths:
+        compile_once()
     sizes = [int(size) for size in args.sizes.split(",")]
     found = parts(sizes, args.paths)
     limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from run_sizes import close, count, run_parts
+from run_sizes import close, compile_once, count, run_parts
 
 HERE = Path(__file__).resolve().parent
 WAITS = {"slurm": ["tests/cluster/test_slurm.py"]}
@@ -35,6 +35,7 @@ def main() -> int:
         paths, options = paths[:cut], paths[cut + 1 :]
     found = [("cluster", 0, paths)]
     if not paths:
+        compile_once()
         found = [(name, 0, files) for name, files in (WAITS | COMPUTES).items()]
     limit = float(os.environ.get("ZERO_MPI_CLUSTER_TIMEOUT", "1800"))
     deadline = time.monotonic() + limit
