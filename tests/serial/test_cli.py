@@ -93,7 +93,7 @@ def test_the_package_runs_as_the_console_script_does():
     [
         (["--lerning-rate", "1"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
         (["--batchsize=4"], "unknown flag --batchsize; did you mean --batch-size?"),
-        (["--val", "0.1"], "unknown flag --val; did you mean --val-fraction?"),
+        (["--val-frac", "0.1"], "unknown flag --val-frac; did you mean --val-fraction?"),
         (["--no-recompte"], "unknown flag --no-recompte; did you mean --no-recompute?"),
         (["--output-dir", "x"], "unknown flag --output-dir; did you mean --out?"),
         (["--max-steps", "x"], "unknown flag --max-steps; did you mean --steps?"),
