@@ -75,6 +75,7 @@ PBS = ByTest(f"{BATCH}test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_o
 REAL_MODEL = "tests/serial/test_finetune.py::test_the_example_teaches_answers_and_shows_what_was_gained"
 HALVES = ByTest("tests/serial/test_examples.py::test_each_half_of_a_run_may_have_its_own_number_of_ranks")
 EXAMPLE = ByTest("tests/serial/test_examples.py::test_example_lowers_its_loss")
+SIZES_ALONE = ByTest("tests/serial/test_plan_stored.py::test_the_table_of_the_page_is_planned")
 NO_TORCH = Nobody("it needs PyTorch, which the project does not install, and measures speed")
 SPEED = Nobody("it measures speed over hosts that it makes; as root, by hand")
 
@@ -227,6 +228,22 @@ PLANNING: dict[str, How] = {
     "--nodes 4": Run(says="shard-grad-op"),
     "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --ranks 16 --nodes 4 "
     "--strategy hybrid-shard": Run(says="hybrid-shard"),
+    **{
+        f"python -m zero_mpi.plan --strategy full-shard --recompute --context 1024 --micro-batch 1 {sizes} "
+        "--lora 16 --base q4_0": ByTest(
+            "tests/serial/test_plan_stored.py::test_the_table_of_the_page_is_planned"
+        )
+        for sizes in (
+            "--batch-size 2 --ranks 2 --layers 30 --dim 576 --heads 9 --kv-heads 3 --ffn 1536 "
+            "--vocab-size 49152 --tied",
+            "--batch-size 2 --ranks 2 --layers 16 --dim 2048 --heads 32 --kv-heads 8 --ffn 8192 "
+            "--vocab-size 128256 --tied",
+            "--batch-size 4 --ranks 4 --nodes 4 --layers 32 --dim 4096 --heads 32 --kv-heads 8 --ffn 14336 "
+            "--vocab-size 128256",
+            "--batch-size 16 --ranks 16 --nodes 16 --layers 80 --dim 8192 --heads 64 --kv-heads 8 "
+            "--ffn 28672 --vocab-size 128256",
+        )
+    },
     "python -m zero_mpi.plan --device cuda --precision bf16 --ranks 4 --memory 80G": Run(
         "--memory 200M --strategy full-shard", "full-shard"
     ),

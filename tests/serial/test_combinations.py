@@ -13,7 +13,6 @@ from zero_mpi.config.toml import write_toml
 from zero_mpi.errors import UsageError
 
 REFUSED = {  # flags that are refused: what is said, and what lets them be
-    "--lora 4": ("--lora 4: of what: give --init BASE.gguf", "--init m.gguf"),
     "--lora-alpha 2": ("--lora-alpha 2.0: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
     "--lora-targets a b": (r"--lora-targets .*: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
     "--lora-init a.gguf": ("--lora-init a.gguf: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),

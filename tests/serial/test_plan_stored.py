@@ -1,14 +1,20 @@
 """The plan of a base that stays in the blocks of its file: what is counted, and what it is worth."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import tiny_blocks
 from test_plan import SLOW
 
+from zero_mpi.cli.text import size
+from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case
+from zero_mpi.plan.flags import read
 from zero_mpi.plan.max_size import largest, stored_alike
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.step_time import step_time
@@ -66,3 +72,36 @@ def test_larger_models_of_the_same_blocks():
     found = largest(case, 8 * plan_memory(case).total)
     assert found.layers > case.model.block_count
     assert found.width > case.model.embedding_length
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--base q4_0", "--base q4_0: beside no adapter: give --lora RANK as well"),
+        ("--base q4_0 --lora 2 --device cuda", "--base q4_0: on a GPU it is kept as floats: leave it out"),
+    ],
+)
+def test_a_base_that_no_run_would_keep_is_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        read(flags.split())
+
+
+def test_sizes_without_a_type_are_beside_floats():
+    (case, *_) = read(["--lora", "2"]).cases
+    assert case.model.lora == LoRA(2, 4.0)
+    assert case.frozen == FROZEN
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
+
+
+def test_the_table_of_the_page_is_planned():
+    """A row of its table for each of its commands, whose last flags are those of the last columns."""
+    text = PAGE.read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m zero_mpi\.plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
+    rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)
+    assert len(rows) == len(commands) == 4
+    for row, sizes in zip(rows, commands, strict=True):
+        columns = ("", "--lora 16", "--lora 16 --base q8_0", "--lora 16 --base q4_0")
+        cases = [case for more in columns for case in read([*sizes.split(), *more.split()]).cases]
+        assert [size(plan_memory(case).total) for case in cases] == row.split(" | ")

@@ -14,6 +14,7 @@ from test_resume import refused
 
 from zero_mpi import SerialComm, ShardedAdamW, ShardedModule, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
@@ -81,6 +82,16 @@ def test_plan_dry_run_and_the_start_say_what_is_kept(base, tmp_path, capsys):
     flags = ["-m", "zero_mpi.train", *base, "--out", str(tmp_path / "run")]
     assert f"base       {stored}2 rank(s)" in run_job(2, [*flags, "--dry-run"])[1]
     assert f"base:      {stored}2 rank(s)" in run_job(2, flags)[1]
+
+
+@needs_mpiexec
+def test_sizes_and_a_type_are_planned_as_the_file_is(base, capsys):
+    assert command(World(0, 1), [*base, "--ranks", "2"]) == 0
+    planned = capsys.readouterr().out
+    assert command(World(0, 1), [*SIZES, *base[2:], "--base", "q4_0", "--ranks", "2"]) == 0
+    assert capsys.readouterr().out == planned
+    with pytest.raises(UsageError, match="--base f16: the file of --init has a type: leave one of them out"):
+        command(World(0, 1), [*base, "--base", "f16"])
 
 
 @needs_mpiexec

@@ -28,7 +28,6 @@ class Contradiction(NamedTuple):
 
 ADAPTERLESS = "of no adapter: give --lora RANK as well"
 CONTRADICTIONS = (
-    Contradiction("lora", lambda c: c.init is None, "of what: give --init BASE.gguf, which stays as it is"),
     Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
     Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),

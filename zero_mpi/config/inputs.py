@@ -58,10 +58,12 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing.
+    """The model with the adapters of the flags; UsageError for a pattern that names nothing, or no `init`.
 
     What is beside them stays in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
+    if config.lora is not None and init is None:
+        raise UsageError(f"--lora {config.lora}: of what: give --init BASE.gguf, which stays as it is")
     model = replace(model, lora=config.adapters)
     names = model.params()
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):

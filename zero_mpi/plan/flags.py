@@ -20,6 +20,7 @@ from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.plan.beside_adapters import BASES, beside_adapters
 from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes
@@ -29,7 +30,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
-SHOWN |= {"--offload", "--version"}
+SHOWN |= {"--offload", "--version", "--lora", "--lora-targets"}
 EXAMPLES = """\
 Examples:
 
@@ -50,7 +51,7 @@ SAME = (  # called alike in a case and among the flags of a run
     "ema",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
-OWN = ("ranks", "nodes", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
+OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def add_own(group: Any) -> None:
     """The flags that only a plan has."""
     group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
     group.add_argument("--nodes", type=int, metavar="M", help="nodes that they are on (default: 1)")
+    group.add_argument("--base", choices=BASES, help="type of the GGUF beside --lora, without --init")
     group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
     group.add_argument("--doctor", metavar="FILE", help="rates that zero_mpi.doctor measured (its JSON)")
     for name, text in RATES.items():
@@ -113,7 +115,7 @@ def read(arguments: Sequence[str]) -> Question:
     ranks, nodes = at_least_one(own, "ranks", 1), at_least_one(own, "nodes", 1)
     if ranks % nodes:
         raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
-    model = find_model(config)
+    model = find_model(config, own.get("base"))
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
     if "strategy" not in settings and config.device == "cuda" and nodes > 1:
         names.remove("hybrid-shard")
@@ -150,15 +152,17 @@ def at_least_one(own: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
-def find_model(config: Config) -> ModelConfig:
+def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
     init = open_init(config)
+    if init is not None and base is not None:
+        raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
     if init is not None:
         model = adapted(config, read_model(init), init, config.device)
         settled(config, model)  # raises where a flag says otherwise
     else:
         tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)
-        model = model_from_flags(config, tokenizer)
+        model = beside_adapters(config, model_from_flags(config, tokenizer), base)
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     return model
