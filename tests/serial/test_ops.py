@@ -66,6 +66,22 @@ def test_every_operation_has_a_test():
     assert not exported - SHOWN, f"show {', '.join(sorted(exported - SHOWN))} in a test"
 
 
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+@shows("dequantize")
+def test_a_block_is_a_scale_and_what_it_scales():
+    """Q8_0: a float16 and 32 whole numbers of a byte each. The others: test_dequantize, against gguf."""
+    blocks = np.zeros(5, [("scale", "<f2"), ("whole", "i1", 32)])
+    blocks["scale"], blocks["whole"] = numbers(5), (40 * numbers(5, 32)).astype("i1")
+    raw, found = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)
+    with unchanged(raw):
+        ops.dequantize(raw, "Q8_0", found)
+    for block, place in np.ndindex(5, 32):
+        expected = float(blocks["scale"][block]) * int(blocks["whole"][block, place])
+        assert found[32 * block + place] == expected  # 11 and 7 bits: float32 holds their product
+
+
 # ------------------------------------------------------------------------------------------------ sums
 
 

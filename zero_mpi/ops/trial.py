@@ -4,7 +4,8 @@ Names do not tell: OpenBLAS calls Zen 5 and Intel's AVX-512 cores alike, compile
 processor, products on the threads. So each operation runs once, by the way that a training takes, on numbers
 made of whole-number arithmetic, and what comes out is digested. Products have the shapes for which libraries
 have kernels of their own: forward and both backwards, odd edges, a single row, sums longer than a block, and
-such that threads share. Nothing depends on the rank, the job or the model.
+such that threads share. Nothing depends on the rank, the job or the model. What unpacks a file's blocks is
+not tried: it adds up nothing, and its bits are those that the format says.
 """
 
 from __future__ import annotations
