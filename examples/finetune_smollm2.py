@@ -40,10 +40,10 @@ FLAGS = {
     "--context": "256",
     "--batch-size": "4",
     "--micro-batch": "1",
-    "--steps": "40",
+    "--steps": "24",
     "--warmup": "4",
     "--lr": "1e-3",
-    "--eval-every": "20",
+    "--eval-every": "12",
     "--eval-windows": "8",
     "--sample": "0",
 }
