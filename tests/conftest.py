@@ -94,6 +94,7 @@ class Harness:
         self.deselected = {}  # reason: number of tests
         # Rank 0 names it, the first test that wants a folder makes it.
         self.base = Path(tempfile.gettempdir(), world.bcast(f"zero_mpi-tests-{uuid.uuid4().hex}"))
+        os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # of jobs too
 
     def shout(self, text):
         """Write to stderr at once, past pytest's capture; any rank may do so."""

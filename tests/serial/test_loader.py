@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_mpi.data import EvalLoader, StepLoader, Windows, window_of
-from zero_mpi.data.loader import permutation
+from zero_mpi.data.sample_order import permutation
 from zero_mpi.errors import UsageError
 
 

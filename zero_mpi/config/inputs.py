@@ -18,6 +18,7 @@ from zero_mpi.data import (
     Tokenizer,
     collect_files,
     holds_token_files,
+    sources_of,
     tokenizer_from_json,
     tokenizer_from_metadata,
 )
@@ -131,14 +132,15 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 
 def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag that has no meaning for data of this kind: conversations, or others."""
-    is_chat = are_conversations(collect_files(config.data))
+    chats = [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
     why = {
         "chat_template": "--data holds no conversations, which are .jsonl files",
         "loss_on": "--data holds no conversations, which are .jsonl files",
         "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
     }
     for name, reason in why.items():
-        if getattr(config, name) is not None and is_chat == (name == "control_tokens"):
+        idle = all(chats) if name == "control_tokens" else not any(chats)
+        if getattr(config, name) is not None and idle:
             raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
 
 

@@ -7,9 +7,12 @@ so every rank works out its own part and no two can disagree.
 from collections.abc import Mapping
 
 from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
-from zero_mpi.data.loader import Batch, EvalLoader, StepLoader, Windows, WindowSource, window_of
+from zero_mpi.data.loader import Batch, EvalLoader, HeldOut, StepLoader, Windows, WindowSource
+from zero_mpi.data.mixture import MixedWindows
 from zero_mpi.data.packing import PackedWindows, windows_over
-from zero_mpi.data.text_files import collect_files, holds_token_files, named, stdlib_files
+from zero_mpi.data.sample_order import SampleOrder, window_of
+from zero_mpi.data.sources import files_of, holds_token_files, sources_of
+from zero_mpi.data.text_files import collect_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
@@ -23,15 +26,20 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "EvalLoader",
+    "HeldOut",
+    "MixedWindows",
     "PackedWindows",
+    "SampleOrder",
     "StepLoader",
     "Tokenizer",
     "WindowSource",
     "Windows",
     "collect_files",
+    "files_of",
     "holds_token_files",
     "load_corpus",
     "named",
+    "sources_of",
     "stdlib_files",
     "tokenizer_config",
     "tokenizer_from_json",

@@ -5,6 +5,8 @@ end a turn. Who wrote a conversation by a template means the token. A text does 
 is told; where nobody has said anything the letters are taken, and the user hears of it.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,17 +33,21 @@ class TextReader:
     def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
         if asked is not None and asked not in READINGS:
             raise UsageError(f"--control-tokens {shown(asked)}: expected one of {', '.join(READINGS)}")
-        self.tokenizer, self._asked = tokenizer, asked
+        self.tokenizer, self.asked = tokenizer, asked
         self._spelt = Counter[str]()
+
+    def anew(self) -> TextReader:
+        """A reader of the same, which has read nothing."""
+        return TextReader(self.tokenizer, self.asked)
 
     @property
     def parses(self) -> bool:
         """Whether a spelling is read as the token."""
-        return self._asked == PARSE
+        return self.asked == PARSE
 
     def encode(self, texts: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
         """Ids (n,) of each text, uint16 or uint32, without bos and eos."""
-        if self._asked is None:
+        if self.asked is None:
             self._spelt += self.tokenizer.spelt(texts)
         return self.tokenizer.encode_batch(texts, special=self.parses)
 

@@ -1,165 +1,85 @@
-"""From files and folders to two token streams, one to train on and one held out.
+"""From files and folders to token streams, some to train on and some held out.
 
-A corpus is an ordered list of documents: text files, whose bytes are encoded and closed by an eos token (a
-bos if the tokenizer has no eos), token files, whose ids are taken as they are, or conversations, each as its
-chat template writes and ends it. Whole documents are held out, so no text is on both sides. Its sha256 covers
-names and bytes of the documents, wherever they lie and however they are split: a checkpoint records it, and a
-resume on other data is noticed. With no path named, the corpus is Python's own standard library: real text
-that is on every machine.
+A corpus is one ordered list of documents for each source of `--data`. Whole documents are held out, so no
+text is on both sides. Its sha256 covers names and bytes of the documents, wherever they lie and however they
+are split: a checkpoint records it, and a resume on other data is noticed. With no path named, the corpus is
+Python's own standard library: real text that is on every machine.
 """
 
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from zero_mpi.data.control_tokens import PARSE, TextReader
-from zero_mpi.data.conversations.formats import are_conversations
-from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader
-from zero_mpi.data.documents import Document, Stream, Tokens, stream_of
-from zero_mpi.data.file_kinds import HEAD
-from zero_mpi.data.loader import permutation
-from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
-from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.data.token_file import read_token_file
+from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.conversations.tokenized import ANSWERS
+from zero_mpi.data.document_reader import DocumentReader
+from zero_mpi.data.documents import Document, Stream, stream_of
+from zero_mpi.data.sample_order import permutation
+from zero_mpi.data.sources import DataSource, sources_of
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import LONGEST
 
+Ids = NDArray[np.integer[Any]]
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
 _BLOCK = 1 << 20  # ids looked at together
-_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
+
+
+class Part(NamedTuple):
+    """The stream of a source, and the share of the samples that it has."""
+
+    name: str
+    stream: Stream
+    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """What training reads, and what is known about it."""
 
-    train: Stream
-    val: Stream  # held out; may be empty, and `notes` say why
-    sha256: str  # over names and bytes of all documents in order, whatever the split
+    parts: tuple[Part, ...]  # to train on
+    held_out: tuple[Part, ...]  # may be empty, and `notes` say why
+    sha256: str  # over names and bytes of all documents in order, whatever the split, and over shares
     documents: int
     val_documents: int  # held out whole; 0 where the tail of a single document is held out
     notes: tuple[str, ...]  # what was left out and why, for the user
     vocab_size: int
 
+    @property
+    def train(self) -> Stream:
+        """The stream to train on, of a corpus of one source."""
+        (part,) = self.parts
+        return part.stream
+
+    @property
+    def val(self) -> Stream:
+        """The stream that is held out of one source; an empty one where nothing is."""
+        return self.held_out[0].stream if self.held_out else stream_of([])
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens there are to train on, and how many are held out."""
+        train, val = (sum(part.stream.size for part in parts) for parts in (self.parts, self.held_out))
+        return train, val
+
 
 _Documents = list[Document]
-_Reading = tuple[_Documents, list[str]]  # documents, and notes on what was left out
 
 
-class _Reader(NamedTuple):
-    """How documents are read: the flags that say what files mean."""
+class _Split(NamedTuple):
+    """The documents of a source on both sides, notes on them, and what tells them from others."""
 
-    text: TextReader | None
-    vocab: int
-    any_bytes: bool
-    loss_on: str
-    packs: bool
-
-    def documents(self, flag: str, paths: Sequence[str]) -> _Reading:
-        """Every document that holds something; raises UsageError where none does."""
-        read, notes = self._read(paths)
-        documents = [document for document in read if document.tokens.size]
-        if not documents:
-            nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
-            raise UsageError("; ".join([nothing, *notes]))
-        return documents, notes
-
-    def _read(self, paths: Sequence[str]) -> _Reading:
-        root = stdlib_root()
-        library = ((p.relative_to(root).as_posix(), p) for p in stdlib_files())
-        files = collect_files(paths) if paths else list(library)
-        if are_tokens(files):
-            if self.packs:
-                raise UsageError(
-                    "--packing documents: --data are token files, which do not tell where documents end: use "
-                    "text"
-                )
-            return [Document(name, *read_token_file(path, self.vocab, _BLOCK)) for name, path in files], []
-        if self.text is None:
-            raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
-        if self.vocab < self.text.tokenizer.vocab_size:
-            size = self.text.tokenizer.vocab_size
-            raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
-        if are_conversations(files):
-            return _conversations(files, ConversationReader(self.text.tokenizer, self.loss_on))
-        return _text_documents(files, TextFilter(paths, self.any_bytes), self.text)
-
-
-def _conversations(files: Sequence[tuple[str, Path]], reader: ConversationReader) -> _Reading:
-    """Each conversation as a document, as its template ends it; none of which nothing counts."""
-    documents, left_out = list[Document](), 0
-    for found in reader.read(files):
-        if found.counted.any():
-            documents.append(Document(found.name, found.ids, found.digest, found.counted))
-        else:
-            left_out += 1
-    return documents, [f"conversations without an answer left out: {left_out:,}"] if left_out else []
-
-
-def _text_documents(
-    files: Sequence[tuple[str, Path]], text_filter: TextFilter, reader: TextReader
-) -> _Reading:
-    """Text files encoded, eos behind each."""
-    documents = [
-        document for texts in _groups(_texts(files, text_filter)) for document in _encoded(texts, reader)
-    ]
-    notes = [*text_filter.notes(), *reader.notes()]
-    if _separator(reader.tokenizer) is None:
-        notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
-    return documents, notes
-
-
-def _texts(files: Sequence[tuple[str, Path]], text_filter: TextFilter) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of the text files."""
-    for name, path in files:
-        try:
-            with path.open("rb") as file:
-                head = file.read(HEAD)
-                if not text_filter.takes(name, path, head):
-                    continue
-                data = head + file.read()
-        except OSError as error:
-            unreadable(error)
-        text_filter.read(name, data)
-        yield name, data
-
-
-def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    """Texts in their order, in groups of about `_ENCODED` bytes."""
-    group, size = list[tuple[str, bytes]](), 0
-    for name, data in texts:
-        group.append((name, data))
-        size += len(data)
-        if size >= _ENCODED:
-            yield group
-            group, size = [], 0
-    yield group
-
-
-def _separator(tokenizer: Tokenizer) -> int | None:
-    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
-    return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-
-
-def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[Document]:
-    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
-    last, mark = _separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
-    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
-        closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-        yield Document(name, closed, hashlib.sha256(data).digest() + mark)
-
-
-def _blocks(ids: Tokens) -> Iterator[tuple[int, Tokens]]:
-    """`ids` in pieces, each with its start: a mapped file of any size passes through little memory."""
-    for start in range(0, len(ids), _BLOCK):
-        yield start, ids[start : start + _BLOCK]
+    source: DataSource
+    train: _Documents
+    val: _Documents
+    notes: list[str]
+    digest: str
+    alone: bool = False  # whether it is one document, of which the tail is held out
 
 
 def load_corpus(
@@ -178,43 +98,69 @@ def load_corpus(
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `val_paths`: what is held out instead. `any_bytes`: a file that is named is taken as it is, text or not.
-    `control_tokens`: what the spelling of one in text means, "parse" or "plain"; None: plain, with a note.
-    Token files need no tokenizer and ignore both. `loss_on`: what counts of conversations, "answers" or
-    "all". `packs`: windows hold whole documents, so they need not be as long as `context`; those of
-    conversations do anyway. A single token file stays a mapped view; several, or text, are held in memory.
-    Raises UsageError for what the user can mend: paths, fraction, files, sizes.
+    `paths`: `PATH=SHARE` each makes a source of each (`mixture.sources_of`). `val_paths`: what is held out
+    instead. `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the
+    spelling of one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer
+    and ignore both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole
+    documents, so they need not be as long as `context`; those of conversations do anyway. Token files, and
+    text of some size once it is encoded, stay on disk. Raises UsageError for what the user can mend: paths,
+    fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     text = None if tokenizer is None else TextReader(tokenizer, control_tokens)
-    reader = _Reader(text, vocab_size, any_bytes, loss_on, packs)
-    documents, notes = reader.documents("--data", paths)
-    total = sum(document.tokens.size for document in documents)
-    least = 2 if packs or documents[0].counted is not None else context + 1
-    if total < least:
-        need = f"context {context} needs at least {least} tokens, the data holds {total}"
-        raise UsageError(f"{need}: use a smaller --context or more --data")
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs)
+    fraction = 0.0 if val_paths else val_fraction
+    splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:
-        return _with(documents, *reader.documents("--val-data", val_paths), least, notes, vocab_size)
-    train, val = _hold_out(documents, val_fraction, seed)
-    if val_fraction and (refusal := _too_small(train, val, least)):
+        splits.append(_held_out(reader, val_paths, context))
+    return _joined(splits, vocab_size)
+
+
+def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
+    """The corpus of all sources."""
+    return Corpus(
+        parts=tuple(
+            Part(each.source.name, stream_of(each.train), each.source.share) for each in splits if each.train
+        ),
+        held_out=tuple(Part(each.source.name, stream_of(each.val)) for each in splits if each.val),
+        sha256=_joint_digest([each.digest for each in splits]),
+        documents=sum(len(each.train) + len(each.val) - each.alone for each in splits),
+        val_documents=sum(len(each.val) - each.alone for each in splits),
+        notes=tuple(note for each in splits for note in each.notes),
+        vocab_size=vocab_size,
+    )
+
+
+def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
+    """A source with `fraction` of its tokens held out; raises UsageError where it has no window."""
+    documents, notes = reader.documents("--data", source.paths)
+    least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
+    total = sum(document.tokens.size for document in documents)
+    if total < least:
+        need = f"context {context} needs at least {least} tokens, the data{of} holds {total}"
+        raise UsageError(f"{need}: use a smaller --context or more --data")
+    train, val = _hold_out(documents, fraction, seed)
+    if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    whole, streams = len(val) if len(documents) > 1 else 0, (stream_of(train), stream_of(val))
-    return Corpus(*streams, _digest(documents), len(documents), whole, tuple(notes), vocab_size)
+    said = [f"{source.name}: {note}" if source.name else note for note in notes]
+    digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
+    return _Split(source, train, val, said, digest, alone=len(documents) == 1 and bool(val))
 
 
-def _with(
-    train: _Documents, val: _Documents, more: list[str], least: int, notes: list[str], vocab: int
-) -> Corpus:
-    """A corpus of which other data are held out; raises UsageError where these have no window."""
-    held = sum(document.tokens.size for document in val)
+def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Split:
+    """Other data to hold out; raises UsageError where these have no window."""
+    documents, notes = reader.documents("--val-data", paths)
+    held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
         raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
-    both = hashlib.sha256(f"{_digest(train)} {_digest(val)}".encode()).hexdigest()
-    said = [*notes, *(f"--val-data: {note}" for note in more)]
-    count = len(train) + len(val)
-    return Corpus(stream_of(train), stream_of(val), both, count, len(val), tuple(said), vocab)
+    said = [f"--val-data: {note}" for note in notes]
+    return _Split(DataSource("", list(paths)), [], documents, said, _digest(documents))
+
+
+def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:
+    """How many tokens a window takes, or two where windows hold whole documents."""
+    return 2 if reader.packs or documents[0].counted is not None else context + 1
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
@@ -273,7 +219,12 @@ def _digest(documents: Sequence[Document]) -> str:
     return total.hexdigest()
 
 
-def unigram_entropy(tokens: Tokens) -> float:
+def _joint_digest(digests: Sequence[str]) -> str:
+    """One digest for those of all sources, and of what is held out instead."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def unigram_entropy(tokens: Ids) -> float:
     """Nats per token of the distribution of the ids in `tokens` (1-D): what the best order-0 model of this
     very text reaches, hence what a trained model has to beat. NaN for no tokens.
     """
@@ -284,3 +235,9 @@ def unigram_entropy(tokens: Tokens) -> float:
         counts = fresh
     shares = counts[counts > 0] / len(tokens) if len(tokens) else np.array([np.nan])
     return float(-(shares * np.log(shares)).sum())
+
+
+def _blocks(ids: Ids) -> Iterator[tuple[int, Ids]]:
+    """`ids` in pieces, each with its start."""
+    for start in range(0, len(ids), _BLOCK):
+        yield start, ids[start : start + _BLOCK]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.integer[Any]]
+from zero_mpi.data.token_spans import TokenSpans
+
+Tokens = NDArray[np.integer[Any]] | TokenSpans
 Counted = NDArray[np.bool_]
 
 
@@ -23,7 +25,7 @@ class Document(NamedTuple):
     """Ids in their order, and where they are from.
 
     name      of the file or line, for people and for the digest of the corpus
-    tokens    ids (n,), uint16 or uint32; of text with what closes it
+    tokens    ids (n,), uint16 or uint32, held or in a file; of text with what closes it
     digest    sha256 of the bytes that it was made of, and of what was made of them
     counted   (n,): whether the loss counts a token as a target, the first never is one; None: all are
     """
@@ -38,7 +40,7 @@ class Document(NamedTuple):
 class Stream:
     """Documents one behind the other.
 
-    ids       of all (n,), uint16 or uint32
+    ids       of all (n,), uint16 or uint32, held or in files
     ends      (D,) int64: where each document ends
     counted   (n,): whether the loss counts a token as a target; None: text, where all are
     """
@@ -54,19 +56,22 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Bytes of memory that it takes."""
         return sum(array.nbytes for array in (self.ids, self.ends, self.counted) if array is not None)
 
 
 def stream_of(documents: Sequence[Document]) -> Stream:
-    """The stream of documents, all with `counted` or none; ids of a single one are not copied.
-
-    So a mapped file stays one.
-    """
+    """The stream of documents, all with `counted` or none, and all held or all in files."""
     ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
     masks = [document.counted for document in documents if document.counted is not None]
     assert len(masks) in (0, len(documents)), "text and conversations do not mix"
     if len(documents) == 1:
         return Stream(documents[0].tokens, ends, documents[0].counted)
-    ids = [document.tokens for document in documents] or [np.empty(0, np.uint16)]
-    return Stream(np.concatenate(ids), ends, np.concatenate(masks) if masks else None)
+    counted = np.concatenate(masks) if masks else None
+    in_files = [each.tokens for each in documents if isinstance(each.tokens, TokenSpans)]
+    if in_files:
+        assert len(in_files) == len(documents), "ids are held, or in files"
+        spans = [span for tokens in in_files for span in tokens.spans]
+        return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted)
+    held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
+    return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted)

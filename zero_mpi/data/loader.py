@@ -6,19 +6,18 @@ micro-batch i is a fixed run of those, and rank i mod P computes it in round i d
 shape of a micro-batch never depend on the number of ranks, and a resume needs to know nothing but the step.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from zero_mpi.data.sample_order import SampleOrder
+from zero_mpi.data.token_spans import TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
 Ids = NDArray[np.int64]
-
-_EPOCH_STREAM = 0x65706F63  # keeps these draws apart from every other use of the user's seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,65 +64,30 @@ def inside(indices: ArrayLike, count: int) -> Ids:
     return wanted
 
 
-def permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of 0..count-1 drawn from `key` (integers from 0 up), the same with every NumPy.
-
-    NumPy promises the raw stream of a bit generator for good, but lets `Generator.permutation` change from
-    release to release (NEP 19). Sorting raw 64-bit draws stays inside the promise.
-    """
-    draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
-
-
-@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
-def _epoch_order(windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    order = permutation(windows, seed, _EPOCH_STREAM, epoch)
-    order.flags.writeable = False
-    return order
-
-
-@overload
-def window_of(sample: int, windows: int, seed: int) -> int: ...
-@overload
-def window_of(sample: NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]: ...
-def window_of(sample: int | NDArray[np.int64], windows: int, seed: int) -> int | NDArray[np.int64]:
-    """The window (0..windows-1) behind each global sample index; every epoch has each window once."""
-    epochs, positions = np.divmod(np.asarray(sample, dtype=np.int64), windows)
-    found = np.empty_like(positions)
-    for epoch in sorted(set(epochs.ravel().tolist())):  # np.unique would import numpy.ma, 30 ms of a start
-        here = epochs == epoch
-        found[here] = _epoch_order(windows, seed, epoch)[positions[here]]
-    return found if isinstance(sample, np.ndarray) else int(found)
-
-
 class Windows:
-    """Windows of T = `context` tokens over a 1-D array of ids; window i starts at i * `stride`.
+    """Windows of T = `context` tokens over ids, 1-D or in files; window i starts at i * `stride`.
 
     Without a stride it is T, and windows do not overlap: the last target of a window is the first input of
     the next, so every token but the first is predicted once. A stride below T lets each window but the first
     predict T - stride tokens again. Tokens after the last whole window are not used.
     """
 
-    def __init__(self, tokens: NDArray[np.integer], context: int, stride: int | None = None) -> None:
+    def __init__(
+        self, tokens: NDArray[np.integer] | TokenSpans, context: int, stride: int | None = None
+    ) -> None:
         self.context = _at_least_one("--context", context)
         self.kind = f"window of {context + 1} tokens: use a smaller --context"
         self.stride = _at_least_one("--stride", context if stride is None else stride)
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
-        self._rows = self._overlapping_rows(np.asarray(tokens))
-
-    def _overlapping_rows(self, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-        """A view (len(self), T + 1): the inputs of each window and, one place on, its targets."""
-        if len(tokens) <= self.context:
-            return np.empty((0, self.context + 1), tokens.dtype)
-        return sliding_window_view(tokens, self.context + 1)[:: self.stride]
+        self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
         """How many of a window's targets windows before it have predicted."""
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return max(len(self._tokens) - self.context - 1 + self.stride, 0) // self.stride
 
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of these windows count: all."""
@@ -142,7 +106,9 @@ class Windows:
 
         Raises IndexError for an index outside 0..len-1.
         """
-        rows = self._rows[inside(indices, len(self))]
+        starts = inside(indices, len(self)) * self.stride
+        width = self.context + 1  # the inputs of a window and, one place on, its targets
+        rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
         return Batch(rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C"))
 
 
@@ -155,11 +121,19 @@ def _at_least_one(flag: str, value: int) -> int:
 class StepLoader:
     """Training batches: B = `batch_size` samples a step, cut into M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step is the shorter one where B is no multiple. Raises UsageError for sizes
-    below 1 and for a corpus without a window.
+    The last micro-batch of a step is the shorter one where B is no multiple. `order`: of the samples, if
+    windows are of several sources. Raises UsageError for sizes below 1 and for a corpus without a window.
     """
 
-    def __init__(self, windows: WindowSource, *, batch_size: int, micro_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        windows: WindowSource,
+        *,
+        batch_size: int,
+        micro_batch: int,
+        seed: int,
+        order: SampleOrder | None = None,
+    ) -> None:
         if not len(windows):
             raise UsageError(f"the data holds no {windows.kind}")
         self.batch_size = _at_least_one("--batch-size", batch_size)
@@ -167,21 +141,22 @@ class StepLoader:
         self.micro_batches = -(-batch_size // micro_batch)
         self.positions_per_step = batch_size * windows.context
         self.windows = windows
-        self._seed = seed
+        self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
         """How many targets of a step (from 0) count: what a mean loss divides by."""
-        return self.windows.counted(self._window_of(step * self.batch_size + np.arange(self.batch_size)))
+        return self.windows.counted(self.order.windows(step * self.batch_size + np.arange(self.batch_size)))
 
-    def _window_of(self, samples: Ids) -> Ids:
-        return window_of(samples, len(self.windows), self._seed)
+    def epochs(self, steps: int) -> list[float]:
+        """How often so many steps go through the windows of each source."""
+        return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:
         """Micro-batch i (0..M-1) of `step` (from 0)."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         end = min((i + 1) * self.micro_batch, self.batch_size)
         samples = step * self.batch_size + np.arange(i * self.micro_batch, end)
-        return self.windows.batch(self._window_of(samples))
+        return self.windows.batch(self.order.windows(samples))
 
 
 class EvalLoader:
@@ -204,3 +179,25 @@ class EvalLoader:
         """Micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What an evaluation reads: windows of each source of which some are held out, by the source's name."""
+
+    loaders: dict[str, EvalLoader]
+
+    def __bool__(self) -> bool:
+        return any(loader.micro_batches for loader in self.loaders.values())
+
+    def mean(self, losses: Mapping[str, float]) -> float:
+        """The loss of all targets, of the mean loss of each source; of one source its bits."""
+        if len(losses) == 1:
+            return next(iter(losses.values()))
+        counts = {name: self.loaders[name].counted for name in losses}
+        return sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
+
+    def batches(self) -> Iterator[Batch]:
+        """All micro-batches, of one source after the other."""
+        for loader in self.loaders.values():
+            yield from map(loader.micro, range(loader.micro_batches))

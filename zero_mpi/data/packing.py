@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data.documents import Counted, Stream
 from zero_mpi.data.loader import Batch, Windows, WindowSource, inside
+from zero_mpi.data.token_spans import Places, read_ids, up_to
 
 NONE, DOCUMENTS = PACKINGS = ("none", "documents")
-Places = NDArray[np.int64]
 
 
 class Packable(NamedTuple):
@@ -50,12 +50,6 @@ def pieces_of(stream: Stream, context: int) -> Packable:
     targets = sizes if stream.counted is None else counted_within(stream.counted, starts + 1, sizes)
     kept = targets > 0
     return Packable(starts[kept], sizes[kept], targets[kept], cut, int((~kept).sum()))
-
-
-def up_to(counts: Places) -> Places:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
@@ -153,16 +147,17 @@ class PackedWindows:
         sizes, rows = self._sizes[pieces], np.repeat(np.arange(len(wanted)), held)
         before = np.cumsum(sizes) - sizes
         columns = before - before[np.cumsum(held) - held][rows]
-        source = np.repeat(self._starts[pieces], sizes) + up_to(sizes)
         places = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
-        ids, counted = np.asarray(self._stream.ids), self._stream.counted
+        spans = self._starts[pieces], sizes + 1
+        ids, counted = read_ids(self._stream.ids, *spans).astype(np.int64), self._stream.counted
+        within = up_to(sizes + 1)
+        is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
         begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position behind the last alone
-        inputs.reshape(-1)[places] = ids[source]
-        after = ids[source + 1].astype(np.int64)
-        targets.reshape(-1)[places] = (
-            after if counted is None else np.where(counted[source + 1], after, UNCOUNTED)
-        )
+        inputs.reshape(-1)[places] = ids[is_input]
+        if counted is not None:
+            ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
+        targets.reshape(-1)[places] = ids[is_target]
         begins.reshape(-1)[places] = np.repeat(columns, sizes)
         return Batch(inputs, targets, begins)
 

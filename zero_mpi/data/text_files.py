@@ -86,11 +86,6 @@ def unreadable(error: OSError) -> NoReturn:
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
-def holds_token_files(paths: Sequence[str]) -> bool:
-    """Whether `paths` mean token files, which need no tokenizer. Raises UsageError if only some do."""
-    return are_tokens(collect_files(paths))
-
-
 def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
     """Whether files are token files, all of them; raises UsageError if only some are."""
     tokens = [path for _, path in files if path.suffix == _TOKEN_SUFFIX]

@@ -1,8 +1,9 @@
-"""A token file: a 1-D .npy of uint16 or uint32 ids, read once for its digest and its ids, then mapped.
+"""A token file: a 1-D .npy of uint16 or uint32 ids, looked at once for its digest, and then read by places.
 
 The header is the source of a Python dictionary. NumPy evaluates it, with errors of a dozen kinds for what is
 none; here it is matched: three keys, in any order, with values of one form each. The file must be as long as
-its header says, so nothing is read that is not ids. Format:
+its header says, so nothing is read that is not ids. What is larger than `WHOLE` is looked at here and there,
+for a run on terabytes begins as soon as any other. Format:
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
 
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.errors import UsageError
+from zero_mpi.data.token_spans import FileSpan, TokenSpans
+from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
@@ -26,6 +28,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 MAGIC = b"\x93NUMPY"
 LENGTHS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # version of the format -> bytes of the header's length
+WHOLE = 1 << 30  # bytes of a file that is read from end to end for its digest, in half a second
 MAX_HEADER = 1 << 16  # bytes; NumPy writes 118
 MAX_DIMS = 64  # NumPy's own limit
 TYPES: dict[str, np.dtype[Any]] = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
@@ -43,10 +46,12 @@ class Header(NamedTuple):
     start: int
 
 
-def read_token_file(path: Path, vocab: int, block: int) -> tuple[Ids, bytes]:
-    """(ids, sha256 of the file). The ids are mapped; those outside the vocabulary are refused.
+def read_token_file(path: Path, vocab: int, block: int) -> tuple[TokenSpans, bytes]:
+    """(where the ids lie, a digest). The ids stay in the file; those outside the vocabulary are refused.
 
-    `block`: how many ids are looked at together. Raises UsageError.
+    `block`: how many ids are looked at together. The digest is the sha256 of a file of at most `WHOLE` bytes;
+    of a larger one it is `TokenSpans.sampled_digest`, and its other ids are looked at when they are read.
+    Raises UsageError.
     """
     try:
         with open_file(path, "a token file") as file:
@@ -56,13 +61,17 @@ def read_token_file(path: Path, vocab: int, block: int) -> tuple[Ids, bytes]:
                 found = f"found {NAMES.get(header.dtype, shown(header.dtype))} of shape {header.shape}"
                 raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
             (count,) = header.shape
-            _check_length(file, header.start + count * dtype.itemsize)
-            digest = _look_through(path, file, header.start, dtype, block, vocab)
-            if not count:
-                return np.empty(0, dtype), digest
-            return np.memmap(file.name, dtype, "r", header.start, (count,)), digest
+            length = header.start + count * dtype.itemsize
+            _check_length(file, length)
+            real = os.path.abspath(os.fsdecode(file.name))
+            spans = TokenSpans([FileSpan(real, header.start, count, dtype, length)], vocab)
+            if length > WHOLE:
+                return spans, spans.sampled_digest()
+            return spans, _look_through(path, file, header.start, dtype, block, vocab)
     except UsageError:
         raise
+    except JobError as error:  # found before the job has begun
+        raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {path} as a token file: {why}") from error

@@ -18,7 +18,7 @@ from zero_mpi.evaluate.task import Task
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import read_corpus
-from zero_mpi.train.setup import share_corpus
+from zero_mpi.train.shared_corpus import share_corpus
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
     choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
     if task.config.data:
-        corpus = share_corpus(world.comm, world.on_root(lambda: read_text(task, opened)))
+        notes = list[str]()
+        corpus = share_corpus(world.comm, world.on_root(lambda: read_text(task, opened)), notes)
         cut = cut_up(corpus.train, opened.config.context, task.stride)
-        for note in (*corpus.notes, *cut.notes()) if world.rank == 0 else ():
+        for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
         text, tokens = about(cut, windows, corpus, opened)
@@ -65,6 +66,8 @@ def read_text(task: Task, opened: Opened) -> Corpus:
     Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
     corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer)
+    if len(corpus.parts) > 1:
+        raise UsageError("--data: expected paths without shares: evaluate one source after the other")
     if corpus.train.counted is not None and task.stride is not None:
         raise UsageError(
             f"--stride {task.stride}: each conversation is read from its beginning: leave it out"

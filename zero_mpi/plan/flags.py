@@ -131,15 +131,15 @@ def read(arguments: Sequence[str]) -> Question:
         most_ranks=at_least_one(own, "most_ranks", 4096),
         sweeps="sweep" in own,
         json=Path(own["json"]) if "json" in own else None,
-        text=text_if_there(config, model, ranks),
+        text=text_if_there(config, model),
         sample=config.sample > 0,
     )
 
 
-def text_if_there(config: Config, model: ModelConfig, ranks: int) -> int:
+def text_if_there(config: Config, model: ModelConfig) -> int:
     """Bytes of the tokens of the data; 0 where the plan is made on a machine that has not got them."""
     try:
-        return text_bytes(config, model, ranks)
+        return text_bytes(config, model)
     except (UsageError, OSError):
         return 0
 

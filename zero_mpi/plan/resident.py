@@ -8,12 +8,16 @@ test holds runs against the sum. What ranks share is in the plan of a rank by it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
+from zero_mpi.data import files_of, stdlib_files
 from zero_mpi.data.corpus import Corpus
-from zero_mpi.data.text_files import collect_files, stdlib_files
+from zero_mpi.data.encoded_cache import LEAST, folder
+from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
@@ -87,20 +91,25 @@ def private(case: Case, memory: Memory) -> int:
     return memory.total - shared
 
 
-def text_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
+def text_bytes(config: Config, model: ModelConfig) -> int:
     """Of the tokens that each rank holds, by the sizes of the data's files, which are not read.
 
-    A single token file is not copied by a lone rank: its pages are the system's to take back.
+    Those of token files, and of text that is kept once it is encoded, stay on disk.
     """
-    files = [path for _, path in collect_files(config.data)] if config.data else stdlib_files()
-    files += [path for _, path in collect_files(config.val_data)] if config.val_data else []
+    lists = [[path for _, path in files_of(config.data)] if config.data else stdlib_files()]
+    lists += [[path for _, path in files_of(config.val_data)]] if config.val_data else []
+    return sum(held_bytes(files, model.vocab_size) for files in lists)
+
+
+def held_bytes(files: Sequence[Path], vocabulary: int) -> int:
+    """Of the ids that are read of such files and held."""
     found = sum(path.stat().st_size for path in files)
-    if files and all(path.suffix == ".npy" for path in files):
-        return found if ranks > 1 or len(files) > 1 else 0
-    width = 2 if model.vocab_size <= 1 << 16 else 4
-    return width * found // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
+    are_tokens, width = all(path.suffix == ".npy" for path in files), 2 if vocabulary <= 1 << 16 else 4
+    ids = found if are_tokens else width * found // (1 if vocabulary <= 300 else BYTES_OF_TOKEN)
+    in_files = are_tokens or (found >= LEAST and folder() is not None)
+    return 0 if in_files and ids > MOST_HELD else ids
 
 
 def text_of(corpus: Corpus) -> int:
     """The same of a corpus that has been read."""
-    return int(corpus.train.nbytes + corpus.val.nbytes)
+    return sum(part.stream.nbytes for part in (*corpus.parts, *corpus.held_out))

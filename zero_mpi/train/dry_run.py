@@ -155,16 +155,19 @@ def transport(wanted: str, case: Case, why: str) -> str:
 
 def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     """What is read, and how often."""
-    config, corpus, windows = spec.config, spec.corpus, spec.windows
+    config, corpus, loader = spec.config, spec.corpus, spec.loader
     assert corpus is not None, "rank 0 has the text"
-    assert windows is not None, "and its windows"
+    assert loader is not None, "and what reads it"
     yield (
-        f"data       {corpus.train.size:,} tokens to train on in {corpus.documents - corpus.val_documents:,} "
-        f"documents, {corpus.val.size:,} held out, of {named(config.data)}"
+        f"data       {corpus.tokens[0]:,} tokens to train on in {corpus.documents - corpus.val_documents:,} "
+        f"documents, {corpus.tokens[1]:,} held out, of {named(config.data)}"
     )
-    if windows.about():
-        yield f"packed     {windows.about()}"
-    epochs = config.steps * config.batch_size / len(windows)
+    for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
+        if part.name:
+            yield f"source     {part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
+    if loader.windows.about():
+        yield f"packed     {loader.windows.about()}"
+    epochs = config.steps * config.batch_size / loader.order.epoch
     share = f"{epochs:.1f} times through the data" if epochs >= 1 else f"{epochs:.3%} of the data"
     tokens = config.steps * case.tokens
     yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} tokens, {share}"

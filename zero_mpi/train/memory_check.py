@@ -84,7 +84,7 @@ def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
 
 def node_problem(node: NodeRoom, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:
     """Why this node has no room, or an empty text."""
-    text = text_bytes(config, model, case.ranks)
+    text = text_bytes(config, model)
     shared = memory.node_shared
     arrays = private(case, memory)
     needed = node.ranks * (arrays + text) + shared

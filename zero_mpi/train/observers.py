@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_mpi import device
 from zero_mpi.comm.meter import Meter
@@ -97,16 +97,25 @@ class SkippedSteps(Observer):
             )
 
 
+class HeldOutLoss(NamedTuple):
+    """The loss of an evaluation in nats per token, and that of each source where there are several."""
+
+    mean: float
+    by_source: dict[str, float]
+
+
 class Evaluation(Observer):
     """Records the held-out loss every `every` steps and after the last one. Collective.
 
     every      steps; 0: after the last one alone
-    evaluate   the loss in nats per token; None where nothing is held out
+    evaluate   the loss; None where nothing is held out
     first      before the first step too, which goes into that step's record: where training goes on from a
                model that others have made, it is what there is to gain on
     """
 
-    def __init__(self, every: int, last: int, evaluate: Callable[[], float | None], *, first: bool) -> None:
+    def __init__(
+        self, every: int, last: int, evaluate: Callable[[], HeldOutLoss | None], *, first: bool
+    ) -> None:
         self.loss: float | None = None
         self.before: float | None = None
         self.longest = 0.0  # seconds
@@ -114,8 +123,9 @@ class Evaluation(Observer):
 
     def begins(self, number: int) -> None:
         if self._first and number == 1:
-            self.before = self._timed()
-            if self.before is not None:
+            found = self._timed()
+            if found is not None:
+                self.before = found.mean
                 log.info("before the first step: validation loss %.4f nats a token", self.before)
 
     def ends(self, step: StepMade) -> None:
@@ -123,11 +133,14 @@ class Evaluation(Observer):
             step.record["val_loss_before"] = self.before
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
-        loss = self._timed()
-        if loss is not None:
-            self.loss = step.record["val_loss"] = loss
+        found = self._timed()
+        if found is None:
+            return
+        self.loss = step.record["val_loss"] = found.mean
+        if found.by_source:
+            step.record["val_losses"] = found.by_source
 
-    def _timed(self) -> float | None:
+    def _timed(self) -> HeldOutLoss | None:
         begun = time.perf_counter()
         loss = self._evaluate()
         self.longest = max(self.longest, time.perf_counter() - begun)

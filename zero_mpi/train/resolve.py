@@ -35,8 +35,21 @@ from zero_mpi.config.inputs import (
 from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer, WindowSource, load_corpus, windows_over
+from zero_mpi.data import (
+    Corpus,
+    EvalLoader,
+    HeldOut,
+    MixedWindows,
+    SampleOrder,
+    StepLoader,
+    Tokenizer,
+    WindowSource,
+    load_corpus,
+    windows_over,
+)
 from zero_mpi.data.conversations.tokenized import ANSWERS
+from zero_mpi.data.corpus import Part
+from zero_mpi.data.documents import Stream
 from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
@@ -65,7 +78,7 @@ class RunSpec:
     tokenizer    of the text; None: the data are ids
     checkpoint   to go on from
     description  what the run's checkpoints say beside their tensors
-    windows      of the text to train on, where that is
+    loader       of the steps, where the text is
     notes        what rank 0 says at the start
     no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
     """
@@ -79,7 +92,7 @@ class RunSpec:
     description: Description
     adapter: WeightSource | None = None
     corpus: Corpus | None = None
-    windows: WindowSource | None = None
+    loader: StepLoader | None = None
     notes: tuple[str, ...] = ()
     no_room: str = ""
 
@@ -107,9 +120,9 @@ def resolve(world: World, config: Config) -> RunSpec:
     notes += spec.notes
     phase("model and tokenizer")
     asked, spec = spec.config, read_text(world, spec)
-    if spec.corpus is not None and spec.windows is not None:
-        notes += told(asked, len(spec.windows))
-        notes += map(log.Caution, [*spec.corpus.notes, *spec.windows.notes()])
+    if spec.corpus is not None and spec.loader is not None:
+        notes += told(asked, spec.loader.order.epoch)
+        notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
     notes += map(log.Caution, passed_over(spec.init))
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
@@ -170,17 +183,17 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
         if no_room and not spec.config.dry_run:
             raise UsageError(no_room)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
-        packing = packing_of(spec.config, corpus)
+        packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
         loader, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
-        if spec.config.patience is not None and not held_out.micro_batches:
+        if spec.config.patience is not None and not held_out:
             raise UsageError(f"--patience {spec.config.patience}: there are too few data to hold some out")
-        steps = in_steps(spec.config, len(loader.windows)).steps
+        steps = in_steps(spec.config, loader.order.epoch).steps
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
             check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, packing, keys))
-        on_root.append(replace(spec, corpus=corpus, windows=loader.windows, no_room=no_room))
+        on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=no_room))
         return corpus.sha256, packing, keys, steps
 
     text, packing, keys, steps = world.from_root(read)
@@ -189,9 +202,9 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
     return replace(on_root[0] if on_root else spec, config=config, description=description)
 
 
-def packing_of(config: Config, corpus: Corpus) -> str:
+def packing_of(config: Config, stream: Stream) -> str:
     """How documents come into windows, where no flag says it: conversations whole, text as it comes."""
-    return config.packing or (NONE if corpus.train.counted is None else DOCUMENTS)
+    return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
 def set_threads(config: Config) -> int:
@@ -217,17 +230,30 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
     )
 
 
-def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, EvalLoader]:
+def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
     """What reads the micro-batches of steps, and those of evaluations; raises UsageError for too few."""
-    packing = packing_of(config, corpus)
-    train, val = (windows_over(side, config.context, packing) for side in (corpus.train, corpus.val))
+    parts = [windows_of(config, part) for part in corpus.parts]
+    order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
-        train,
+        parts[0] if len(parts) == 1 else MixedWindows(parts),
         batch_size=config.batch_size,
         micro_batch=config.micro_batch,
         seed=config.seed,
+        order=order,
     )
-    return steps, EvalLoader(val, config.micro_batch, config.eval_windows)
+    loaders = {
+        part.name: EvalLoader(windows_of(config, part), config.micro_batch, config.eval_windows)
+        for part in corpus.held_out
+    }
+    return steps, HeldOut(loaders)
+
+
+def windows_of(config: Config, part: Part) -> WindowSource:
+    """The windows of a source; raises UsageError for one of several that has none."""
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream))
+    if part.name and not len(found):
+        raise UsageError(f"--data: {part.name} holds no {found.kind}")
+    return found
 
 
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def say_over(session: Session) -> None:
 def compare_with_letters(session: Session, val_loss: float | None) -> None:
     """The held-out loss beside the entropy of the same text's token frequencies."""
     held_out = session.held_out
-    if val_loss is None or not held_out.micro_batches:
+    if val_loss is None or not held_out:
         return
-    targets = np.concatenate([held_out.micro(i).targets.ravel() for i in range(held_out.micro_batches)])
+    targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
     log.info(
         "validation loss %.4f nats a token; the entropy of the same text's unigram distribution is %.4f",
         val_loss,

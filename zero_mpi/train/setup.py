@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from zero_mpi.checkpoint.blocks import finite_blocks
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -15,8 +12,7 @@ from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Corpus, EvalLoader, StepLoader, Tokenizer
-from zero_mpi.data.documents import Stream
+from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
@@ -27,6 +23,7 @@ from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import RunSpec, make_loaders
+from zero_mpi.train.shared_corpus import share_corpus
 from zero_mpi.train.transport import choose_transport
 
 
@@ -47,7 +44,7 @@ class Session:
     module: ShardedModule
     optimizer: ShardedAdamW
     loader: StepLoader
-    held_out: EvalLoader
+    held_out: HeldOut
     description: Description
     progress: TrainingProgress
     tokenizer: Tokenizer | None
@@ -65,7 +62,7 @@ def build(world: World, spec: RunSpec) -> Session:
     phase("transport")
     if config.check_collectives:
         comm = CheckedComm(comm)
-    corpus = share_corpus(comm, spec.corpus)
+    corpus = share_corpus(comm, spec.corpus, notes)
     loader, held_out = make_loaders(config, corpus)
     phase("text to all ranks")
     module = make_module(config, spec.model, comm)
@@ -113,29 +110,6 @@ def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> Tra
     elif init is None or spec.model.lora is not None:
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
     return TrainingProgress()
-
-
-def share_corpus(comm: Comm, corpus: Corpus | None) -> Corpus:
-    """Rank 0's corpus on every rank: all train on the same text, and files are read once. Collective."""
-    about, own = None, dict[tuple[str, str], Any]()
-    if corpus is not None:
-        sides = {"train": vars(corpus.train), "val": vars(corpus.val)}
-        own = {(side, name): array for side in sides for name, array in sides[side].items()}
-        rest = {name: value for name, value in vars(corpus).items() if name not in sides}
-        kinds = {place: (x.dtype.str, x.size) for place, x in own.items() if x is not None}
-        about = kinds, rest
-    kinds, rest = comm.broadcast_object(about)
-    streams: dict[str, dict[str, Any]] = {"train": {}, "val": {}}
-    for (side, name), (kind, size) in kinds.items():
-        array = np.empty(size, kind)
-        if corpus is not None and comm.size == 1:
-            array = np.ascontiguousarray(own[side, name])
-        elif corpus is not None:  # a copy like the others': a mapped file could change under one rank only
-            array[...] = own[side, name]
-        comm.broadcast(array, label=f"corpus {side} {name}").wait()
-        streams[side][name] = array
-    train, val = (Stream(**streams[side]) for side in ("train", "val"))
-    return Corpus(train, val, **rest)
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:

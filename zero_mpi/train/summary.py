@@ -136,9 +136,12 @@ def lines(start: Start) -> Iterator[str]:
         yield " " * TITLE + kinds(start.memory)
     yield row(
         "data",
-        f"{corpus.train.size:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
-        f"{corpus.val.size:,} held out, of {named(config.data)}",
+        f"{corpus.tokens[0]:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
+        f"{corpus.tokens[1]:,} held out, of {named(config.data)}",
     )
+    for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
+        if part.name:
+            yield row("source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs")
     if loader.windows.about():
         yield row("packed", loader.windows.about())
     yield row(

@@ -14,7 +14,7 @@ from functools import partial
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
-from zero_mpi.data import Batch, Windows
+from zero_mpi.data import Batch, EvalLoader, Windows
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -32,7 +32,7 @@ from zero_mpi.train import mfu, observers
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.lr_schedule import schedule_of
-from zero_mpi.train.observers import Observer, StepMade
+from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
@@ -174,12 +174,19 @@ class Trainer:
             scale_steps=scale.good_steps,
         )
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> HeldOutLoss | None:
         """The held-out loss in nats per token; None where nothing is held out. Collective."""
         held_out = self.session.held_out
-        if not held_out.micro_batches:
+        if not held_out:
             return None
         self.watchdog.beat("evaluation")
+        losses = {
+            name: self.loss_of(loader) for name, loader in held_out.loaders.items() if loader.micro_batches
+        }
+        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
+
+    def loss_of(self, held_out: EvalLoader) -> float:
+        """The mean loss of held-out windows. Collective."""
         return evaluate(
             self.session.module,
             held_out.micro_batches,

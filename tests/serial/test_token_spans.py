@@ -1,0 +1,219 @@
+"""Ids that stay in their files: read by place, shared by the ranks of a host, and missed with a word."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import run_job
+from test_command_bits import SIZES, needs_mpiexec
+
+from zero_mpi.data import PackedWindows, Windows
+from zero_mpi.data import token_file as token_file_module
+from zero_mpi.data.documents import Document, stream_of
+from zero_mpi.data.token_file import read_token_file
+from zero_mpi.data.token_spans import FileSpan, TokenSpans, read_ids
+from zero_mpi.errors import JobError, UsageError
+
+VOCABULARY = 70_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ids")
+
+
+def in_files(folder, *parts):
+    """Spans of a file each: `parts` of ids, those of odd number as uint32."""
+    spans = []
+    for number, part in enumerate(parts):
+        ids = np.array(part, np.uint32 if number % 2 else np.uint16)
+        path = folder / f"{number}.bin"
+        path.write_bytes(b"head" + ids.tobytes())
+        spans.append(FileSpan(str(path), 4, ids.size, ids.dtype, path.stat().st_size))
+    return TokenSpans(spans, VOCABULARY)
+
+
+def all_of(spans):
+    return spans.held().tolist()
+
+
+@given(st.data())
+def test_reads_and_slices_are_those_of_an_array(folder, data):
+    parts = data.draw(st.lists(st.lists(st.integers(0, 60_000), max_size=9), max_size=4))
+    held, spans = np.array([i for part in parts for i in part], np.uint32), in_files(folder, *parts)
+    assert (spans.size, all_of(spans)) == (held.size, held.tolist())
+    first, stop = data.draw(st.integers(0, held.size)), data.draw(st.integers(0, held.size))
+    part, held = spans[first:stop], held[first:stop]
+    assert all_of(part) == held.tolist()
+    starts = np.array(data.draw(st.lists(st.integers(0, held.size), max_size=4)), np.int64)
+    sizes = np.array([data.draw(st.integers(0, held.size - start)) for start in starts.tolist()], np.int64)
+    assert (
+        pickle.loads(pickle.dumps(part)).read(starts, sizes).tolist()
+        == read_ids(held, starts, sizes).tolist()
+    )
+
+
+def test_windows_are_those_of_an_array(folder):
+    parts = [range(10), range(10, 31), range(31, 60)]
+    spans, held = in_files(folder, *parts), np.arange(60)
+    for stride in (None, 3):
+        one, other = Windows(spans, 7, stride), Windows(held, 7, stride)
+        assert len(one) == len(other)
+        for name in ("inputs", "targets"):
+            found = (getattr(each.batch(range(len(other))), name) for each in (one, other))
+            assert np.array_equal(*found)
+    cuts = [(0, 4), (4, 25), (25, 26), (26, 60)]
+    in_file, held = (
+        stream_of([Document("", ids[a:b], b"") for a, b in cuts]) for ids in (spans, np.arange(60))
+    )
+    one, other = PackedWindows(in_file, 9), PackedWindows(held, 9)
+    every = range(len(other))
+    for name in ("inputs", "targets", "begins"):
+        assert np.array_equal(getattr(one.batch(every), name), getattr(other.batch(every), name))
+
+
+def test_spans_that_lie_behind_each_other_are_one(folder):
+    spans = in_files(folder, range(50))
+    pieces = [spans[a : a + 10].spans[0] for a in range(0, 50, 10)]
+    assert TokenSpans(pieces, VOCABULARY).spans == spans.spans
+    assert len(TokenSpans([pieces[0], pieces[2]], VOCABULARY).spans) == 2
+
+
+def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
+    spans = in_files(folder, range(100))
+    path = spans.spans[0].path
+    all_of(spans)
+    os.truncate(path, 50)
+    with pytest.raises(JobError, match=r"cannot read 200 bytes at byte 4 of .*0.bin: it ends at byte 50; a"):
+        all_of(spans)
+    other = TokenSpans([FileSpan(str(folder / "gone"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY)
+    with pytest.raises(JobError, match=r"gone: no such file; a file of --data must stay"):
+        all_of(other)
+    (folder / "long").write_bytes(bytes(12))
+    with pytest.raises(JobError, match=r"long has 12 bytes, when the run began 10; a file"):
+        all_of(TokenSpans([FileSpan(str(folder / "long"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY))
+    with pytest.raises(JobError, match=r"1.bin: id 80000 at byte 8 is outside the vocabulary of 70000"):
+        all_of(in_files(folder, [1], [5, 80_000]))
+
+
+def test_a_large_file_is_looked_at_here_and_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_file_module, "WHOLE", 1000)
+    path = tmp_path / "ids.npy"
+
+    def written(ids):
+        np.save(path, np.array(ids, np.uint16))
+        return read_token_file(path, VOCABULARY, 1 << 20)[1]
+
+    ids = np.arange(5000) % 300
+    first = written(ids)
+    assert written(ids) == first
+    assert written(ids[::-1]) != first
+    assert written(ids[:-1]) != first
+    ids[-1] = 65_000
+    np.save(path, ids.astype(np.uint16))
+    with pytest.raises(
+        UsageError, match=r"ids.npy: id 65000 at byte 10,126 is outside the vocabulary of 300"
+    ):
+        read_token_file(path, 300, 1 << 20)
+
+
+def sparse(path, gigabytes):
+    """A token file of zeros that takes no room."""
+    count = gigabytes << 29
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<u2", "fortran_order": False, "shape": (count,)}
+        )
+        file.truncate(file.tell() + 2 * count)
+    return path
+
+
+WATCHED = """
+import re, sys
+from pathlib import Path
+from zero_mpi.telemetry import metrics
+from zero_mpi.train import trainer
+from zero_mpi.train.command import main
+
+def told(file, name):
+    return int(re.search(rf"^{name}: +(\\d+)", Path("/proc/self", file).read_text(), re.M)[1])
+
+class Watched(trainer.Trainer):
+    def begin(self):
+        self.read = told("io", "rchar")
+        return super().begin()
+    def close(self):
+        sys.stderr.write(f"held {told('smaps_rollup', 'Pss')} read {self.read}\\n")
+        super().close()
+
+trainer.Trainer = Watched
+sys.modules["zero_mpi.train.command"].Trainer = Watched
+main()
+"""
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 8))])
+def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
+    """20 GB of ids on a host: less than 1 % of it in the memory of all ranks, and little of it read."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    held, read = {}, {}
+    for gigabytes in (1, 20):
+        data = sparse(tmp_path / f"{gigabytes}.npy", gigabytes)
+        flags = [*SIZES, "--data", str(data), "--steps", "3", "--out", str(tmp_path / str(gigabytes))]
+        flags += ["--vocab-size", "300"]
+        status, said, errors = run_job(ranks, [str(tmp_path / "watched.py"), *flags], timeout=100)
+        assert status == 0, said + errors
+        lines = [line.split() for line in errors.splitlines() if line.startswith("held")]
+        assert len(lines) == ranks
+        held[gigabytes] = 1024 * sum(int(words[1]) for words in lines)
+        read[gigabytes] = max(int(words[3]) for words in lines)
+    assert read[20] - read[1] < 64 << 20, "a start reads the data"
+    assert held[20] - held[1] < 0.01 * 20 * 2**30
+    assert held[20] - held[1] < 0.1 * held[1], "a vocabulary of windows is held"
+
+
+CUT = """
+import os, sys
+from zero_mpi.data import token_spans
+from zero_mpi.train import observers
+from zero_mpi.train.command import main
+
+token_spans.MOST_HELD = 0
+begins = observers.Costs.begins
+
+def cut(self, number):
+    if number == 4:
+        os.truncate(sys.argv[sys.argv.index("--data") + 1], 200)
+    begins(self, number)
+
+observers.Costs.begins = cut
+main()
+"""
+
+
+@needs_mpiexec
+def test_a_file_that_is_cut_ends_the_job_with_a_word_and_what_was_saved_stays(tmp_path):
+    (tmp_path / "cut.py").write_text(CUT)
+    np.save(tmp_path / "ids.npy", np.arange(60_000, dtype=np.uint16) % 300)
+    flags = [
+        *SIZES,
+        "--vocab-size",
+        "300",
+        "--steps",
+        "9",
+        "--save-every",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    status, said, errors = run_job(
+        2, [str(tmp_path / "cut.py"), *flags, "--data", str(tmp_path / "ids.npy")], timeout=50
+    )
+    assert status == 1, said + errors
+    assert "ids.npy: it ends at byte 200; a file of --data must stay as it is" in errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "run" / "latest").exists()

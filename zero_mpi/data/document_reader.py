@@ -1,0 +1,149 @@
+"""From files to documents: what is read as text, as ids or as conversations, encoded and closed.
+
+A document is a text file, whose bytes are encoded and closed by an eos token (a bos if the tokenizer has no
+eos), a token file, whose ids are taken as they are, or a conversation, as its chat template writes and ends
+it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from zero_mpi.data.control_tokens import PARSE, TextReader
+from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.tokenized import ConversationReader
+from zero_mpi.data.documents import Document
+from zero_mpi.data.encoded_cache import Encode, Files, Reading, through
+from zero_mpi.data.file_kinds import HEAD
+from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
+from zero_mpi.data.text_filter import TextFilter
+from zero_mpi.data.token_file import read_token_file
+from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import LONGEST
+from zero_mpi.files.open import is_folder
+
+_BLOCK = 1 << 20  # ids looked at together
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
+
+
+class DocumentReader(NamedTuple):
+    """How documents are read: the flags that say what files mean."""
+
+    text: TextReader | None
+    vocab: int
+    any_bytes: bool
+    loss_on: str
+    packs: bool
+
+    def documents(self, flag: str, paths: Sequence[str]) -> Reading:
+        """Every document that holds something; raises UsageError where none does."""
+        read, notes = self._read(paths)
+        documents = [document for document in read if document.tokens.size]
+        if not documents:
+            nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
+            raise UsageError("; ".join([nothing, *notes]))
+        return documents, notes
+
+    def _read(self, paths: Sequence[str]) -> Reading:
+        root = stdlib_root()
+        library = ((p.relative_to(root).as_posix(), p) for p in stdlib_files())
+        files = collect_files(paths) if paths else list(library)
+        if are_tokens(files):
+            if self.packs:
+                raise UsageError(
+                    "--packing documents: --data are token files, which do not tell where documents end: use "
+                    "text"
+                )
+            return [Document(name, *read_token_file(path, self.vocab, _BLOCK)) for name, path in files], []
+        if self.text is None:
+            raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+        if self.vocab < self.text.tokenizer.vocab_size:
+            size = self.text.tokenizer.vocab_size
+            raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
+        return through(
+            files, self._settings(paths, self.text), self.vocab, self._encode(files, paths, self.text)
+        )
+
+    def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
+        """What encodes files: conversations, or text."""
+        if are_conversations(files):
+            return partial(_conversations, files, ConversationReader(text.tokenizer, self.loss_on))
+        return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
+
+    def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
+        """What decides, beside the files, which ids they become."""
+        named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
+        return text.tokenizer.metadata() | {
+            "any bytes": self.any_bytes,
+            "control tokens": text.asked,
+            "loss on": self.loss_on,
+            "named": named,
+        }
+
+
+def _conversations(files: Files, reader: ConversationReader, notes: list[str]) -> Iterator[Document]:
+    """Each conversation as a document, as its template ends it; none of which nothing counts."""
+    left_out = 0
+    for found in reader.read(files):
+        if found.counted.any():
+            yield Document(found.name, found.ids, found.digest, found.counted)
+        else:
+            left_out += 1
+    if left_out:
+        notes.append(f"conversations without an answer left out: {left_out:,}")
+
+
+def _text_documents(
+    files: Files, text_filter: TextFilter, reader: TextReader, notes: list[str]
+) -> Iterator[Document]:
+    """Text files encoded, eos behind each."""
+    for texts in _groups(_texts(files, text_filter)):
+        yield from _encoded(texts, reader)
+    notes += [*text_filter.notes(), *reader.notes()]
+    if _separator(reader.tokenizer) is None:
+        notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
+
+
+def _texts(files: Files, text_filter: TextFilter) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the text files."""
+    for name, path in files:
+        try:
+            with path.open("rb") as file:
+                head = file.read(HEAD)
+                if not text_filter.takes(name, path, head):
+                    continue
+                data = head + file.read()
+        except OSError as error:
+            unreadable(error)
+        text_filter.read(name, data)
+        yield name, data
+
+
+def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    """Texts in their order, in groups of about `_ENCODED` bytes."""
+    group, size = list[tuple[str, bytes]](), 0
+    for name, data in texts:
+        group.append((name, data))
+        size += len(data)
+        if size >= _ENCODED:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _separator(tokenizer: Tokenizer) -> int | None:
+    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
+    return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+
+
+def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[Document]:
+    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
+    last, mark = _separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
+    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
+        closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
+        yield Document(name, closed, hashlib.sha256(data).digest() + mark)

@@ -1,0 +1,179 @@
+"""Texts that were encoded before: ids in a folder named by what they were made of.
+
+To encode gigabytes takes minutes, and a job that is requeued would do it at each start; and ids that lie in a
+file are not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name that
+covers the texts and all that decides what becomes of them, this package's code too, and are found under it
+again. An entry that nobody used for `MOST_DAYS` goes when another one is made. ZERO_MPI_CACHE names the
+folder; the texts of small corpora, and all where no folder can be written, are encoded into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.data.documents import Document
+from zero_mpi.data.text_files import unreadable
+from zero_mpi.data.token_spans import FileSpan, TokenSpans
+from zero_mpi.errors import UsageError
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+
+LEAST = 4 << 20  # bytes of text; less is encoded in about a second
+MOST_DAYS = 30  # since an entry was used last
+MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # bytes and values of what is written about the documents
+IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
+Files = Sequence[tuple[str, Path]]
+Reading = tuple[list[Document], list[str]]
+"""Documents, and notes on them for the user."""
+Encode = Callable[[list[str]], Iterator[Document]]
+"""Encodes the documents, and puts what is to be said of them into the list when all are done."""
+
+
+def through(files: Files, settings: Mapping[str, object], vocab: int, encode: Encode) -> Reading:
+    """The documents of files and notes on them: found in the cache, or encoded, into it where they are large.
+
+    settings   all that decides, beside the texts, what becomes of them
+
+    Raises UsageError for files that cannot be read, or change while they are.
+    """
+    entry = entry_of(files, settings) if is_large(files) else None
+    if entry is None:
+        return held(encode)
+    kept = found(entry, vocab)
+    if kept is None:
+        shutil.rmtree(entry, ignore_errors=True)  # what is not sound
+        try:
+            make(entry, encode)
+        except OSError:  # no room, or not ours
+            return held(encode)
+        if entry_of(files, settings) != entry:
+            shutil.rmtree(entry, ignore_errors=True)
+            raise UsageError("--data changed while it was read: start again")
+        kept = found(entry, vocab)
+    return held(encode) if kept is None else kept
+
+
+def held(encode: Encode) -> Reading:
+    """The documents with their ids in memory."""
+    notes = list[str]()
+    return list(encode(notes)), notes
+
+
+def is_large(files: Files) -> bool:
+    """Whether files hold so much text that encoding it again would take long."""
+    try:
+        return sum(path.stat().st_size for _, path in files) >= LEAST
+    except OSError as error:
+        unreadable(error)
+
+
+def folder() -> Path | None:
+    """Where entries lie; None where that is nowhere."""
+    if given := os.environ.get("ZERO_MPI_CACHE"):
+        return Path(given)
+    for name, below in (("XDG_CACHE_HOME", ""), ("HOME", ".cache")):
+        if given := os.environ.get(name):
+            return Path(given, below, "zero_mpi", "encoded")
+    return None
+
+
+def entry_of(files: Files, settings: Mapping[str, object]) -> Path | None:
+    """The folder of an entry, there or not; reads all texts, which takes a second a gigabyte."""
+    base = folder()
+    if base is None:
+        return None
+    total = hashlib.sha256(code().encode())
+    for name, value in sorted(settings.items()):
+        total.update(f"{name} = ".encode())
+        total.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+    for name, path in files:
+        try:
+            with path.open("rb") as file:
+                total.update(f"{name!r} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+        except OSError as error:
+            unreadable(error)
+    return base / total.hexdigest()[:32]
+
+
+@cache
+def code() -> str:
+    """A text that changes with what encodes: another version may give other ids."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def make(entry: Path, encode: Encode) -> None:
+    """Write an entry, under another name until it is whole; OSError where that fails."""
+    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    drop_unused(entry.parent)
+    scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix="new-"))
+    try:
+        write(scratch, encode)
+        with suppress(OSError):  # another job was faster: its entry is the same
+            scratch.rename(entry)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write(scratch: Path, encode: Encode) -> None:
+    """Write ids and what is known of them, as documents come: none is held."""
+    notes, documents = list[str](), list[tuple[str, int, str]]()
+    kind: np.dtype[Any] = np.dtype(np.uint16)
+    with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
+        for document in encode(notes):
+            assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
+            kind = document.tokens.dtype
+            ids.write(np.ascontiguousarray(document.tokens).data)
+            if document.counted is not None:
+                counted.write(np.ascontiguousarray(document.counted).data)
+            documents.append((document.name, document.tokens.size, document.digest.hex()))
+        has_counts = counted.tell() > 0
+    about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
+    (scratch / ABOUT).write_text(json.dumps(about))
+
+
+def found(entry: Path, vocab: int) -> Reading | None:
+    """The documents of an entry, whose ids stay where they are, and the notes; None where none is sound."""
+    try:
+        about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
+        kind, told = np.dtype(about["dtype"]), about["documents"]
+        total = sum(size for _, size, _ in told)
+        ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
+        counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
+        if (entry / IDS).stat().st_size != total * kind.itemsize:
+            return None
+        if counted is not None and len(counted) != total:
+            return None
+        os.utime(entry)  # it was used
+    except (OSError, ValueError):
+        return None
+    documents, at = list[Document](), 0
+    for name, size, digest in told:
+        part = slice(at, at + size)
+        at += size
+        counts = None if counted is None else counted[part]
+        documents.append(Document(name, ids[part], bytes.fromhex(digest), counts))
+    return documents, about["notes"]
+
+
+def drop_unused(base: Path) -> None:
+    """Remove entries, and what is left of unfinished ones, that were not used for long."""
+    oldest = time.time() - MOST_DAYS * 86400
+    for each in base.iterdir():
+        with suppress(OSError):
+            if each.is_dir() and each.stat().st_mtime < oldest:
+                shutil.rmtree(each, ignore_errors=True)

@@ -1,0 +1,73 @@
+"""The sources that `--data` names: each with its paths, and with its share of the samples."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zero_mpi.data.text_files import are_tokens, collect_files
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+
+LEAST_SHARE = 1e-3  # of all samples: a block of `sample_order` has some of each source
+_SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
+
+
+class DataSource(NamedTuple):
+    """What `--data` names: paths that are read as one, and their share of all samples."""
+
+    name: str
+    paths: list[str]
+    share: float = 1.0
+
+
+def sources_of(given: Sequence[str]) -> list[DataSource]:
+    """The sources of `--data`: `PATH=SHARE` each, or all paths as one.
+
+    A path that is there is one, whatever is in its name. Shares are of their sum. Raises UsageError for some
+    paths with a share and some without, for a path twice, and for a share below `LEAST_SHARE`.
+    """
+    found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
+    shares = {match["path"]: float(match["share"]) for match in found if match is not None}
+    if not shares:
+        return [DataSource("", list(given))]
+    if len(shares) != len(given):
+        missing = next((path for path, match in zip(given, found, strict=True) if match is None), "")
+        what = f"{shown(missing)} has none" if missing else "a path comes twice"
+        raise UsageError(f"--data: expected PATH=SHARE for each path or for none; {what}")
+    total = sum(shares.values())
+    for path, share in shares.items():
+        if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
+            raise UsageError(
+                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all, "
+                f"{total:g}"
+            )
+    names = unique([Path(path).name or path for path in shares])
+    return [
+        DataSource(name, [path], share / total)
+        for name, (path, share) in zip(names, shares.items(), strict=True)
+    ]
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Names of which each stands once: the second of the same is NAME-2."""
+    return [
+        name if (before := list(names[:place]).count(name)) == 0 else f"{name}-{before + 1}"
+        for place, name in enumerate(names)
+    ]
+
+
+def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
+    """(name, path) of every file of all sources, as `collect_files`."""
+    return [file for source in sources_of(data) for file in collect_files(source.paths)]
+
+
+def holds_token_files(data: Sequence[str]) -> bool:
+    """Whether all sources are token files, which need no tokenizer; UsageError if only a part of one is."""
+    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are looked at
+    return all(kinds)

@@ -1,0 +1,211 @@
+"""Ids that lie in files: where they are, and reads of them by their places.
+
+Nothing is mapped. A corpus may be larger than all memory; the system keeps the pages that
+ranks of a host read, once for all of them. A map would read as well, but where a file shrinks or its disk
+fails it ends the process by a signal, without a word; a read that fails can say so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.errors import FileError, JobError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import open_file
+
+Ids = NDArray[np.unsignedinteger[Any]]
+Places = NDArray[np.int64]
+
+MOST_HELD = 1 << 24  # bytes of ids that each rank of a run holds, rather than to depend on a file
+OPEN_FILES = 128  # of one process; a corpus may have thousands
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # what a sampled digest reads: 16 MiB of a corpus of any size
+CHANGED = "a file of --data must stay as it is while a run reads it"
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Ids of one file, one behind the other.
+
+    start    byte of the file where they begin
+    size     how many ids
+    length   bytes of the whole file, when it was looked at
+    """
+
+    path: str
+    start: int
+    size: int
+    dtype: np.dtype[Any]
+    length: int
+
+    def part(self, first: int, stop: int) -> FileSpan:
+        """Ids first to stop - 1 of these."""
+        start = self.start + first * self.dtype.itemsize
+        return FileSpan(self.path, start, stop - first, self.dtype, self.length)
+
+    def read(self, first: int, room: NDArray[Any]) -> None:
+        """Fill `room` with ids from `first` on; raises JobError where the file is no longer as it was."""
+        view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
+        done = 0
+        try:
+            file = opened(self.path, self.length)
+            while done < len(view):
+                got = os.preadv(file.fileno(), [view[done:]], at + done)
+                if not got:
+                    raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
+                done += got
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise JobError(
+                f"cannot read {len(view):,} bytes at byte {at:,} of {shown(self.path)}: {reason}; {CHANGED}"
+            ) from error
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def opened(path: str, length: int) -> FileIO:
+    """A file of `length` bytes, open until many others are; raises JobError where it has another length."""
+    try:
+        file = open_file(path, "a token file")
+    except FileError as error:
+        raise JobError(f"{error}; {CHANGED}") from None
+    found = os.fstat(file.fileno()).st_size
+    if found != length:
+        file.close()
+        raise JobError(f"{shown(path)} has {found:,} bytes, when the run began {length:,}; {CHANGED}")
+    return file
+
+
+class TokenSpans:
+    """Spans of files as one row of ids, of the widest of their types. A slice of it is another one.
+
+    Ids are looked at when they are read: one outside the vocabulary of `vocab` is a JobError.
+    """
+
+    ndim = 1
+
+    def __init__(self, spans: Sequence[FileSpan], vocab: int) -> None:
+        self.spans = joined(spans)
+        self.vocab = vocab
+        self.dtype = np.result_type(np.uint16, *(span.dtype for span in self.spans))
+        self._ends: Places = np.cumsum([span.size for span in self.spans], dtype=np.int64)
+
+    @property
+    def size(self) -> int:
+        """The number of ids."""
+        return int(self._ends[-1]) if self.spans else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that a run takes for them."""
+        return self.size * self.dtype.itemsize * (not self.stays)
+
+    @property
+    def stays(self) -> bool:
+        """Whether they are so many that they stay in the files."""
+        return self.size * self.dtype.itemsize > MOST_HELD
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> TokenSpans:
+        first, stop, step = part.indices(self.size)
+        assert step == 1, "ids are one behind the other"
+        pieces = self._pieces(first, max(stop - first, 0))
+        return TokenSpans([span.part(at, at + count) for span, at, count in pieces], self.vocab)
+
+    def read(self, starts: Places, sizes: Places) -> Ids:
+        """The ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
+        room, done = np.empty(int(sizes.sum()), self.dtype), 0
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            for span, at, count in self._pieces(start, size):
+                here = room[done : done + count]
+                done += count
+                if span.dtype == self.dtype:
+                    span.read(at, here)
+                else:
+                    narrow = np.empty(count, span.dtype)
+                    span.read(at, narrow)
+                    here[...] = narrow
+                self._check(here, span, at)
+        return room
+
+    def held(self) -> Ids:
+        """All ids, read into memory."""
+        return self.read(np.array([0]), np.array([self.size]))
+
+    def _check(self, ids: Ids, span: FileSpan, first: int) -> None:
+        if ids.size and ids.max() >= self.vocab:
+            place = int(np.argmax(ids >= self.vocab))
+            byte = span.start + (first + place) * span.dtype.itemsize
+            raise JobError(
+                f"{shown(span.path)}: id {ids[place]} at byte {byte:,} is outside the vocabulary of "
+                f"{self.vocab}: use a larger --vocab-size or other token files"
+            )
+
+    def _pieces(self, start: int, size: int) -> Iterator[tuple[FileSpan, int, int]]:
+        """(span, first id in it, number of ids) of the spans that hold `size` ids from `start` on."""
+        number = int(np.searchsorted(self._ends, start, "right"))
+        while size:
+            span = self.spans[number]
+            at = start - (int(self._ends[number]) - span.size)
+            count = min(size, span.size - at)
+            yield span, at, count
+            start, size, number = start + count, size - count, number + 1
+
+    def samples(self) -> Iterator[tuple[Ids, FileSpan, int]]:
+        """Ids of places spread evenly over all spans, each with its span and place there."""
+        for span in self.spans:
+            width = SAMPLE_BYTES // span.dtype.itemsize
+            count = max(2, SAMPLES // len(self.spans))
+            last = max(span.size - width, 0)
+            for first in sorted({last * number // (count - 1) for number in range(count)}):
+                room = np.empty(min(width, span.size), span.dtype)
+                span.read(first, room)
+                yield room, span, first
+
+    def sampled_digest(self) -> bytes:
+        """sha256 of sizes, and of ids read here and there: tells one corpus from another in little time."""
+        total = hashlib.sha256()
+        for ids, span, first in self.samples():
+            total.update(f"{span.size} {span.dtype.str} {first} ".encode())
+            total.update(ids.data)
+            self._check(ids, span, first)
+        return total.digest()
+
+
+def joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
+    """The spans that hold ids; those that lie behind each other in a file are one."""
+    found = list[FileSpan]()
+    for span in spans:
+        last = found[-1] if found else None
+        if last is not None and (last.path, last.start + last.size * last.dtype.itemsize, last.dtype) == (
+            span.path,
+            span.start,
+            span.dtype,
+        ):
+            found[-1] = FileSpan(last.path, last.start, last.size + span.size, last.dtype, last.length)
+        elif span.size:
+            found.append(span)
+    return tuple(found)
+
+
+def up_to(counts: Places) -> Places:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
+
+
+def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
+    """The ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
+    if isinstance(ids, TokenSpans):
+        return ids.read(starts, sizes)
+    found: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
+    return found
