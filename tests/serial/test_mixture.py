@@ -147,4 +147,5 @@ def test_a_mixture_has_the_same_bits_anywhere_and_goes_on(tmp_path):
     assert losses.keys() == {"prose", "code"}
     assert min(losses.values()) < records[0][3]["val_loss"] < max(losses.values())
     assert "source:    prose: 75.0% of the windows" in said[1]
+    assert f"val loss {records[0][3]['val_loss']:.4f}  prose {losses['prose']:.4f}  code" in said[1]
     assert_same_run(tmp_path / "1", tmp_path / "3")

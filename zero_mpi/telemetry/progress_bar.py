@@ -49,7 +49,9 @@ class Display:
         elif logged:
             log.info("%s", "  ".join([f"step {self._of(number)}", *self._facts(record)]))
         if "val_loss" in record:
-            log.info("step %s  val loss %.4f", self._of(number), record["val_loss"])
+            each = (f"{name} {loss:.4f}" for name, loss in record.get("val_losses", {}).items())
+            losses = "  ".join([f"val loss {record['val_loss']:.4f}", *each])
+            log.info("%s", f"step {self._of(number)}  {losses}")
 
     def close(self) -> None:
         """Close the bar, if there is one."""
