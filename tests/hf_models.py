@@ -27,23 +27,60 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [1.5, 2.0, 8.0],
+    "short_factor": [1.0, 1.25, 1.5],
+    "original_max_position_embeddings": 8,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.7,
+    "logits_scaling": 1.5,
+}
+GEMMA3 = {name: value for name, value in SIZES.items() if name != "hidden_act"} | {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 7,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+}
 CONFIGS = {
     "llama": {"model_type": "llama", **SIZES},
     "llama, tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "llama, biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
     "llama, wide heads": {"model_type": "llama", **SIZES, "head_dim": 10},
     "llama 3": {"model_type": "llama", **SIZES, "rope_scaling": LLAMA3},
+    "llama, linear": {"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "qwen2, yarn": {"model_type": "qwen2", **SIZES, "rope_scaling": YARN},
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 10, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", **SIZES, "num_hidden_layers": 4, "tie_word_embeddings": False},
+    "granite": {"model_type": "granite", **SIZES, **GRANITE, "attention_bias": True, "mlp_bias": True},
+    "olmo2": {"model_type": "olmo2", **SIZES},
+    "gemma3": GEMMA3,
+    "gemma3, linear": GEMMA3
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
+    "phi3": {"model_type": "phi3", **SIZES},
+    "phi3, long": {"model_type": "phi3", **SIZES, "rope_scaling": LONGROPE},
     "gpt2": {"model_type": "gpt2", **GPT2, "layer_norm_epsilon": 1e-3},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, "tie_word_embeddings": False},
 }
 
 
+def norms_less_one(config):
+    """Whether weights of norms are kept as what is added to one."""
+    return config["model_type"] == "gemma3_text"
+
+
 def is_tied(config):
     """Each class has its default."""
-    return config.get("tie_word_embeddings", config["model_type"] == "gpt2")
+    return config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "smollm3", "gemma3_text"))
 
 
 def shapes(config):
@@ -66,12 +103,21 @@ def gpt2_shapes(config):
     return found if is_tied(config) else found | {"lm_head.weight": (V, E)}
 
 
+NORMS = {"olmo2": ("post_attention_layernorm", "post_feedforward_layernorm")}
+NORMS["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm", *NORMS["olmo2"])
+HEAD_NORMS = ("qwen3", "gemma3_text")
+
+
 def rotary_shapes(config):
     """Of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM."""
     E, V, F = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     D, kind = config.get("head_dim", E // H), config["model_type"]
     attention = {"q_proj": (H * D, E), "k_proj": (K * D, E), "v_proj": (K * D, E), "o_proj": (E, H * D)}
+    feed_forward = {"gate_proj": (F, E), "up_proj": (F, E), "down_proj": (E, F)}
+    if kind == "phi3":
+        attention = {"qkv_proj": ((H + 2 * K) * D, E), "o_proj": (E, H * D)}
+        feed_forward = {"gate_up_proj": (2 * F, E), "down_proj": (E, F)}
     found = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -79,26 +125,32 @@ def rotary_shapes(config):
             found[f"{prefix}self_attn.{name}.weight"] = shape
             if config.get("attention_bias") or (kind == "qwen2" and name != "o_proj"):
                 found[f"{prefix}self_attn.{name}.bias"] = shape[:1]
-        for name, shape in {"gate_proj": (F, E), "up_proj": (F, E), "down_proj": (E, F)}.items():
+        for name, shape in feed_forward.items():
             found[f"{prefix}mlp.{name}.weight"] = shape
             if config.get("mlp_bias"):
                 found[f"{prefix}mlp.{name}.bias"] = shape[:1]
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in NORMS.get(kind, ("input_layernorm", "post_attention_layernorm")):
             found[f"{prefix}{name}.weight"] = (E,)
-        if kind == "qwen3":
+        if kind == "olmo2":
+            found |= {f"{prefix}self_attn.{n}_norm.weight": (heads * D,) for n, heads in (("q", H), ("k", K))}
+        if kind in HEAD_NORMS:
             found |= {f"{prefix}self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
     return found if is_tied(config) else found | {"lm_head.weight": (V, E)}
 
 
 def random_tensors(config, seed=0):
-    """Matrices and biases of deviation 0.2, norms around one."""
+    """Matrices and biases of deviation 0.2, norms around one, less one in whole parts of 1024."""
     rng = np.random.default_rng(seed)
-    return {
-        name: (
-            (("norm" in name or "ln_" in name) and name.endswith("weight")) + 0.2 * rng.standard_normal(shape)
-        ).astype(np.float32)
-        for name, shape in shapes(config).items()
-    }
+
+    def draw(name, shape):
+        values, norm = 0.2 * rng.standard_normal(shape), ("norm" in name or "ln_" in name)
+        if norm and norms_less_one(config):
+            values = np.round(values * 1024) / 1024 + 0.0  # no zero below 0
+        elif norm and name.endswith("weight"):
+            values += 1
+        return values.astype(np.float32)
+
+    return {name: draw(name, shape) for name, shape in shapes(config).items()}
 
 
 def write_folder(folder, config, tensors):
@@ -117,11 +169,15 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def attend(q, k, v):
-    """Causal attention; q (H, T, D), k and v (K, T, D) -> (T, H * D)."""
+def attend(q, k, v, scale=None, window=None):
+    """Causal attention, to `window` positions at most; q (H, T, D), k and v (K, T, D) -> (T, H * D)."""
     H, T, D = q.shape
     k, v = np.repeat(k, H // len(k), axis=0), np.repeat(v, H // len(v), axis=0)
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(D) + np.triu(np.full((T, T), -np.inf), 1)
+    scores = q @ k.swapaxes(1, 2) * (D**-0.5 if scale is None else scale) + np.triu(
+        np.full((T, T), -np.inf), 1
+    )
+    if window is not None:
+        scores += np.tril(np.full((T, T), -np.inf), -window)
     return (softmax(scores) @ v).swapaxes(0, 1).reshape(T, H * D)
 
 
@@ -136,6 +192,12 @@ def frequencies(config, D):
     scaling = config.get("rope_scaling")
     if scaling is None:
         return freqs
+    if scaling["rope_type"] == "linear":
+        return freqs / scaling["factor"]
+    if scaling["rope_type"] == "longrope":
+        return freqs / scaling["long_factor"]
+    if scaling["rope_type"] == "yarn":
+        return yarn(freqs, config, D)
     old, low, high = (
         scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
@@ -149,6 +211,25 @@ def frequencies(config, D):
     return freqs
 
 
+def yarn(freqs, config, D):
+    """Frequencies that turn less than once in the first context are divided, those of 32 turns are not."""
+    scaling, base = config["rope_scaling"], config["rope_theta"]
+    old = scaling["original_max_position_embeddings"]
+    low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))
+    low, high = max(np.floor(low), 0), min(np.ceil(high), D - 1)
+    ramp = np.clip((np.arange(D // 2) - low) / max(high - low, 0.001), 0, 1)
+    return freqs / scaling["factor"] * ramp + freqs * (1 - ramp)
+
+
+def magnitude(config):
+    """What YaRN and LongRoPE multiply q and k by."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "longrope":
+        old = scaling["original_max_position_embeddings"]
+        return np.sqrt(1 + np.log(config["max_position_embeddings"] / old) / np.log(old))
+    return 1 + 0.1 * np.log(scaling["factor"]) if scaling.get("rope_type") == "yarn" else 1
+
+
 def rotate(x, freqs):
     """rotate_half: element j is paired with j + D / 2. x (heads, T, D)."""
     angles = np.arange(x.shape[1])[:, None] * np.concatenate([freqs, freqs])
@@ -158,32 +239,75 @@ def rotate(x, freqs):
 
 
 def rotary_logits(config, tensors, ids):
-    """Logits (T, V) of llama, qwen2 and qwen3, in float64."""
+    """Logits (T, V) of llama and its relatives, in float64."""
     w = {name.removeprefix("model."): array.astype(np.float64) for name, array in tensors.items()}
-    H, eps = config["num_attention_heads"], config["rms_norm_eps"]
-    D = config.get("head_dim", config["hidden_size"] // H)
-    freqs, x = frequencies(config, D), w["embed_tokens.weight"][ids]
-
-    def linear(name, x):
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
+    if norms_less_one(config):
+        w = {name: array + ("norm" in name) for name, array in w.items()}
+        config = config | {"embedding_multiplier": config["hidden_size"] ** 0.5}
+    x = w["embed_tokens.weight"][ids] * config.get("embedding_multiplier", 1)
+    before, after = BRANCHES.get(config["model_type"], (["input_layernorm", "post_attention_layernorm"], []))
     for i in range(config["num_hidden_layers"]):
-        prefix = f"layers.{i}."
-        h = rms_norm(x, w[f"{prefix}input_layernorm.weight"], eps)
-        q, k, v = (
-            linear(f"{prefix}self_attn.{n}_proj", h).reshape(len(ids), -1, D).swapaxes(0, 1) for n in "qkv"
-        )
-        if config["model_type"] == "qwen3":
-            q = rms_norm(q, w[f"{prefix}self_attn.q_norm.weight"], eps)
-            k = rms_norm(k, w[f"{prefix}self_attn.k_norm.weight"], eps)
-        x = x + linear(f"{prefix}self_attn.o_proj", attend(rotate(q, freqs), rotate(k, freqs), v))
-        h = rms_norm(x, w[f"{prefix}post_attention_layernorm.weight"], eps)
-        gate = linear(f"{prefix}mlp.gate_proj", h)
-        x = x + linear(
-            f"{prefix}mlp.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{prefix}mlp.up_proj", h)
-        )
+        for number, branch in enumerate((self_attention, feed_forward)):
+            h = x
+            for name in before[number : number + 1]:
+                h = rms_norm(h, w[f"layers.{i}.{name}.weight"], config["rms_norm_eps"])
+            h = branch(config, w, i, h)
+            for name in after[number : number + 1]:
+                h = rms_norm(h, w[f"layers.{i}.{name}.weight"], config["rms_norm_eps"])
+            x = x + config.get("residual_multiplier", 1) * h
     head = "embed_tokens.weight" if is_tied(config) else "lm_head.weight"
-    return rms_norm(x, w["norm.weight"], eps) @ w[head].T
+    return rms_norm(x, w["norm.weight"], config["rms_norm_eps"]) @ w[head].T / config.get("logits_scaling", 1)
+
+
+BRANCHES = {
+    "olmo2": ([], NORMS["olmo2"]),
+    "gemma3_text": (NORMS["gemma3_text"][:2], NORMS["olmo2"]),
+}  # norms before and behind attention and feed-forward
+
+
+def linear(w, name, x):
+    """A projection of a block, with its bias if it has one."""
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def self_attention(config, w, i, x):
+    """Attention of block i; x (T, E)."""
+    prefix, kind, T = f"layers.{i}.self_attn", config["model_type"], len(x)
+    D, eps = (
+        config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
+        config["rms_norm_eps"],
+    )
+    if kind == "phi3":
+        rows = np.cumsum([config["num_attention_heads"], config["num_key_value_heads"]]) * D
+        q, k, v = np.split(linear(w, f"{prefix}.qkv_proj", x), rows, axis=-1)
+    else:
+        q, k, v = (linear(w, f"{prefix}.{name}_proj", x) for name in "qkv")
+    if kind == "olmo2":
+        q, k = (rms_norm(y, w[f"{prefix}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
+    q, k, v = (y.reshape(T, -1, D).swapaxes(0, 1) for y in (q, k, v))
+    if kind in HEAD_NORMS:
+        q, k = (rms_norm(y, w[f"{prefix}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
+    window = config["sliding_window"] if kind == "gemma3_text" and (i + 1) % 6 else None
+    if window is not None:
+        config = config | {"rope_theta": 10000.0, "rope_scaling": None}
+    if kind != "smollm3" or (i + 1) % config.get("no_rope_layer_interval", 4):
+        q, k = (magnitude(config) * rotate(y, frequencies(config, D)) for y in (q, k))
+    return linear(w, f"{prefix}.o_proj", attend(q, k, v, config.get("attention_multiplier"), window))
+
+
+def feed_forward(config, w, i, x):
+    """Feed-forward of block i."""
+    if config["model_type"] == "phi3":
+        gate, up = np.split(linear(w, f"layers.{i}.mlp.gate_up_proj", x), 2, axis=-1)
+    else:
+        gate, up = (linear(w, f"layers.{i}.mlp.{name}_proj", x) for name in ("gate", "up"))
+    passed = gelu(gate) if config["model_type"] == "gemma3_text" else gate / (1 + np.exp(-gate))
+    return linear(w, f"layers.{i}.mlp.down_proj", passed * up)
+
+
+def gelu(x):
+    """The tanh form."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def gpt2_logits(config, tensors, ids):
@@ -198,9 +322,6 @@ def gpt2_logits(config, tensors, ids):
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps)
         return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def gelu(x):
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
     for i in range(config["n_layer"]):

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import replace
 from functools import partial
 
+import architectures
 import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy, device
@@ -18,6 +19,23 @@ MODELS = {
     "gpt2 tied": GPT2.from_flags(GPT | {"tied": True}),
     "qwen2": Qwen2.from_flags(LLAMA | {"tied": True}),
     "qwen3": replace(Qwen3.from_flags(LLAMA | {"layers": 1}), key_length=14, value_length=14),
+}
+OTHERS = {  # further architectures: what is shown of several models is shown of these, by few settings
+    arch: architectures.build(
+        arch,
+        {
+            "vocab_size": 61,
+            "context_length": 11,
+            "embedding_length": 30,
+            "feed_forward_length": 97,
+            "head_count": 3,
+            "head_count_kv": 1,
+            "key_length": 10,
+            "value_length": 10,
+        },
+    )
+    for arch in architectures.ROWS
+    if arch not in MODELS
 }
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 8182, "package": 44595}
+BUDGET = {"engine": 9032, "package": 46534}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
-ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/low_precision.py")
+ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 
 MEDIAN, P90 = 8, 25  # lines of a function
 MOST_POSITIONAL, MOST_ATTRIBUTES = 6, 12
@@ -32,7 +32,6 @@ POSITIONAL = {
     "comm/gpu/comm.py:_sums": 7,
     "comm/mpi.py:_add": 7,
     "comm/nodes/reduce_scatter.py:start": 7,
-    "nn/attention.py:rope_table": 7,
     "sharding/optimizer.py:_update": 8,
 }
 ATTRIBUTES = {
@@ -66,7 +65,6 @@ ASKERS = {
     "plan/report.py": 1,
     "plan/resident.py": 1,
     "plan/step_time.py": 1,
-    "sharding/parameters.py": 1,
     "train/dry_run.py": 2,
 }
 

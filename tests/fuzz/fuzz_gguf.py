@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import architectures
 import numpy as np
 import wild
 
@@ -136,42 +137,26 @@ def tokenizer(random: Random) -> dict[str, Any]:
     }
 
 
+SIZES = {
+    "vocab_size": 260,
+    "context_length": 32,
+    "embedding_length": 8,
+    "block_count": 1,
+    "feed_forward_length": 16,
+    "head_count": 2,
+    "head_count_kv": 1,
+    "key_length": 4,
+    "value_length": 4,
+}
+
+
 def model(random: Random, odd_frequencies: float = 0.3) -> File:
     """A small valid model of one block; `odd_frequencies`: how often config.json could not say them."""
-    arch = random.choice(["llama", "llama", "gpt2", "qwen2", "qwen3"])
-    width, hidden, vocab, context = 8, 16, 260, 32
-    keys = {
-        "general.architecture": arch,
-        "general.name": "fuzz",
-        f"{arch}.context_length": context,
-        f"{arch}.embedding_length": width,
-        f"{arch}.block_count": 1,
-        f"{arch}.feed_forward_length": hidden,
-        f"{arch}.attention.head_count": 2,
-        f"{arch}.vocab_size": vocab,
-    }
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, width)}
-    if arch == "gpt2":
-        keys[f"{arch}.attention.layer_norm_epsilon"] = 1e-5
-        shapes["position_embd.weight"] = (context, width)
-        parts = {"attn_qkv": (24, width), "attn_output": (width, width)}
-        parts |= {"ffn_up": (hidden, width), "ffn_down": (width, hidden)}
-        norms, biases = ["attn_norm", "ffn_norm"], [*parts, "attn_norm", "ffn_norm"]
-        shapes["output_norm.bias"] = (width,)
-    else:
-        more = {"head_count_kv": 1, "layer_norm_rms_epsilon": 1e-5, "key_length": 4, "value_length": 4}
-        keys |= {f"{arch}.attention.{name}": value for name, value in more.items()}
-        keys |= {f"{arch}.rope.dimension_count": 4, f"{arch}.rope.freq_base": 10000.0}
-        parts = {"attn_q": (width, width), "attn_k": (4, width), "attn_v": (4, width)}
-        parts |= {"attn_output": (width, width), "ffn_gate": (hidden, width)}
-        parts |= {"ffn_up": (hidden, width), "ffn_down": (width, hidden)}
-        norms, biases = ["attn_norm", "ffn_norm"], ["attn_q", "attn_k", "attn_v"] * (arch == "qwen2")
-        if arch == "qwen3":
-            shapes |= {f"blk.0.attn_{x}_norm.weight": (4,) for x in "qk"}
-    shapes |= {f"blk.0.{name}.weight": shape for name, shape in parts.items()}
-    shapes |= {f"blk.0.{name}.weight": (width,) for name in norms}
-    shapes |= {f"blk.0.{name}.bias": parts.get(name, (width,))[:1] for name in biases}
-    shapes["output_norm.weight"] = (width,)
+    arch = random.choice(["llama", *architectures.ROWS])
+    config = architectures.build(arch, SIZES, tied=architectures.ROWS[arch].ties)
+    keys = {"general.architecture": arch, "general.name": "fuzz", **config.metadata()}
+    keys = {key: value.item() if isinstance(value, np.generic) else value for key, value in keys.items()}
+    shapes = architectures.tensors(config)
     if arch == "llama" and random.random() < odd_frequencies:
         shapes["rope_freqs.weight"] = (2,)
     keys |= tokenizer(random)

@@ -160,10 +160,14 @@ def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
     x, y, z = (numbers(*shape, seed=s, kind=kind, scale=scale) for s, scale in ((0, 4), (1, 1), (2, 1)))
     return {
         "add": ([x, y], {}),
+        "scale": ([x, 0.3], {}),
+        "scale plus": ([x, 0.3, y], {}),
         "gelu": ([x], {}),
         "gelu_backward": ([y, x], {}),
         "swiglu": ([x, y], {}),
         "swiglu_backward": ([z, x, y], {}),
+        "geglu": ([x, y], {}),
+        "geglu_backward": ([z, x, y], {}),
     }
 
 
@@ -325,6 +329,9 @@ def test_activations_have_their_limits(gpu, kind):
         (ops.gelu_backward(ones, there), slopes),
         (ops.swiglu_backward(ones, there, ones)[0], slopes),
         (ops.swiglu_backward(ones, there, ones)[1], passed),
+        (ops.geglu(there, ones), passed),
+        (ops.geglu_backward(ones, there, ones)[0], slopes),
+        (ops.geglu_backward(ones, there, ones)[1], passed),
     ]:
         np.testing.assert_array_equal(gpu.to_host(found).astype(np.float32), wanted)
 
@@ -554,6 +561,7 @@ def test_nothing_to_do_is_done(gpu, kind):
         (lambda x, w: ops.rms_norm(x, w.astype(np.float16), 1e-3), "rms_norm: on a GPU expected"),
         (lambda x, w: ops.rms_norm(x, w[:3], 1e-3), "rms_norm: expected"),
         (lambda x, w: ops.add(x, x[:1]), "add: expected arrays of one shape"),
+        (lambda x, w: ops.scale(x, 2.0, x[:1]), "scale: expected arrays of one shape"),
         (lambda x, w: ops.rms_norm_backward(x, x, w, x[:, :1], x[0, ::2]), "expected"),
         (lambda x, w: ops.embedding(x, x), "embedding: expected whole numbers"),
         (lambda x, w: ops.positions_backward(x[None], x.T), "must be contiguous"),

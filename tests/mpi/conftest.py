@@ -1,27 +1,33 @@
 """Communicators for the tests under MPI: made once, because each duplicates communicators of the library."""
 
 import pytest
+from transports import ON_ONE_NODE
 
 from zero_mpi import MPIComm
-from zero_mpi.comm.shared.comm import SharedComm
 
 
 @pytest.fixture(scope="session")
-def mpi():
-    """All ranks, exact reduction by messages."""
-    return MPIComm()
+def made():
+    """All ranks, exact reduction: one communicator of each transport."""
+    return {name: make() for name, make in ON_ONE_NODE.items()}
 
 
 @pytest.fixture(scope="session")
-def shared():
-    """All ranks, memory that they share."""
-    return SharedComm()
+def mpi(made):
+    """By messages."""
+    return made["mpi"]
 
 
-@pytest.fixture(scope="session", params=["mpi", "shared"])
-def exact(request):
-    """All ranks, exact reduction, over each transport."""
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="session")
+def shared(made):
+    """By memory that they share."""
+    return made["shared"]
+
+
+@pytest.fixture(scope="session", params=ON_ONE_NODE)
+def exact(request, made):
+    """Each of them."""
+    return made[request.param]
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,20 @@ def test_losses_norms_and_weights(exact, name, strategy, prefetch, recompute, bu
     assert result == alone(name, micro_batches)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("arch", tiny.OTHERS)
+def test_other_architectures(exact, arch, recompute):
+    config, strategy = tiny.OTHERS[arch], NO_SHARD if recompute else FULL_SHARD
+    found = tiny.train(exact, config, strategy, steps=2, recompute=recompute)
+    assert found == alone_of(arch)
+
+
+@functools.cache
+def alone_of(arch):
+    """The run of one process of another architecture."""
+    return tiny.train(SerialComm(), tiny.OTHERS[arch], steps=2, prefetch=0)
+
+
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_cut_reductions_and_a_progress_thread(pieces, strategy):
     assert tiny.train(pieces, tiny.MODELS["llama"], strategy) == alone("llama", 5)

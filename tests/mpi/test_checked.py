@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiny
 from mpi4py import MPI
+from transports import ON_ONE_NODE
 
-from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, MPIComm, SerialComm
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.comm.checked import CheckedComm
-from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.errors import JobError
 
 RANKS = MPI.COMM_WORLD.Get_size()
@@ -22,10 +22,10 @@ ODD = RANKS - 1
 MODEL, STRATEGIES = tiny.MODELS["llama"], (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
 
 
-@pytest.fixture(scope="module", params=["mpi", "shared"])
+@pytest.fixture(scope="module", params=ON_ONE_NODE)
 def checked(request):
-    """Both transports, checked."""
-    comm = CheckedComm(MPIComm() if request.param == "mpi" else SharedComm())
+    """Each transport, checked."""
+    comm = CheckedComm(ON_ONE_NODE[request.param]())
     yield comm
     comm.close()
 

@@ -13,6 +13,7 @@ from itertools import count
 import numpy as np
 import pytest
 from mpi4py import MPI
+from transports import ON_ONE_NODE
 
 from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
 from zero_mpi.comm.mpi import MPIComm
@@ -30,7 +31,8 @@ SETTINGS = {
     "fast cut": {"exact": False, "most": 7, "threaded": False},
     "fast thread": {"exact": False, "fast_piece": 9, "threaded": True},
 }
-NAMES = [*SETTINGS, "shared", *(["serial"] if RANKS == 1 else [])]
+OWN = [name for name in ON_ONE_NODE if name != "mpi"]
+NAMES = [*SETTINGS, *OWN, *(["serial"] if RANKS == 1 else [])]
 EXACT = [name for name in NAMES if not name.startswith("fast")]
 FAST = [name for name in NAMES if name.startswith("fast")]
 MESSAGES = [name for name in EXACT if name in SETTINGS]  # exact ones that send
@@ -53,7 +55,7 @@ def communicator(name):
     """One of each kind for all tests: communicators are few and costly."""
     if name in SETTINGS:
         return MPIComm(**SETTINGS[name])
-    return SerialComm() if name == "serial" else SharedComm(threaded=False)
+    return SerialComm() if name == "serial" else ON_ONE_NODE[name](threaded=False)
 
 
 @pytest.mark.parametrize("name", ["exact", "exact thread", "shared"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from test_shared import Dawdling, restless
+from transports import ON_SEVERAL
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
 from zero_mpi.comm import Partition
@@ -48,7 +49,7 @@ def nodes_of(ranks):
 def transport(kind, ranks, **options):
     """`shared`: memory that a node's ranks share; `mpi`: messages only."""
     with nodes_of(ranks):
-        comm = NodesComm(**options) if kind == "shared" else MPIComm(**options)
+        comm = ON_SEVERAL[kind](**options)
         yield comm
         comm.close()
 
@@ -108,7 +109,7 @@ def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
 
 
 @pytest.mark.world(2, 3, 4, 8)
-@pytest.mark.parametrize("kind", ["mpi", "shared"])
+@pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_every_node_gets_the_sums_of_all_ranks(monkeypatch, kind, piece):
     monkeypatch.setattr(chain_sum, "CHAIN_PIECE", piece)
@@ -154,7 +155,7 @@ def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_re
 @pytest.mark.world(2, 3, 4, 8)
 @pytest.mark.timeout_seconds(300)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
-@pytest.mark.parametrize("kind", ["mpi", "shared"])
+@pytest.mark.parametrize("kind", ON_SEVERAL)
 def test_training_has_the_bits_of_one_process(strategy, kind):
     options = [
         {"micro_batches": 5, "prefetch": 1},

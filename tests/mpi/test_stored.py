@@ -18,6 +18,7 @@ from test_plan_exact import (
     check_memory,
     check_traffic,
 )
+from transports import ON_SEVERAL
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
 from zero_mpi.models.lora import FROZEN
@@ -52,7 +53,7 @@ def test_bfloat16_rounds_what_is_unpacked(exact, base, floats):
     assert tiny_blocks.train(exact, *base, precision=BF16) == floats["bf16"]
 
 
-@pytest.mark.parametrize("kind", ["shared", "mpi"])
+@pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD, NO_SHARD], ids=lambda one: one.name)
 def test_on_several_nodes(base, floats, strategy, kind):
     for ranks in per_node():

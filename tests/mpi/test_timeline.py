@@ -12,6 +12,7 @@ import tiny
 from recording import RecordingComm
 from test_nodes import nodes_of, transport
 from timelines import check_events, lasting
+from transports import ON_SEVERAL
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW, tracing
 from zero_mpi.device import HostStopwatch
@@ -95,7 +96,7 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD], ids=lambda s: s.name)
-@pytest.mark.parametrize("kind", ["shared", "mpi"])
+@pytest.mark.parametrize("kind", ON_SEVERAL)
 def test_on_several_nodes(mpi, kind, strategy, tmp_path):
     """Sums that travel from node to node are parts of one transfer, and all bytes are its own."""
     with transport(kind, 2) as comm:

@@ -125,6 +125,9 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python examples/finetune_smollm2.py --steps 100 --out runs/longer": ByTest(REAL_MODEL),
     "mpirun -n 4 python -m zero_mpi.train --save-every 20 --keep 2 --async-save --steps 100 "
     "--out runs/saved": Run(f"{TINY} --steps 100", "step-00000080 .*(?s:.)*step-00000100 "),
+    "mpirun -n 4 python -m zero_mpi.train --steps 60 --audit 20 --out runs/audited": Run(
+        f"{TINY} --audit 2", "audit:     every 2 steps"
+    ),
     "mpirun -n 2 python -m zero_mpi.train --steps 400 --eval-every 20 --patience 3 --out runs/patient": Run(
         f"{TINY} --eval-every 2", "best validation loss is .*: runs/patient/best"
     ),
@@ -312,6 +315,10 @@ MEASURING: dict[str, How] = {
     "python benchmarks/losses.py --init MODEL.gguf --ranks 1 -- --context 128 --batch-size 4 --micro-batch 4 "
     "--lr 1e-4 --warmup 20": ByTest(f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"),
     "python benchmarks/step.py --workload W1 --threads 2 --precision fp32 bf16 --rounds 2 --steps 3": ByTest(
+        f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
+    ),
+    "mpirun -n 2 python benchmarks/step.py --workload W1 --layers 8 --width 1024 --heads 16 --ffn 2816 "
+    "--context 1024 --batch 1 --precision fp32 bf16 --rounds 2 --steps 2 --warmup 1": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
     ),
     "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "

@@ -25,6 +25,8 @@ REFUSED = {  # flags that are refused: what is said, and what lets them be
         "--decay-steps 5: expected no more than --steps 8 has after --warmup 4",
         "--steps 9",
     ),
+    "--audit-action warn": ("--audit-action warn: of no audit: give --audit N", "--audit 5"),
+    "--audit 5 --reduction fast": ("--audit 5: --reduction fast has no bits", "--reduction exact"),
     "--patience 2 --val-fraction 0": (
         "--patience 2: --val-fraction 0 holds nothing out",
         "--val-fraction 0.1",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import architectures
 import gguf
 import numpy as np
 import pytest
@@ -168,9 +169,12 @@ def test_more_ranks_than_rows(strategy, text, tmp_path):
     assert_same_run(tmp_path / "eight", tmp_path / "one")
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-def test_qwen_on_three_ranks(arch, text, tmp_path):
-    flags = ["--data", *text, *SIZES, *SETTINGS, "--arch", arch, "--kv-heads", "1", "--tied"]
+OTHERS = [arch for arch in architectures.ROWS if arch not in MODELS]
+
+
+@pytest.mark.parametrize("arch", thinned(OTHERS, 2))
+def test_other_architectures_on_three_ranks(arch, text, tmp_path):
+    flags = ["--data", *text, *SIZES, *SETTINGS, "--arch", arch, *architectures.ROWS[arch].flags]
     flags += ["--batch-size", "7", "--micro-batch", "2"]
     train_compiled(1, tmp_path / "one", *flags)
     train_compiled(3, tmp_path / "three", *flags, "--recompute", "--prefetch", "2")

@@ -127,10 +127,14 @@ def pointwise_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     x, y, z = 4 * numbers(*shape), numbers(*shape, seed=1), numbers(*shape, seed=2)
     return {
         "add": lambda: [x, y],
+        "scale": lambda: [x, 0.3],
+        "scale, plus": lambda: [x, 0.3, y],
         "gelu": lambda: [x],
         "gelu_backward": lambda: [y, x],
         "swiglu": lambda: [x, y],
         "swiglu_backward": lambda: [z, x, y],
+        "geglu": lambda: [x, y],
+        "geglu_backward": lambda: [z, x, y],
     }
 
 
@@ -304,8 +308,10 @@ def test_what_is_not_finite_is_never_hidden(bad, place):
     row, w = x[None], np.ones(65, np.float32)
     pairs = {
         "add": (x, x),
+        "scale": (x, 0.3),
         "gelu": (x,),
         "swiglu": (x, numbers(65)),
+        "geglu": (x, numbers(65)),
         "rms_norm": (row, w, 1e-5),
         "layer_norm": (row, w, w, 1e-5),
         "linear": (row, numbers(3, 65)),

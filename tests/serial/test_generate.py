@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import architectures
 import jobs
 import numpy as np
 import pytest
@@ -26,44 +27,27 @@ from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
 from zero_mpi.generate.text_model import TextModel, choose
-from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
+from zero_mpi.models import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 13
-LLAMA = Llama(
-    vocab_size=ByteTokenizer.vocab_size,
-    context_length=CONTEXT,
-    embedding_length=12,
-    block_count=2,
-    feed_forward_length=17,
-    head_count=6,
-    head_count_kv=3,
-    key_length=4,
-    value_length=3,
-    tied=False,
-)
-GPT = GPT2(
-    vocab_size=ByteTokenizer.vocab_size,
-    context_length=CONTEXT,
-    embedding_length=12,
-    block_count=2,
-    feed_forward_length=17,
-    head_count=3,
-    tied=True,
-)
 SIZES: dict[str, Any] = {
     "vocab_size": ByteTokenizer.vocab_size,
     "context_length": CONTEXT,
     "embedding_length": 12,
-    "block_count": 2,
     "feed_forward_length": 17,
     "head_count": 6,
     "head_count_kv": 3,
+    "key_length": 4,
+    "value_length": 3,
 }
-QWEN2 = Qwen2(**SIZES, key_length=2, value_length=2, tied=True)
-QWEN3 = Qwen3(**SIZES, key_length=4, value_length=4, tied=False)
+MODELS = architectures.every(SIZES)
+LLAMA = MODELS["llama"]
 SCALED = replace(LLAMA, rope_factors=(1.0, 4.0))
-CONFIGS = {"llama": LLAMA, "llama, rope factors": SCALED, "gpt2": GPT, "qwen2": QWEN2, "qwen3": QWEN3}
+LONG = replace(
+    MODELS["phi3"], long_factors=(3.0,), short_factors=(0.5,), original_context=5, rope_magnitude=1.5
+)
+CONFIGS = MODELS | {"llama, rope factors": SCALED, "phi3, long": LONG}
 PROMPT = list(b"def f(")
 
 
@@ -167,8 +151,8 @@ def test_an_open_source_gives_what_its_file_gives(tmp_path):
 
 def test_what_a_source_lacks_is_refused_with_its_name(tmp_path):
     source = Elsewhere(GGUFFile.open(write_model(tmp_path / "model.gguf", LLAMA)))
-    source.metadata["llama.rope.scaling.type"] = "yarn"
-    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = 'yarn'"):
+    source.metadata["llama.rope.scaling.type"] = "longrope"
+    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = 'longrope'"):
         TextModel(source)
 
 

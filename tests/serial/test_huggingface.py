@@ -18,8 +18,8 @@ import pytest
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.huggingface import permute
-from zero_mpi.checkpoint.huggingface.config import ROPE_SCALING
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
+from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
@@ -69,19 +69,24 @@ def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> Non
     np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
 
+PERMUTED = ("llama", "smollm3", "granite")  # whose converter brings neighbours of q and k together
+
+
 def expected_tensors(name: str) -> dict[str, np.ndarray]:
     """What the gguf package's table of names and the published permutation make of a folder's tensors."""
     config = hf_models.CONFIGS[name]
-    arch = getattr(gguf.MODEL_ARCH, config["model_type"].upper())
-    names, found = gguf.get_tensor_name_map(arch, 2), {}
+    arch = getattr(gguf.MODEL_ARCH, config["model_type"].removesuffix("_text").upper())
+    names, found = gguf.get_tensor_name_map(arch, 9), {}
     for theirs, array in hf_models.random_tensors(config).items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        if config["model_type"] == "llama" and ("q_proj" in theirs or "k_proj" in theirs):
+        if config["model_type"] in PERMUTED and ("q_proj" in theirs or "k_proj" in theirs):
             heads = config["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"]
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if config["model_type"] == "gpt2" and array.ndim == 2 and ".c_" in theirs:
             array = array.T
+        if hf_models.norms_less_one(config) and "norm" in theirs:
+            array = array + 1
         found[ours] = np.ascontiguousarray(array)
     return found
 
@@ -89,7 +94,7 @@ def expected_tensors(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 def test_names_shapes_and_bits(tmp_path: Path, name: str) -> None:
     source, expected = HuggingFaceFolder.open(make(tmp_path, name)), expected_tensors(name)
-    assert set(source.tensors) - {"rope_freqs.weight"} == set(expected)
+    assert set(source.tensors) - set(source.constants) == set(expected)
     for key, array in expected.items():
         assert source.tensors[key].shape == array.shape
         assert source.tensor(key).tobytes() == array.tobytes(), key
@@ -240,10 +245,20 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
     ("llama", {"model_type": ...}, "model_type: expected one of .*found nothing"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish .*found 'gelu'"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: .*found 'linear'"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: .*found 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: .*found 'dynamic'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor: expected a number"),
+    (
+        "llama",
+        {"rope_scaling": hf_models.YARN | {"attention_factor": 2}},
+        "attention_factor: expected 1.13863",
+    ),
+    ("llama", {"rope_scaling": hf_models.YARN | {"truncate": False}}, "truncate: expected True"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a number"),
-    ("qwen2", {"rope_scaling": hf_models.LLAMA3}, "rope_type: expected default, or llama3 for llama"),
+    (
+        "qwen2",
+        {"rope_scaling": hf_models.LLAMA3},
+        "rope_type: expected default, linear or yarn, or llama3 for llama",
+    ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "one setting for all layers"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
@@ -269,6 +284,39 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ),
     ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
     ("qwen3", {"attention_bias": True}, "attention_bias: expected False"),
+    ("smollm3", {"attention_bias": True}, "attention_bias: expected False"),
+    ("smollm3", {"no_rope_layer_interval": 3}, "no_rope_layer_interval: expected 4"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers: expected 1, 1, 1, 0"),
+    ("smollm3", {"no_rope_layers": 4}, "no_rope_layers: expected 1, 1, 1, 0"),
+    ("smollm3", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
+    (
+        "gemma3",
+        {"layer_types": ["sliding_attention"] * 7},
+        "layer_types: expected full_attention in every 6th",
+    ),
+    ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types: expected full_attention in every 6th"),
+    ("gemma3", {"layer_types": 7}, "layer_types: expected full_attention in every 6th"),
+    ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar: expected 10"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: expected none"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation: expected gelu_pytorch_tanh"),
+    ("gemma3", {"rope_local_base_freq": 500.0}, "rope_local_base_freq: expected 10000"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}},
+        "rope_theta: expected 10000",
+    ),
+    ("phi3", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
+    (
+        "phi3",
+        {"rope_scaling": hf_models.LONGROPE | {"long_factor": [1.0]}},
+        "long_factor: expected a list of 3",
+    ),
+    (
+        "phi3",
+        {"rope_scaling": hf_models.LONGROPE | {"short_factor": None}},
+        "short_factor: expected a list of 3",
+    ),
+    ("llama", {"rope_scaling": hf_models.LONGROPE}, "rope_type: expected default, linear or yarn"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: expected True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: expected False"),

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 
 import zero_mpi.models
 import zero_mpi.nn
 from zero_mpi import nn
-from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
+from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import TARGETS, LoRA
 from zero_mpi.nn.compose import Wrapper
 from zero_mpi.nn.fusions import (
@@ -79,35 +80,23 @@ class Case:
 
 GROUPED = nn.Heads(query=6, kv=2, key_width=4, value_width=3)
 EQUAL = nn.Heads(query=3, kv=3, key_width=4, value_width=4)
-SIZES: dict[str, Any] = {
-    "vocab_size": 11,
-    "context_length": 6,
-    "embedding_length": 12,
-    "block_count": 2,
-    "feed_forward_length": 17,
-}
-LLAMA_SIZES = SIZES | {"head_count": 6, "head_count_kv": 3, "key_length": 4, "value_length": 5}
-BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
-
-
-def llama(tied: bool, biases: frozenset[str] = frozenset(), factors: tuple[float, ...] = ()) -> Llama:
-    """A llama with grouped heads whose values are wider than its keys."""
-    return Llama(**LLAMA_SIZES, tied=tied, biases=biases, rope_factors=factors)
-
-
-def qwen2(tied: bool) -> Qwen2:
-    """A qwen2, whose three heads are as wide as the model, with biases at q, k and v."""
-    return Qwen2(**SIZES, head_count=3, head_count_kv=1, key_length=4, value_length=4, tied=tied)
-
-
-def qwen3(tied: bool) -> Qwen3:
-    """A qwen3 with grouped heads whose values are wider than its keys, and norms of q and k."""
-    return Qwen3(**LLAMA_SIZES, tied=tied)
-
-
-def gpt2(tied: bool) -> GPT2:
-    """A gpt2 of three heads."""
-    return GPT2(**SIZES, head_count=3, tied=tied)
+MODELS = architectures.every(
+    {
+        "vocab_size": 11,
+        "context_length": 6,
+        "embedding_length": 12,
+        "feed_forward_length": 17,
+        "head_count": 6,
+        "head_count_kv": 3,
+        "key_length": 4,
+        "value_length": 5,
+    }
+)
+LLAMA, QWEN2, GPT = (MODELS[arch] for arch in ("llama", "qwen2", "gpt2"))
+BIASED = replace(
+    LLAMA,
+    biases=frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}),
+)
 
 
 def with_adapters(config: ModelConfig, *targets: str) -> ModelConfig:
@@ -139,12 +128,18 @@ CASES = [
     Case("layer norm", nn.LayerNorm("a", 7, 1e-3), SEQUENCES),
     Case("gelu", nn.GELU(), SEQUENCES),
     Case("swiglu", nn.SwiGLU("a", 7, 5), SEQUENCES),
+    Case("joint swiglu, bias", nn.JointSwiGLU("a", 7, 5, bias=True), SEQUENCES),
+    Case("geglu", nn.GeGLU("a", 7, 5), SEQUENCES),
+    Case("window", nn.CausalAttention(0.5, 3), qkv(GROUPED)),
     Case("swiglu, bias", nn.SwiGLU("a", 7, 5, bias=True), SEQUENCES),
     Case("rope, interleaved", nn.RoPE(100.0, interleaved=True), qkv(GROUPED)),
     Case("rope, neox", nn.RoPE(100.0, interleaved=False), qkv(GROUPED)),
+    Case("rope, magnitude", nn.RoPE(100.0, interleaved=False, magnitude=1.5), qkv(GROUPED)),
     Case("rope, factors", nn.RoPE(100.0, interleaved=False, factors=(0.5, 8.0)), qkv(GROUPED)),
     Case("qk norm", nn.QKNorm("a", 4, 1e-3), qkv(GROUPED)),
     Case("qk norm, K = H", nn.QKNorm("a", 4, 1e-3), qkv(EQUAL)),
+    Case("joint qk norm", nn.JointQKNorm("a", GROUPED, 1e-3), qkv(GROUPED)),
+    Case("multiply", nn.Multiply(0.3), SEQUENCES),
     Case("attention, grouped", nn.CausalAttention(0.5), qkv(GROUPED)),
     Case("attention, K = H", nn.CausalAttention(0.5), qkv(EQUAL)),
     Case("attention, one head", nn.CausalAttention(0.5), qkv(nn.Heads(1, 1, 3, 3))),
@@ -152,6 +147,8 @@ CASES = [
     Case("merge heads", nn.MergeHeads(), real(2, 5, 3, 4)),
     Case("project qkv", nn.ProjectQKV("a", 7, GROUPED), SEQUENCES),
     Case("project qkv, bias", nn.ProjectQKV("a", 7, GROUPED, bias=True), SEQUENCES),
+    Case("joint qkv", nn.JointQKV("a", 7, GROUPED), SEQUENCES),
+    Case("joint qkv, bias", nn.JointQKV("a", 7, EQUAL, bias=True), SEQUENCES),
     Case("fused qkv", nn.FusedQKV("a", 7, GROUPED), SEQUENCES),
     Case("fused qkv, bias", nn.FusedQKV("a", 7, EQUAL, bias=True), SEQUENCES),
     Case("chain", nn.Chain(nn.Linear("a", 7, 5), nn.GELU(), nn.Linear("b", 5, 2)), SEQUENCES),
@@ -161,25 +158,24 @@ CASES = [
     Case("recompute", nn.Recompute(nn.Chain(nn.RMSNorm("a", 7, 1e-3), nn.SwiGLU("b", 7, 3))), SEQUENCES),
     Case("recompute, no parameters", nn.Recompute(nn.GELU()), SEQUENCES),
     Case("recompute, positions", nn.Recompute(nn.LearnedPositions("a", 8, 7)), SEQUENCES),
-    Case("llama block", block(llama(False)), BLOCK_INPUT),
-    Case("llama block, biases", block(llama(False, BIASES)), BLOCK_INPUT),
-    Case("qwen2 block", block(qwen2(False)), BLOCK_INPUT),
-    Case("qwen3 block", block(qwen3(False)), BLOCK_INPUT),
-    Case("gpt2 block", block(gpt2(False)), BLOCK_INPUT),
-    whole("llama", llama(False)),
-    whole("llama, tied", llama(True)),
-    whole("llama, biases, recompute", llama(False, BIASES), recompute=True),
-    whole("llama, factors", llama(False, factors=(1.0, 3.5))),
-    whole("qwen2", qwen2(False)),
-    whole("qwen2, tied, recompute", qwen2(True), recompute=True),
-    whole("qwen3", qwen3(False)),
-    whole("qwen3, tied, recompute", qwen3(True), recompute=True),
-    whole("gpt2", gpt2(False)),
-    whole("gpt2, tied", gpt2(True)),
-    whole("gpt2, tied, recompute", gpt2(True), recompute=True),
-    whole("llama, adapters", with_adapters(llama(False, BIASES))),
-    whole("qwen2, tied, adapters, recompute", with_adapters(qwen2(True)), recompute=True),
-    whole("gpt2, adapters of some", with_adapters(gpt2(False), "blk.*.attn_qkv.weight", "blk.0.ffn_*")),
+    Case("llama block, biases", block(BIASED), BLOCK_INPUT),
+    *(Case(f"{arch} block", block(config), BLOCK_INPUT) for arch, config in MODELS.items()),
+    *(whole(arch, config) for arch, config in MODELS.items()),
+    *(
+        whole(f"{name}, recompute", config, recompute=True)
+        for name, config in architectures.tied(MODELS).items()
+    ),
+    whole("gpt2, tied", replace(GPT, tied=True)),
+    whole("llama, biases, recompute", BIASED, recompute=True),
+    whole("llama, factors", replace(LLAMA, rope_factors=(1.0, 3.5))),
+    whole("llama, adapters", with_adapters(BIASED)),
+    whole("qwen2, tied, adapters, recompute", with_adapters(replace(QWEN2, tied=True)), recompute=True),
+    *(
+        whole(f"{arch}, adapters", with_adapters(config))
+        for arch, config in MODELS.items()
+        if arch not in ("llama", "qwen2", "gpt2", "qwen3")
+    ),
+    whole("gpt2, adapters of some", with_adapters(GPT, "blk.*.attn_qkv.weight", "blk.0.ffn_*")),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -365,7 +361,7 @@ def test_layers_that_need_no_weights_in_backward_say_so():
 
 
 def test_recompute_keeps_only_its_input_and_changes_no_bit():
-    inner = block(llama(False, BIASES))
+    inner = block(BIASED)
     rng = np.random.default_rng(0)
     x, p = BLOCK_INPUT(rng, np.float32), weights(inner, rng, np.float32)
     g = {name: np.zeros_like(array) for name, array in p.items()}
@@ -487,7 +483,7 @@ def test_a_chain_of_nothing_is_refused():
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Linear("a", 7, 7), nn.RMSNorm("a", 7, 1e-5), nn.GELU()],
+    [nn.Linear("a", 7, 7), nn.RMSNorm("a", 7, 1e-5), nn.GELU(), nn.Multiply(0.3)],
     ids=lambda layer: type(layer).__name__,
 )
 def test_a_residual_is_added_whether_or_not_the_layer_can(layer):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 from jobs import run_job
@@ -25,7 +26,8 @@ from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.generate.sampling import weights_of
 from zero_mpi.generate.text_model import TextModel
-from zero_mpi.models import GPT2, Llama, ModelConfig, Qwen2, Qwen3
+from zero_mpi.models import ModelConfig, Qwen2, Qwen3
+from zero_mpi.models.rope_scaling import RopeScaling
 
 llama_cpp()  # skips the module without it
 
@@ -36,27 +38,21 @@ SIZES: dict[str, Any] = {
     "vocab_size": ByteTokenizer.vocab_size,
     "context_length": 32,
     "embedding_length": 24,
-    "block_count": 2,
     "feed_forward_length": 97,
     "head_count": 4,
     "head_count_kv": 2,
     "key_length": 6,
     "value_length": 6,
-    "tied": False,
 }
-LLAMA, QWEN2, QWEN3 = Llama(**SIZES), Qwen2(**SIZES), Qwen3(**SIZES)
+MODELS = architectures.every(SIZES)
+LLAMA, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "qwen2", "qwen3"))
+GPT = replace(MODELS["gpt2"], tied=True)
 ROTARY = pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
 FLAGS = {"layers": 2, "dim": 24, "heads": 3, "kv_heads": 1, "context": 32, "vocab_size": SIZES["vocab_size"]}
 FACTORS = (0.75, 1.0, 8.0)
-GPT = GPT2(
-    vocab_size=ByteTokenizer.vocab_size,
-    context_length=32,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=3,
-    tied=True,
-)
+LONG_FACTORS = {"long_factors": (9.0, 3.0, 2.0), "short_factors": (1.5, 2.0, 0.75), "rope_magnitude": 1.25}
+PHI3 = replace(MODELS["phi3"], **LONG_FACTORS)
+YARN = replace(LLAMA, rope_freq_base=50.0, rope_scaling=RopeScaling("yarn", 4.0, 64))
 
 
 @dataclass(frozen=True)
@@ -69,25 +65,27 @@ class Case:
 
 
 CASES = [
-    Case("llama", LLAMA, 1e-4),
-    Case("llama, tied", replace(LLAMA, tied=True), 1e-4),
+    *(Case(arch, config, architectures.ROWS[arch].tolerance) for arch, config in MODELS.items()),
+    *(
+        Case(name, config, architectures.ROWS[config.arch].tolerance)
+        for name, config in architectures.tied(MODELS).items()
+    ),
     Case("llama, biases", replace(LLAMA, biases=BIASES), 1e-4),
     Case("llama, K = H", replace(LLAMA, head_count_kv=4, rope_freq_base=500.0), 1e-4),
     Case("llama, heads of another width", replace(LLAMA, key_length=8, value_length=8), 1e-4),
     Case("llama, coarse epsilon", replace(LLAMA, rms_epsilon=0.03), 1e-4),
     Case("llama, rope factors", replace(LLAMA, rope_factors=FACTORS), 1e-4),
-    Case("qwen2", QWEN2, 1e-4),
-    Case("qwen2, tied", replace(QWEN2, tied=True), 1e-4),
+    Case("llama, linear", replace(LLAMA, rope_scaling=RopeScaling("linear", 2.5)), 1e-4),
+    Case("llama, yarn", replace(YARN, rope_factors=FACTORS), 1e-4),
+    Case("qwen3, yarn", replace(QWEN3, rope_scaling=RopeScaling("yarn", 6.0, 8)), 1e-4),
+    Case("phi3, long", replace(PHI3, original_context=8), 1e-4),
+    Case("phi3, short", replace(PHI3, original_context=512), 1e-4),  # llama.cpp has at least 256 positions
     Case("qwen2, no biases", replace(QWEN2, biases=frozenset()), 1e-4),
     Case("qwen2, flags", Qwen2.from_flags(FLAGS), 1e-4),
-    Case("qwen3", QWEN3, 1e-4),
-    Case("qwen3, tied", replace(QWEN3, tied=True), 1e-4),
     Case("qwen3, biases", replace(QWEN3, biases=QWEN2.biases), 1e-4),
     Case("qwen3, heads of another width", replace(QWEN3, key_length=8, value_length=8), 1e-4),
     Case("qwen3, coarse epsilon", replace(QWEN3, rms_epsilon=0.03, rope_freq_base=500.0), 1e-4),
     Case("qwen3, flags", Qwen3.from_flags(FLAGS | {"tied": True}), 1e-4),
-    Case("gpt2, tied", GPT, 2e-2),
-    Case("gpt2", replace(GPT, tied=False), 2e-2),
     Case("gpt2, coarse epsilon", replace(GPT, norm_epsilon=0.03), 2e-2),
 ]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import architectures
 import numpy as np
 import pytest
 from oracles import llama_cpp, open_server
@@ -9,6 +10,7 @@ from test_llamacpp import (
     BIASES,
     GPT,
     LLAMA,
+    MODELS,
     PREFIXES,
     PROMPT,
     QWEN2,
@@ -38,6 +40,11 @@ CASES = {
     "qwen2": (QWEN2, ALL, 1e-4),
     "qwen3": (QWEN3, SOME, 1e-4),
     "gpt2": (GPT, ALL, 2e-3),  # llama.cpp takes GELU from a table of 16-bit floats
+}
+CASES |= {
+    arch: (MODELS[arch], ALL, 1e-4 if row.tolerance <= 1e-4 else 5e-3)
+    for arch, row in architectures.ROWS.items()
+    if arch not in CASES
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import architectures
+import gguf
 import numpy as np
 import pytest
 
@@ -16,162 +18,81 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
+from zero_mpi.models.rope_scaling import RopeScaling
+from zero_mpi.models.rotary import RotaryModel
 from zero_mpi.nn import Recompute, stage_params
 
 EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is
 FLAGS: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 4, "context": 16, "vocab_size": 260}
 LLAMA_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-LLAMA = Llama(
-    vocab_size=260,
-    context_length=16,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=6,
-    head_count_kv=3,
-    key_length=10,
-    value_length=7,
-    rms_epsilon=EXACT,
-    rope_freq_base=500000.0,
-    tied=False,
-)
-QWEN2 = Qwen2(
-    vocab_size=260,
-    context_length=16,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=6,
-    head_count_kv=3,
-    key_length=4,
-    value_length=4,
-    rms_epsilon=EXACT,
-    rope_freq_base=500000.0,
-    tied=False,
-)
-QWEN3 = Qwen3(
-    vocab_size=260,
-    context_length=16,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=6,
-    head_count_kv=3,
-    key_length=10,
-    value_length=10,
-    rms_epsilon=EXACT,
-    rope_freq_base=500000.0,
-    tied=False,
-)
-GPT = GPT2(
-    vocab_size=260,
-    context_length=16,
-    embedding_length=24,
-    block_count=2,
-    feed_forward_length=97,
-    head_count=3,
-    norm_epsilon=EXACT,
-    tied=True,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "context_length": 16,
+    "embedding_length": 24,
+    "feed_forward_length": 97,
+    "head_count": 6,
+    "head_count_kv": 3,
+    "key_length": 10,
+    "value_length": 7,
+    "rms_epsilon": EXACT,
+    "norm_epsilon": EXACT,
+    "rope_freq_base": 500000.0,
+}
+MODELS = architectures.every(SIZES)
+LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
+PHI3 = MODELS["phi3"]
+WINDOWED = ("olmo2", "gemma3")  # llama.cpp reads the key of a window
+ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel)]
+
+
+def from_flags(arch: str) -> ModelConfig:
+    """The model of flags, with an epsilon that a key can hold."""
+    own = {} if arch == "gpt2" else {"kv_heads": 2, "ffn": 97}
+    name = "norm_epsilon" if arch == "gpt2" else "rms_epsilon"
+    tied = arch in ("qwen3", "smollm3")
+    return replace(ARCHITECTURES[arch].from_flags(FLAGS | own | {"tied": tied}), **{name: EXACT})
+
+
 # float32 numbers that show a detour through fewer digits: not round, the smallest and the largest
 FACTORS = tuple(np.array([1.0, 1 / 3, 8.0, 1e-45, 3.4028235e38], np.float32).tolist())
 CONFIGS = {
-    "llama": LLAMA,
-    "llama, tied": replace(LLAMA, tied=True),
+    **MODELS,
+    **architectures.tied(MODELS),
+    **{f"{arch}, flags": from_flags(arch) for arch in MODELS},
     "llama, biases": replace(LLAMA, biases=frozenset(LLAMA_BIASES)),
     "llama, some biases": replace(LLAMA, biases=frozenset({"ffn_down", "attn_output"})),
     "llama, rope factors": replace(LLAMA, rope_factors=FACTORS),
-    "llama, flags": replace(Llama.from_flags(FLAGS | {"kv_heads": 2, "ffn": 97}), rms_epsilon=EXACT),
-    "qwen2": QWEN2,
-    "qwen2, tied": replace(QWEN2, tied=True),
+    "llama, linear": replace(LLAMA, rope_scaling=RopeScaling("linear", 2.5)),
+    "qwen3, yarn": replace(QWEN3, rope_scaling=RopeScaling("yarn", 4.0, 8)),
+    "phi3, long": replace(PHI3, long_factors=(9.0, 3.0), short_factors=(1.5, 2.0), original_context=8),
+    "phi3, magnitude": replace(PHI3, short_factors=(1.5, 2.0), rope_magnitude=1.25),
     "qwen2, no biases": replace(QWEN2, biases=frozenset()),
-    "qwen2, flags": replace(Qwen2.from_flags(FLAGS | {"kv_heads": 2, "ffn": 97}), rms_epsilon=EXACT),
-    "qwen3": QWEN3,
-    "qwen3, tied": replace(QWEN3, tied=True),
     "qwen3, biases": replace(QWEN3, biases=QWEN2.biases),
-    "qwen3, flags": replace(Qwen3.from_flags(FLAGS | {"kv_heads": 2, "tied": True}), rms_epsilon=EXACT),
-    "gpt2": replace(GPT, tied=False),
-    "gpt2, tied": GPT,
-    "gpt2, flags": replace(GPT2.from_flags(FLAGS | {"tied": False}), norm_epsilon=EXACT),
 }
 
 
 # --------------------------------------------------------------------------------------- names, shapes
 
 
-def llama_tensors(tied: bool, biased: bool) -> dict[str, tuple[int, ...]]:
-    """What llama.cpp wants of LLAMA: E 24, F 97, H 6, K 3, D 10, values 7 wide."""
-    matrices = {
-        "attn_q": (60, 24),
-        "attn_k": (30, 24),
-        "attn_v": (21, 24),
-        "attn_output": (24, 42),
-        "ffn_gate": (97, 24),
-        "ffn_up": (97, 24),
-        "ffn_down": (24, 97),
-    }
-    block = {f"{name}.weight": shape for name, shape in matrices.items()}
-    block |= {"attn_norm.weight": (24,), "ffn_norm.weight": (24,)}
-    if biased:
-        block |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
-    tensors = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    tensors |= {"token_embd.weight": (260, 24), "output_norm.weight": (24,)}
-    return tensors if tied else tensors | {"output.weight": (260, 24)}
+def test_every_architecture_has_a_row():
+    """From which this suite and others take their models: without one nothing would be tested."""
+    assert set(architectures.ROWS) == set(ARCHITECTURES), "add a row to tests/architectures.py"
 
 
-def qwen_tensors(arch: str, tied: bool, biased: bool) -> dict[str, tuple[int, ...]]:
-    """What llama.cpp wants of QWEN2 (D 4, heads as wide as the model) and QWEN3 (D 10, norms of q and k)."""
-    queries, keys = (24, 12) if arch == "qwen2" else (60, 30)
-    block = {
-        "attn_norm.weight": (24,),
-        "attn_q.weight": (queries, 24),
-        "attn_k.weight": (keys, 24),
-        "attn_v.weight": (keys, 24),
-        "attn_output.weight": (24, queries),
-        "ffn_norm.weight": (24,),
-        "ffn_gate.weight": (97, 24),
-        "ffn_up.weight": (97, 24),
-        "ffn_down.weight": (24, 97),
-    }
-    if biased:
-        block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
-    if arch == "qwen3":
-        block |= {"attn_q_norm.weight": (10,), "attn_k_norm.weight": (10,)}
-    tensors = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    tensors |= {"token_embd.weight": (260, 24), "output_norm.weight": (24,)}
-    return tensors if tied else tensors | {"output.weight": (260, 24)}
+@pytest.mark.parametrize("arch", architectures.ROWS)
+def test_the_tensors_of_a_row_are_llama_cpps(arch):
+    """The gguf package lists the tensors that llama.cpp may find in a file of each architecture."""
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]}
+    row = architectures.ROWS[arch]
+    assert {*row.outer, "output", *(f"blk.{{bid}}.{name}" for name in row.block)} <= known
+    biases = (name.split(".") for name in MODELS[arch].params() if name.startswith("blk.0."))
+    assert {name for _, _, name, kind in biases if kind == "bias"} == set(row.biased)
 
 
-def gpt2_tensors(tied: bool) -> dict[str, tuple[int, ...]]:
-    """What llama.cpp wants of GPT."""
-    matrices = {"attn_qkv": (72, 24), "attn_output": (24, 24), "ffn_up": (97, 24), "ffn_down": (24, 97)}
-    block = {f"{name}.weight": shape for name, shape in matrices.items()}
-    block |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
-    block |= {f"{norm}.{part}": (24,) for norm in ("attn_norm", "ffn_norm") for part in ("weight", "bias")}
-    tensors = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    tensors |= {"token_embd.weight": (260, 24), "position_embd.weight": (16, 24)}
-    tensors |= {"output_norm.weight": (24,), "output_norm.bias": (24,)}
-    return tensors if tied else tensors | {"output.weight": (260, 24)}
-
-
-TENSORS = {
-    "llama": llama_tensors(tied=False, biased=False),
-    "llama, tied": llama_tensors(tied=True, biased=False),
-    "llama, biases": llama_tensors(tied=False, biased=True),
-    "qwen2": qwen_tensors("qwen2", tied=False, biased=True),
-    "qwen2, tied": qwen_tensors("qwen2", tied=True, biased=True),
-    "qwen2, no biases": qwen_tensors("qwen2", tied=False, biased=False),
-    "qwen3": qwen_tensors("qwen3", tied=False, biased=False),
-    "qwen3, tied": qwen_tensors("qwen3", tied=True, biased=False),
-    "qwen3, biases": qwen_tensors("qwen3", tied=False, biased=True),
-    "gpt2": gpt2_tensors(tied=False),
-    "gpt2, tied": gpt2_tensors(tied=True),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_the_tensors_are_those_of_the_architecture(name):
-    assert {name: param.shape for name, param in CONFIGS[name].params().items()} == TENSORS[name]
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_tensors_are_those_of_the_architecture(config):
+    assert shapes_of(config) == architectures.tensors(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -187,17 +108,18 @@ def test_every_parameter_lies_in_the_scope_of_its_name(config):
 def test_recomputation_is_of_the_blocks_and_changes_no_parameter(config):
     stages = config.stages(recompute=True)
     again = {stage.scope for stage in stages if isinstance(stage.layer, Recompute)}
-    assert again == {"blk.0", "blk.1"}
+    assert again == {f"blk.{number}" for number in range(config.block_count)}
     assert stage_params(stages) == config.params()
 
 
 def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
     """GPT-2's rule, 0.02 / sqrt(2 * layers); all other matrices start at 0.02, norms at 1, biases at 0."""
-    for config in (replace(LLAMA, biases=frozenset(LLAMA_BIASES)), QWEN2, QWEN3, GPT):
+    for config in (replace(LLAMA, biases=frozenset(LLAMA_BIASES)), *MODELS.values()):
         for name, param in config.params().items():
             if len(param.shape) == 2:
                 back = name.endswith(("attn_output.weight", "ffn_down.weight"))
-                assert (param.init, param.std) == ("normal", pytest.approx(0.01 if back else 0.02)), name
+                std = 0.02 / (2 * config.block_count) ** 0.5 if back else 0.02
+                assert (param.init, param.std) == ("normal", pytest.approx(std)), name
             else:
                 assert param.init == ("zeros" if name.endswith(".bias") else "ones"), name
 
@@ -244,7 +166,7 @@ def test_the_default_configuration_comes_back_too(arch):
     assert read_back(config) == config
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_may_be_missing_have_llama_cpps_defaults(config):
     config = replace(config, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
     found = read_back(
@@ -291,6 +213,15 @@ def test_flags_go_where_they_belong():
         assert ("output.weight" in config.params()) != tied
     for arch in (Llama, Qwen2, Qwen3):
         assert arch.from_flags(flags).head_count_kv == 2
+
+
+@pytest.mark.parametrize("arch", [arch for arch, row in architectures.ROWS.items() if not row.ties])
+def test_a_tied_head_is_refused_where_llama_cpp_does(arch):
+    with refused(f"--tied: a file of {arch} has a head of its own"):
+        ARCHITECTURES[arch].from_flags(FLAGS | {"tied": True})
+    names = (name for name in MODELS[arch].params() if name != "output.weight")
+    with refused(rf"a file: output\.weight is missing: a file of {arch} has a head of its own"):
+        config_from_gguf(keys_of(MODELS[arch]), names, "a file")
 
 
 def refused(message: str):
@@ -348,7 +279,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
     [
         *(
             (config, key)
-            for config in (LLAMA, QWEN2, QWEN3, GPT)
+            for config in MODELS.values()
             for key in (
                 "context_length",
                 "embedding_length",
@@ -358,9 +289,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
                 "vocab_size",
             )
         ),
-        (LLAMA, "attention.layer_norm_rms_epsilon"),
-        (QWEN2, "attention.layer_norm_rms_epsilon"),
-        (QWEN3, "attention.layer_norm_rms_epsilon"),
+        *((config, "attention.layer_norm_rms_epsilon") for config in ROTARY),
         (GPT, "attention.layer_norm_epsilon"),
     ],
 )
@@ -404,26 +333,59 @@ def test_heads_of_a_file_that_do_not_fit_are_refused(config, changes, message):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.scaling.type", "yarn"),
-        ("rope.scaling.type", "linear"),
-        ("rope.scaling.factor", np.float32(8)),
-        ("rope.scale_linear", np.float32(2)),
+        ("rope.scaling.type", "longrope"),
+        ("rope.scaling.yarn_ext_factor", np.float32(0.5)),
+        ("rope.scaling.yarn_beta_fast", np.float32(16)),
         ("expert_count", np.uint32(8)),
         ("attention.clamp_kqv", np.float32(8)),
-        ("rope.scale_linear", True),
     ],
 )
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_a_key_that_would_change_the_result_is_refused(config, key, value):
     with refused(rf"the GGUF key {config.arch}\.{key} = .* is not supported"):
         read_back(config, **{key.replace(".", "__"): value})
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_say_nothing_are_taken(config):
     nothing = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1), "expert_count": 0}
     assert read_back(config, **nothing) == config
-    assert read_back(config, attention__sliding_window=np.uint32(4)) == config
+    if config.arch not in WINDOWED:
+        assert read_back(config, attention__sliding_window=np.uint32(4)) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope__scaling__factor": np.float32(8)}, RopeScaling("linear", 8.0)),
+        ({"rope__scale_linear": np.float32(2)}, RopeScaling("linear", 2.0)),
+        ({"rope__scaling__type": "yarn"}, RopeScaling("yarn", 1.0, 16)),
+        (
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4,
+                "rope__scaling__original_context_length": 9,
+                "rope__scaling__yarn_beta_fast": 32,
+            },
+            RopeScaling("yarn", 4.0, 9),
+        ),
+    ],
+)
+@pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
+def test_scaled_rotary_positions_come_from_their_keys(config, keys, scaling):
+    assert read_back(config, **keys).rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope__scaling__factor": np.float32(0.5)},
+        {"rope__freq_base": np.float32(1)},
+    ],
+)
+def test_numbers_that_make_no_ramp_are_refused(keys):
+    with refused(r"llama\.rope\.\*: yarn takes a factor of at least 1 and a base above 1"):
+        read_back(LLAMA, rope__scaling__type="yarn", **keys)
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -431,7 +393,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: param.shape for name, param in config.params().items()}
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
 def test_missing_and_surplus_tensors_are_named(config):
     shapes = shapes_of(config)
     del shapes["blk.1.ffn_up.weight"]
@@ -448,7 +410,7 @@ def test_many_missing_tensors_are_counted():
         LLAMA.check_tensors({}, "a file")
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
 def test_a_wrong_shape_is_named(config):
     shapes = shapes_of(config) | {"blk.1.ffn_down.weight": (97, 24)}
     with refused(r"a file: blk\.1\.ffn_down\.weight has shape \(97, 24\), expected \(24, 97\)"):
@@ -512,7 +474,7 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert ROPE not in found.params()
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT], ids=lambda config: config.arch)
+@pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
 def test_without_factors_there_is_no_constant(config):
     assert config.constants() == {}
 
@@ -564,8 +526,8 @@ def test_factors_that_a_file_lost_are_missed():
 @pytest.mark.parametrize(
     ("config", "key", "value"),
     [
-        (LLAMA, "rope.scaling.attn_factor", np.float32(2)),
         (LLAMA, "attention.causal", False),
+        (LLAMA, "rope.scaling.attn_factor", np.float32(2)),
         (QWEN2, "rope.scaling.attn_factor", np.float32(2)),
         (QWEN2, "attention.causal", False),
         (QWEN3, "attention.causal", False),

@@ -93,6 +93,16 @@ def test_sums():
     assert np.array_equal(total, x + y)
 
 
+@shows("scale")
+def test_multiples():
+    x, y = numbers(3, 7), numbers(3, 7, seed=1)
+    with unchanged(x, y):
+        alone, onto = ops.scale(x, 0.3), ops.scale(x, 0.3, y)
+    assert np.array_equal(alone, [[0.3 * value for value in row] for row in x])
+    close(onto, alone + y)
+    assert ops.scale(x.astype(np.float32), 0.3, y.astype(np.float32)).dtype == np.float32
+
+
 # ---------------------------------------------------------------------------------------------- linear
 
 
@@ -256,6 +266,15 @@ def test_swiglu_is_gate_times_its_sigmoid_times_up():
 def test_swiglu_does_not_overflow():
     gate = np.array([-1e4, 1e4], np.float32)
     assert np.array_equal(ops.swiglu(gate, np.ones(2, np.float32)), np.array([0, 1e4], np.float32))
+
+
+@shows("geglu", "geglu_backward")
+def test_geglu_is_gelu_times_up_and_has_its_slope():
+    gate, up, dy = 2 * numbers(3, 7), numbers(3, 7, seed=1), numbers(3, 7, seed=2)
+    with unchanged(gate, up, dy):
+        y, gradients = ops.geglu(gate, up), ops.geglu_backward(dy, gate, up)
+    close(y, ops.gelu(gate) * up)
+    check_slope(lambda gate, up: np.vdot(ops.geglu(gate, up), dy), [gate, up], list(gradients))
 
 
 @shows("swiglu_backward")

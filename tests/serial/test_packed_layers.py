@@ -10,7 +10,7 @@ import tiny
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
-from zero_mpi.nn import Chain, CrossEntropy, Packed, Stage
+from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
 from zero_mpi.nn.packed import Documents, reading
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
@@ -18,7 +18,9 @@ from zero_mpi.sharding.passes import ROW_STEPS, rows_that_count
 from zero_mpi.sharding.precision import BF16, FP32
 
 CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three
-MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny.MODELS.items()}
+MODELS = {
+    name: replace(config, context_length=CONTEXT) for name, config in (tiny.MODELS | tiny.OTHERS).items()
+}
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -133,6 +135,34 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
         wanted = expected, *reference.causal_attention_backward(own[3], *own[:3], p, 0.4)
         for mine, want in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine[part].astype(np.float64), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
+def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
+    """In training, in packed documents, and in pieces that follow each other."""
+    for module in (attention, attention_bf16):
+        monkeypatch.setattr(module, "KEPT_WEIGHTS", 1 << 40 if keep else 0)
+    length, window, rng = 300, 140, np.random.default_rng(0)
+    sizes = (4, 8), (2, 8), (2, 6), (4, 6)
+    q, k, v, dy = (rng.standard_normal((2, length, *size)).astype(kind) for size in sizes)
+    layer, tolerance = CausalAttention(0.4, window), {8: 1e-12, 4: 5e-6, 2: 0.05}[np.dtype(kind).itemsize]
+    exact = [x.astype(np.float64) for x in (q, k, v, dy)]
+    for cuts in (CUTS, (0,)):
+        begins = begins_of(cuts, 2, length)
+        first = np.maximum(begins, np.arange(length) - window + 1)
+        expected, p = reference.causal_attention(*exact[:3], 0.4, first)
+        wanted = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
+        with reading(Documents(begins) if len(cuts) > 1 else None):
+            y, saved = layer.forward({}, (q, k, v))
+            found = y, *layer.backward({}, saved, dy, {})
+        for mine, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine.astype(np.float64), want, rtol=0, atol=tolerance)
+    cache = Cache()
+    for start, stop in ((0, 150), (150, 151), (151, 300)):
+        y = layer.infer({}, tuple(x[:, start:stop] for x in (q, k, v)), cache)
+        np.testing.assert_allclose(np.float64(y), expected[:, start:stop], rtol=0, atol=tolerance)
+        cache.position = stop
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])

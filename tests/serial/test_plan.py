@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 
+import architectures
 import ml_dtypes
 import numpy as np
 import pytest
@@ -44,6 +45,24 @@ MODELS = {
     "qwen2": Qwen2.from_flags(SIZES | {"tied": True}),
     "qwen3": Qwen3.from_flags(SIZES | {"kv_heads": 1, "tied": False}),
 }
+OTHERS = {
+    arch: architectures.build(
+        arch,
+        {
+            "vocab_size": 500,
+            "context_length": 192,
+            "embedding_length": 64,
+            "feed_forward_length": 160,
+            "head_count": 4,
+            "head_count_kv": 2,
+            "key_length": 16,
+            "value_length": 16,
+        },
+    )
+    for arch in architectures.ROWS
+    if arch not in MODELS
+}
+MODELS |= OTHERS
 SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
 SLOWER = replace(SLOW, node=Link(1e-5, 1e-8))
 DEVICES = ("cpu", "cuda")
@@ -144,6 +163,17 @@ def flop_by_hand(case):
 def test_flops_are_those_of_the_products(name):
     case = Case(MODELS[name], batch_size=4, micro_batch=2, context=192)
     assert step_time(case, SLOW).flop == pytest.approx(2 * flop_by_hand(case), rel=1e-12)
+
+
+def test_a_window_takes_less_work():
+    """Of 64 rows at a time, each looks no further back than the first of them."""
+    window, context = 70, 192
+    model = replace(OTHERS["gemma3"], sliding_window=window)
+    case = Case(model, batch_size=2, micro_batch=2, context=context)
+    full = step_time(replace(case, model=replace(model, sliding_window=0)), SLOW).flop
+    unseen = sum(64 * max(0, r - window + 1) for r in range(0, context, 64))
+    windows = 2 * model.head_count * (model.block_count - 1)
+    assert full - step_time(case, SLOW).flop == pytest.approx(windows * unseen * 2 * 32 * 3, rel=1e-12)
 
 
 def test_recompute_runs_the_blocks_forward_twice():
@@ -604,6 +634,16 @@ def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
         (tmp_path / "doctor.json").write_text(json.dumps(known))
         flags = ["--doctor", tmp_path / "doctor.json", "--precision", precision]
         assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected
+
+
+def test_units_for_bf16_are_assumed_where_no_doctor_was(tmp_path):
+    rates = {
+        name: planned("--precision", name, "--strategy", "no-shard", folder=tmp_path)
+        for name in ("fp32", "bf16", "fp16")
+    }
+    flops = {name: plan["machine"]["flops"] for name, plan in rates.items()}
+    assert flops["fp16"] == flops["fp32"], "the reference computes in float32"
+    assert flops["bf16"] == 2 * flops["fp32"]
 
 
 def test_a_sweep_as_numbers(tmp_path):

@@ -134,9 +134,12 @@ def added(operation, *given, kind):
 
 CALLS = {
     "add": lambda o: o.add(X, X[::-1]),
+    "scale": lambda o: [o.scale(X, 0.3), o.scale(X, 0.3, X[::-1])],
     "gelu": lambda o: o.gelu(X),
     "gelu_backward": lambda o: o.gelu_backward(X[::-1], X),
     "swiglu": lambda o: o.swiglu(X, X[::-1]),
+    "geglu": lambda o: o.geglu(X, X[::-1]),
+    "geglu_backward": lambda o: o.geglu_backward(X[:, ::-1], X, X[::-1]),
     "swiglu_backward": lambda o: o.swiglu_backward(X[:, ::-1], X, X[::-1]),
     "rms_norm": lambda o: o.rms_norm(X, W, 1e-5),
     "layer_norm": lambda o: o.layer_norm(X, W, B, 1e-5),

@@ -232,6 +232,16 @@ class Config:
         600.0, float, "records", "end the job after such seconds without progress; 0: never"
     )
     check_collectives: bool = flag(False, bool, "records", "compare ranks before each collective: slow")
+    audit: int | None = flag(
+        None, int, "records", "every N steps each rank computes a micro-batch of another again, and compares"
+    )
+    audit_action: str = flag(
+        "stop",
+        str,
+        "records",
+        "if a rank was wrong: stop; warn; or heal, which computes the step again",
+        choices=("stop", "warn", "heal"),
+    )
     max_time: str | None = flag(
         None,
         str,

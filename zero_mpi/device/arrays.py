@@ -26,6 +26,14 @@ namespace = device.namespace
 empty, zeros = HOST.empty, HOST.zeros  # in the host's memory, whatever the device is
 
 
+def read_only(whole: Array) -> Array:
+    """A view of what all ranks see, through which this one cannot write."""
+    view = whole.view()
+    if not device.is_cupy(view):  # which has no such flag
+        view.flags.writeable = False
+    return view
+
+
 def address(x: Array) -> int:
     """Where an array begins in its memory."""
     return int(x.data.ptr) if device.is_cupy(x) else int(x.ctypes.data)

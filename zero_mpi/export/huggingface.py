@@ -14,22 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, LLAMA3, SIZES, kept_scaling, llama3_factors
-from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, ROPE_FREQS
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
+from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
 from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
+from zero_mpi.checkpoint.huggingface.rope import (
+    FULL,
+    LLAMA3,
+    LONG_FACTORS,
+    ROPE_FREQS,
+    SLIDING,
+    kept_scaling,
+    llama3_factors,
+)
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
 
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
 LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FORMER_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))
 TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -54,7 +58,8 @@ class Outgoing:
             return halves_of(read, self.head, self.spec.size // rows, rows // self.head)
         if self.order == Order.TRANSPOSED:
             return transposes_of(read, rows, self.spec.shape[1])
-        return (read(at, min(self.spec.size, at + CHUNK)) for at in range(0, self.spec.size, CHUNK))
+        pieces = (read(at, min(self.spec.size, at + CHUNK)) for at in range(0, self.spec.size, CHUNK))
+        return (piece - 1 for piece in pieces) if self.order == Order.LESS_ONE else pieces
 
 
 class Keys:
@@ -94,7 +99,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     width = 0 if keys.arch == "gpt2" else keys.head_width()
     found = []
     for name, spec in source.tensors.items():
-        if name != ROPE_FREQS:  # said by the configuration
+        if name not in (ROPE_FREQS, *LONG_FACTORS):  # said by the configuration
             order = order_of(keys.arch, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
             found.append(Outgoing(from_gguf(keys.arch, name), shape, source, spec, order, width))
@@ -105,11 +110,12 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     """The content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
     keys = Keys(source)
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
-    own = gpt2_settings(keys) if keys.arch == "gpt2" else rotary_settings(keys)
+    kind = ROTARY_CLASSES.get(keys.arch)
+    own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
     special = {there: token_id(source, here) for there, here in TOKENS.items()}
     return {
-        "architectures": [CLASSES[keys.arch]],
-        "model_type": keys.arch,
+        "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
+        "model_type": (kind and kind.model_type) or keys.arch,
         **sizes,
         "vocab_size": source.tensors[EMBEDDING].shape[0],
         **own,
@@ -133,36 +139,84 @@ def gpt2_settings(keys: Keys) -> dict[str, Any]:
     }
 
 
-def rotary_settings(keys: Keys) -> dict[str, Any]:
-    """What llama, qwen2 and qwen3 have."""
+def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
+    """What the class of a rotary model has."""
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
     if keys.size("attention.value_length") not in (None, width):
         raise FileError(f"{keys.source.path}: heads of q and v differ in width, which config.json cannot say")
+    scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
+    if kind.longrope:
+        scaling = longrope(keys)
+    if scaling is not None and from_keys is not None:
+        raise FileError(f"{keys.source.path}: frequencies are scaled twice, which config.json cannot say")
+    scaling = from_keys if scaling is None else scaling
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
-        "hidden_act": "silu",
+        kind.activation[0]: kind.activation[1][0],
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": base,
-        "rope_scaling": rope_scaling(keys.source, base, width),
-        **(llama_biases(keys.source) if keys.arch == "llama" else {"use_sliding_window": False}),
+        "rope_scaling": scaling,
+        **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
+        **window_settings(keys, kind),
+        **bias_settings(keys.source, kind),
+        **kind.written,
     }
 
 
-def llama_biases(source: WeightSource) -> dict[str, bool]:
-    """The two settings for biases; each speaks of several projections at once."""
+def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
+    """Which blocks see how far back, where there are such with a window."""
+    if not kind.period:
+        return {}
+    window = keys.size("attention.sliding_window")
+    blocks = range(1, 1 + (keys.size("block_count") or 0))
+    return {
+        "sliding_window": window,
+        "layer_types": [SLIDING if window and number % kind.period else FULL for number in blocks],
+        "query_pre_attn_scalar": score_width(
+            keys.size("embedding_length") or 0,
+            keys.size("attention.head_count") or 1,
+            blocks.stop - 1,
+            keys.head_width(),
+        ),
+    }
+
+
+def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
+    """The settings for biases; each speaks of several projections at once."""
     found = {
         name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
     }
-    settings = {
-        "attention_bias": {"attn_q", "attn_k", "attn_v", "attn_output"},
-        "mlp_bias": {"ffn_gate", "ffn_up", "ffn_down"},
-    }
-    for stems in settings.values():
+    for stems in kind.biases.values():
         if found & stems not in (set(), stems):
             some = ", ".join(sorted(found & stems))
             raise FileError(f"{source.path}: biases of {some} alone: config.json can only say all or none")
-    return {name: bool(found & stems) for name, stems in settings.items()}
+    return {name: bool(found & stems) for name, stems in kind.biases.items()}
+
+
+def key_scaling(keys: Keys) -> dict[str, Any] | None:
+    """Linear scaling or YaRN, which keys describe; None without."""
+    kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
+    if kind == "yarn":
+        former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": former}
+    if factor == 1:
+        factor = keys.number("rope.scale_linear", 1.0)
+    return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def longrope(keys: Keys) -> dict[str, Any] | None:
+    """Phi 3's scaling, which two tensors and two keys describe, or None; FileError for one tensor alone."""
+    names = [name for name in LONG_FACTORS if name in keys.source.tensors]
+    if not names:
+        return None
+    if len(names) < len(LONG_FACTORS):
+        raise FileError(f"{keys.source.path}: {names[0]} alone, and config.json takes both")
+    factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
+    former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
+    about = {"original_max_position_embeddings": former, "attention_factor": magnitude}
+    return {"rope_type": "longrope", **factors, **about}
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:

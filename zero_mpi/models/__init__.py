@@ -7,13 +7,20 @@ from collections.abc import Iterable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.models.gemma3 import Gemma3
 from zero_mpi.models.gpt2 import GPT2
+from zero_mpi.models.granite import Granite
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.lora import LoRA
 from zero_mpi.models.model_config import Metadata, ModelConfig, Read
+from zero_mpi.models.olmo2 import OLMo2
+from zero_mpi.models.phi3 import Phi3
 from zero_mpi.models.qwen import Qwen2, Qwen3
+from zero_mpi.models.smollm3 import SmolLM3
 
-ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in (Llama, GPT2, Qwen2, Qwen3)}
+ARCHITECTURES: dict[str, type[ModelConfig]] = {
+    config.arch: config for config in (Llama, GPT2, Qwen2, Qwen3, SmolLM3, Granite, OLMo2, Gemma3, Phi3)
+}
 
 
 def config_from_gguf(
@@ -34,4 +41,18 @@ def config_from_gguf(
         raise UsageError(f"{source}: {error}") from error
 
 
-__all__ = ["ARCHITECTURES", "GPT2", "Llama", "LoRA", "ModelConfig", "Qwen2", "Qwen3", "config_from_gguf"]
+__all__ = [
+    "ARCHITECTURES",
+    "GPT2",
+    "Gemma3",
+    "Granite",
+    "Llama",
+    "LoRA",
+    "ModelConfig",
+    "OLMo2",
+    "Phi3",
+    "Qwen2",
+    "Qwen3",
+    "SmolLM3",
+    "config_from_gguf",
+]

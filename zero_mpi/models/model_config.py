@@ -5,6 +5,7 @@ describe it, and how to read itself back from such keys. Sizes are named as in G
 here: subclasses in other modules have them in their own signatures.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
@@ -137,6 +138,10 @@ class ModelKeys:
         """The whole number from 1 at ARCH.NAME, or `default`; without one the key is required."""
         return self._given(name, self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
+    def text(self, name: str) -> str | None:
+        """The text at ARCH.NAME; None where there is none."""
+        return self.keys.text(f"{self.arch}.{name}")
+
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
         found = default if value is None else value
         if found is None:
@@ -160,6 +165,14 @@ class ModelKeys:
         """Raise for a model whose positions see what comes after them."""
         if self.keys.flag(f"{self.arch}.attention.causal") is False:
             raise UsageError(f"the GGUF key {self.arch}.attention.causal = False is not supported")
+
+    def require(self, name: str, only: float) -> None:
+        """Raise unless the number at ARCH.NAME is absent or the one that is computed."""
+        value = self.number(name, only, least=-math.inf)
+        if value != only:
+            raise UsageError(
+                f"the GGUF key {self.arch}.{name} = {value:g} is not supported, only {only:g} is"
+            )
 
     def refuse(self, names: Iterable[str]) -> None:
         """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""

@@ -1,10 +1,10 @@
-"""What llama, qwen2 and qwen3 share: RMSNorm, rotary positions, grouped attention, SwiGLU.
+"""What llama and its relatives share: RMSNorm, rotary positions, grouped attention, a gated feed-forward.
 
-The architectures differ in data: the rotary order of the rows of q and k, a norm of q and k, biases, and what
-llama.cpp takes from a file. A file decides which of the possible biases a model has.
+The architectures differ in data: the rotary order of the rows of q and k, where norms are, which blocks have
+no rotary positions, biases, and what llama.cpp takes from a file. What one of them computes beside that is a
+method of it. A file decides which of the possible biases a model has. Annotations are no texts here, as in
+`model_config`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +26,13 @@ from zero_mpi.models.model_config import (
     require_divides,
     vocabulary,
 )
+from zero_mpi.models.rope_scaling import ROPE_FREQS, RopeScaling, read_factors
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
     Embedding,
     Heads,
+    JointQKNorm,
     Layer,
     Linear,
     MergeHeads,
@@ -44,18 +46,9 @@ from zero_mpi.nn import (
 )
 
 # `attention.sliding_window` is none of these: files of qwen2 carry it though their models attend to all
-# positions (`use_sliding_window` is off), and llama.cpp reads it for none of these architectures.
-UNSUPPORTED_KEYS = (
-    "expert_count",
-    "rope.scaling.type",
-    "rope.scale_linear",
-    "rope.scaling.factor",
-    "rope.scaling.attn_factor",
-    "attention.scale",
-    "attention.clamp_kqv",
-)
+# positions (`use_sliding_window` is off), and llama.cpp does not read it for these architectures.
+UNSUPPORTED_KEYS = ("expert_count", "attention.scale", "attention.clamp_kqv", "rope.scaling.attn_factor")
 QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
-ROPE_FREQS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -69,6 +62,22 @@ class RotaryModel(ModelConfig):
     """Rotary order of the rows of q and k: neighbours are a pair (llama.cpp's NORM), or halves (NEOX)."""
     head_norms: ClassVar[bool] = False
     """Whether q and k are normalized over the width of a head."""
+    joint_norms: ClassVar[bool] = False
+    """Whether q and k are normalized over all their heads at once."""
+    norms_before: ClassVar[bool] = True
+    """Whether attention and feed-forward are given a norm of the residual stream."""
+    norms_after: ClassVar[bool] = False
+    """Whether what they give is normalized before it is added to that."""
+    unturned: ClassVar[int] = 0
+    """Of so many blocks the last has no rotary positions; 0: all have them."""
+    may_tie: ClassVar[bool] = True
+    """Whether llama.cpp opens a file whose head is the embedding."""
+    projected: ClassVar[type[ProjectQKV]] = ProjectQKV
+    """What makes q, k and v."""
+    gated: ClassVar[type[SwiGLU]] = SwiGLU
+    """The first half of the feed-forward."""
+    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS
+    """Keys that would change the result and are not computed."""
     any_head_width: ClassVar[bool] = True
     """Whether llama.cpp opens a file whose heads together are not as wide as the model."""
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES
@@ -82,25 +91,21 @@ class RotaryModel(ModelConfig):
     rope_freq_base: float = 10000.0
     biases: frozenset[str] = frozenset()
     rope_factors: tuple[float, ...] = ()
+    rope_scaling: RopeScaling | None = None
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
         sizes = check_sizes(sizes)
         common = common_sizes(sizes)
         dim, heads = sizes["dim"], sizes["heads"]
+        if sizes.get("tied") and not cls.may_tie:
+            raise UsageError(f"--tied: a file of {cls.arch} has a head of its own; leave the flag out")
         kv_heads = heads if sizes.get("kv_heads") is None else sizes["kv_heads"]
-        require_divides(
-            heads,
-            kv_heads,
-            f"--kv-heads {kv_heads} does not divide --heads {heads}",
-            "each key/value head serves the same number of query heads",
-        )
-        require_divides(
-            dim // heads,
-            2,
-            f"--dim {dim} / --heads {heads} = {dim // heads} is odd",
-            "rotary positions turn pairs of columns, so the width of a head must be even",
-        )
+        uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
+        require_divides(heads, kv_heads, uneven, "each key/value head serves the same number of query heads")
+        odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
+        why = "rotary positions turn pairs of columns, so the width of a head must be even"
+        require_divides(dim // heads, 2, odd, why)
         return cls(
             **common,
             tied=bool(sizes.get("tied")),
@@ -115,7 +120,9 @@ class RotaryModel(ModelConfig):
         tensors = tensors if isinstance(tensors, Mapping) else set(tensors)
         keys = ModelKeys(cls.arch, metadata)
         keys.refuse_non_causal()
-        keys.refuse(UNSUPPORTED_KEYS)
+        keys.refuse(cls.refused)
+        if not cls.may_tie and "output.weight" not in tensors:
+            raise UsageError(f"output.weight is missing: a file of {cls.arch} has a head of its own")
         heads = cls.read_heads(keys, keys.size("embedding_length"))
         factors = cls.takes_rope_factors and ROPE_FREQS in tensors
         return cls(
@@ -133,7 +140,14 @@ class RotaryModel(ModelConfig):
             tied="output.weight" not in tensors,
             biases=frozenset(name for name in cls.possible_biases if f"blk.0.{name}.bias" in tensors),
             rope_factors=read_factors(tensors, read, heads.key_width // 2) if factors else (),
+            rope_scaling=RopeScaling.from_gguf(keys),
+            **cls.own_fields(keys, tensors, read),
         )
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        """What a file says that only this architecture has."""
+        return {}
 
     @classmethod
     def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
@@ -166,6 +180,8 @@ class RotaryModel(ModelConfig):
             "rope.dimension_count": np.uint32(self.key_length),
             "rope.freq_base": np.float32(self.rope_freq_base),
         }
+        if self.rope_scaling is not None:
+            keys |= self.rope_scaling.metadata()
         return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
 
     def constants(self) -> dict[str, Array]:
@@ -185,56 +201,97 @@ class RotaryModel(ModelConfig):
         """An RMSNorm over the residual stream."""
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
+    def branch(self, before: str, after: str, *layers: Layer) -> Layer:
+        """The layers of attention or feed-forward, between the norms that the architecture has there."""
+        first = [self.norm(before)] if self.norms_before else []
+        last = [self.norm(after)] if self.norms_after else []
+        return Chain(*first, *layers, *last)
+
     def attention(self, prefix: str) -> Layer:
         """The layer x -> attention(norm(x))."""
         width, heads = self.embedding_length, self.heads
-        norms = [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
-        return Chain(
-            self.norm(f"{prefix}.attn_norm"),
-            ProjectQKV(prefix, width, heads, bias="attn_q" in self.biases),
-            *norms,
-            RoPE(
-                self.rope_freq_base,
-                interleaved=self.interleaved,
-                factors=self.rope_factors,
-                in_place=True,  # projections and norms of heads keep what they are given, not what they give
-            ),
-            CausalAttention(self.key_length**-0.5),
+        return self.branch(
+            f"{prefix}.attn_norm",
+            f"{prefix}.post_attention_norm",
+            self.projected(prefix, width, heads, bias="attn_q" in self.biases),
+            *self.norms_of_heads(prefix),
+            *self.turn(block_number(prefix)),
+            CausalAttention(self.score_scale, self.window(block_number(prefix))),
             MergeHeads(),
             self.linear(prefix, "attn_output", heads.query * heads.value_width, width),
         )
 
+    def norms_of_heads(self, prefix: str) -> list[Layer]:
+        """What normalizes q and k, if the architecture does."""
+        if self.joint_norms:
+            return [JointQKNorm(prefix, self.heads, self.rms_epsilon)]
+        return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
+
+    def turn(self, block: int) -> list[Layer]:
+        """The rotary positions of a block, if it has any."""
+        if self.unturned and (block + 1) % self.unturned == 0:
+            return []
+        return [
+            RoPE(
+                self.rope_freq_base,
+                interleaved=self.interleaved,
+                factors=self.divisors,
+                magnitude=self.magnitude,
+                in_place=True,  # projections and norms of heads keep what they are given, not what they give
+            )
+        ]
+
+    def window(self, block: int) -> int | None:
+        """How many positions a block attends to at most; None: to all before each."""
+        return None
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """What rotary frequencies are divided by; empty: by nothing."""
+        if self.rope_scaling is None:
+            return self.rope_factors
+        scaled = self.rope_scaling.divisors(self.key_length, self.rope_freq_base)
+        own = self.rope_factors or (1.0,) * len(scaled)
+        return tuple(a * b for a, b in zip(own, scaled, strict=True))
+
+    @property
+    def magnitude(self) -> float:
+        """What q and k are multiplied by as they are turned."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return float(self.key_length**-0.5)
+
     def feed_forward(self, prefix: str) -> Layer:
-        """x -> down(silu(gate(norm(x))) * up(norm(x)))."""
+        """x -> down(gated pair(norm(x)))."""
         width, hidden = self.embedding_length, self.feed_forward_length
-        return Chain(
-            self.norm(f"{prefix}.ffn_norm"),
-            SwiGLU(prefix, width, hidden, bias="ffn_gate" in self.biases),
+        return self.branch(
+            f"{prefix}.ffn_norm",
+            f"{prefix}.post_ffw_norm",
+            self.gated(prefix, width, hidden, bias="ffn_gate" in self.biases),
             self.linear(prefix, "ffn_down", hidden, width),
         )
 
+    def block(self, prefix: str) -> Layer:
+        """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+        return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
+
+    def embedding(self) -> Layer:
+        """The layer that makes vectors of tokens."""
+        return Embedding("token_embd", self.vocab_size, self.embedding_length)
+
+    def final_norm(self) -> Layer:
+        """What stands before the head."""
+        return self.norm("output_norm")
+
     def layers(self) -> list[Stage]:
-        width, vocabulary_size = self.embedding_length, self.vocab_size
-        stages = [Stage("token_embd", Embedding("token_embd", vocabulary_size, width))]
-        for prefix in (f"blk.{index}" for index in range(self.block_count)):
-            block = Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
-            stages.append(Stage(prefix, block))
-        return [*stages, *head_stages(self.norm("output_norm"), width, vocabulary_size, self.tied)]
+        blocks = [Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)]
+        head = head_stages(self.final_norm(), self.embedding_length, self.vocab_size, self.tied)
+        return [Stage("token_embd", self.embedding()), *blocks, *head]
 
 
-def read_factors(tensors: Collection[str], read: Read | None, count: int) -> tuple[float, ...]:
-    """The `count` values of `rope_freqs.weight`; raises UsageError unless they can divide frequencies."""
-
-    def check(shape: tuple[int, ...]) -> None:
-        if shape != (count,):
-            raise UsageError(f"{ROPE_FREQS} has shape {shape}, expected ({count},): one a pair of a head")
-
-    if read is None:
-        raise UsageError(f"{ROPE_FREQS} is part of the configuration, and nothing was given to read it with")
-    if isinstance(tensors, Mapping):
-        check(tensors[ROPE_FREQS])  # before anything is read: a shape from a file may be of any size
-    values = read(ROPE_FREQS)
-    check(values.shape)
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise UsageError(f"{ROPE_FREQS} divides frequencies: expected finite numbers above 0, found others")
-    return tuple(values.tolist())
+def block_number(prefix: str) -> int:
+    """The number in the prefix of a block's names: 3 of `blk.3`."""
+    return int(prefix.rpartition(".")[2])

@@ -1,13 +1,24 @@
 """Layers: parameters by name, a forward and a backward, no arrays of their own."""
 
-from zero_mpi.nn.activation import GELU, SwiGLU
-from zero_mpi.nn.attention import CausalAttention, FusedQKV, Heads, MergeHeads, ProjectQKV, QKNorm, RoPE
+from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, SwiGLU
+from zero_mpi.nn.attention import (
+    CausalAttention,
+    FusedQKV,
+    Heads,
+    JointQKNorm,
+    JointQKV,
+    MergeHeads,
+    ProjectQKV,
+    QKNorm,
+    RoPE,
+)
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
+from zero_mpi.nn.multiply import Multiply
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 from zero_mpi.nn.packed import Packed
 
@@ -19,12 +30,17 @@ __all__ = [
     "CrossEntropy",
     "Embedding",
     "FusedQKV",
+    "GeGLU",
     "Heads",
+    "JointQKNorm",
+    "JointQKV",
+    "JointSwiGLU",
     "Layer",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
     "MergeHeads",
+    "Multiply",
     "Packed",
     "Param",
     "ProjectQKV",

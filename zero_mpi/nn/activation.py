@@ -1,4 +1,4 @@
-"""GELU, and the gated pair of projections of SwiGLU."""
+"""GELU, and the gated pairs of projections of SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
-from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.linear import Linear, Rows, rows_of
 
 
 class GELU(Layer):
@@ -26,18 +26,46 @@ class SwiGLU(Composite):
     """silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `PREFIX.ffn_up` (F, C): (..., C) -> (..., F)."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        self.gate = Linear(f"{prefix}.ffn_gate", inputs, outputs, bias=bias)
-        self.up = Linear(f"{prefix}.ffn_up", inputs, outputs, bias=bias)
+        self.linears = [Linear(f"{prefix}.ffn_{name}", inputs, outputs, bias=bias) for name in ("gate", "up")]
+        self.gate: Linear | Rows
+        self.up: Linear | Rows
+        self.gate, self.up = self.linears
 
     def parts(self) -> Sequence[Layer]:
-        return self.gate, self.up
+        return self.linears
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         gate, _ = self.gate.forward(p, x)
         up, _ = self.up.forward(p, x)
-        return ops.swiglu(gate, up), (x, gate, up)
+        return self._join(gate, up), (x, gate, up)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         x, gate, up = saved
-        dgate, dup = ops.swiglu_backward(dy, gate, up)
+        dgate, dup = self._split(dy, gate, up)
         return self.up.backward(p, x, dup, g, self.gate.backward(p, x, dgate, g))
+
+    def _join(self, gate: Any, up: Any) -> Any:
+        return ops.swiglu(gate, up)
+
+    def _split(self, dy: Any, gate: Any, up: Any) -> tuple[Any, Any]:
+        dgate, dup = ops.swiglu_backward(dy, gate, up)
+        return dgate, dup
+
+
+class JointSwiGLU(SwiGLU):
+    """silu(gate(x)) * up(x), with one matrix `PREFIX.ffn_up` (2 F, C), whose first rows are the gate's."""
+
+    def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        self.linears = [Linear(f"{prefix}.ffn_up", inputs, 2 * outputs, bias=bias)]
+        self.gate, self.up = rows_of(self.linears[0], (outputs, outputs))
+
+
+class GeGLU(SwiGLU):
+    """gelu(gate(x)) * up(x), with the same names."""
+
+    def _join(self, gate: Any, up: Any) -> Any:
+        return ops.geglu(gate, up)
+
+    def _split(self, dy: Any, gate: Any, up: Any) -> tuple[Any, Any]:
+        dgate, dup = ops.geglu_backward(dy, gate, up)
+        return dgate, dup

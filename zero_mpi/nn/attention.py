@@ -19,9 +19,9 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
-from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
-from zero_mpi.nn.packed import documents
+from zero_mpi.nn.packed import documents, first_in_window
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,12 @@ class ProjectQKV(Composite):
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
-        self.linears = [
-            Linear(f"{prefix}.attn_{letter}", width, columns, bias=bias)
-            for letter, columns in zip("qkv", heads.widths, strict=True)
-        ]
+        named = zip("qkv", heads.widths, strict=True)
+        self.whole = [Linear(f"{prefix}.attn_{letter}", width, rows, bias=bias) for letter, rows in named]
+        self.linears: Sequence[Linear | Rows] = self.whole
 
     def parts(self) -> Sequence[Layer]:
-        return self.linears
+        return self.whole
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self.heads.split(*(linear.forward(p, x)[0] for linear in self.linears)), x
@@ -74,6 +73,18 @@ class ProjectQKV(Composite):
         for linear, d in zip(self.linears, dy, strict=True):
             dx = linear.backward(p, saved, merge(d), g, dx)
         return dx
+
+
+class JointQKV(ProjectQKV):
+    """x (B, T, C) -> (q, k, v) by parts of one matrix `PREFIX.attn_qkv`: rows of q, then k, then v.
+
+    As `FusedQKV`, but each lies in one piece, so that it can be turned where it lies.
+    """
+
+    def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
+        self.heads = heads
+        self.whole = [Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias)]
+        self.linears = rows_of(self.whole[0], heads.widths)
 
 
 class FusedQKV(Composite):
@@ -121,27 +132,60 @@ class QKNorm(Composite):
         return dq, dk, dv
 
 
+class JointQKNorm(QKNorm):
+    """(q, k, v) with q and k normalized over all their heads at once, by weights (H D,) and (K D,).
+
+    Groeneveld et al., "2 OLMo 2 Furious", 2024.
+    """
+
+    def __init__(self, prefix: str, heads: Heads, eps: float) -> None:
+        widths = zip("qk", heads.widths, strict=False)
+        self.norms = [RMSNorm(f"{prefix}.attn_{letter}_norm", width, eps) for letter, width in widths]
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        q, k, v = x
+        (a, b, _), saved = super().forward(p, (merge(q), merge(k), v))
+        return (a.reshape(q.shape), b.reshape(k.shape), v), saved
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        dq, dk, dv = dy
+        a, b, _ = super().backward(p, saved, (merge(dq), merge(dk), dv), g)
+        return a.reshape(dq.shape), b.reshape(dk.shape), dv
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """base^(-2 j / D) / factors[j] for pair j of D / 2; without factors the division is left out.
+
+    What is turned is multiplied by `magnitude` as well.
+    """
+
+    base: float
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+
+    def of(self, width: int) -> Any:
+        """The frequencies (width / 2,) of heads of a width."""
+        found = self.base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        return found / self.factors if self.factors else found
+
+
 @lru_cache(maxsize=32)
 def rope_table(
-    positions: int, width: int, base: float, factors: tuple[float, ...], sign: int, dtype: str, on_gpu: bool
+    positions: int, width: int, frequencies: Frequencies, sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
-    """Cosines and sines (positions, width / 2) of sign * position * base^(-2 j / width) / factors[j].
-
-    Without factors the division is left out.
-    """
-    place = device.in_use() if on_gpu else device.HOST
-    frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-    if factors:
-        frequencies /= factors
-    angles = sign * np.outer(np.arange(positions), frequencies)
-    cos, sin = (place.from_host(turn(angles).astype(dtype)) for turn in (np.cos, np.sin))
+    """Magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
+    place, much = device.in_use() if on_gpu else device.HOST, frequencies.magnitude
+    angles = sign * np.outer(np.arange(positions), frequencies.of(width))
+    cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (np.cos, np.sin))
     return cos, sin
 
 
 class RoPE(Layer):
     """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (D / 2 of them, or none) divide the frequencies: Llama 3 reaches longer contexts by them.
+    `factors` (D / 2 of them, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
+    multiplies what is turned by a `magnitude` as well (Peng et al., 2023).
     `in_place`: in the arrays that it is given, which saves memory and a pass; for a chain in which neither
     the layer before nor the one after keeps what it hands over.
     """
@@ -149,9 +193,16 @@ class RoPE(Layer):
     backward_reads_params = False
 
     def __init__(
-        self, base: float, *, interleaved: bool, factors: tuple[float, ...] = (), in_place: bool = False
+        self,
+        base: float,
+        *,
+        interleaved: bool,
+        factors: tuple[float, ...] = (),
+        magnitude: float = 1.0,
+        in_place: bool = False,
     ) -> None:
-        self.base, self.interleaved, self.factors, self.in_place = base, interleaved, factors, in_place
+        self.frequencies = Frequencies(base, factors, magnitude)
+        self.interleaved, self.in_place = interleaved, in_place
 
     def _turn(self, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv
@@ -159,7 +210,7 @@ class RoPE(Layer):
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
-        cos, sin = rope_table(rounded, q.shape[-1], self.base, self.factors, sign, kind, on_gpu)
+        cos, sin = rope_table(rounded, q.shape[-1], self.frequencies, sign, kind, on_gpu)
         found = documents()
         if found is not None:
             return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v
@@ -184,17 +235,27 @@ class RoPE(Layer):
 
 
 class CausalAttention(Layer):
-    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it in its document."""
+    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it in its document.
+
+    With a `window` to so many positions at most, itself included (Beltagy et al., "Longformer", 2020).
+    """
 
     backward_reads_params = False
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, window: int | None = None) -> None:
+        self.scale, self.window = scale, window
+
+    def _begins(self, q: Any, start: int) -> Any:
+        """The first position that each query sees, (B, T); None where that is the first of all for each."""
+        found, stop = documents(), start + q.shape[1]
+        if self.window is None or stop <= self.window:
+            return None if found is None else found.begins
+        if found is not None:
+            return found.within(self.window)
+        return first_in_window(q.shape[0], start, stop, self.window, device.home_of(q))
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        found = documents()
-        begins = None if found is None else found.begins
-        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, begins)
+        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(x[0], 0))
         return y, (*x, kept)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -207,7 +268,9 @@ class CausalAttention(Layer):
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = self._room(cache, k, v, stop)
         keys[:, start:stop], values[:, start:stop] = k, v
-        return ops.causal_attention(q, keys[:, :stop], values[:, :stop], self.scale)[0]
+        return ops.causal_attention(q, keys[:, :stop], values[:, :stop], self.scale, self._begins(q, start))[
+            0
+        ]
 
     def _room(self, cache: Cache, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
         """This layer's stored keys and values, with room for `stop` positions; doubled when full."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from zero_mpi import ops
@@ -9,6 +11,8 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.nn.low_rank import LowRank
+
+ALL = slice(None)
 
 
 class Linear(AddsInForward):
@@ -34,20 +38,31 @@ class Linear(AddsInForward):
         return self._params if self._adapter is None else self._params | self._adapter.params()
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        y = ops.linear(x, p[self.weight], self._bias(p), residual)
-        return (y if self._adapter is None else self._adapter.add_to(y, p, x)), x
+        return self.rows(p, x, ALL, residual), x
+
+    def rows(self, p: Weights, x: Any, part: slice, residual: Any = None) -> Any:
+        """y of a part of the rows of W."""
+        bias = p[self.bias][part] if self.bias else None
+        y = ops.linear(x, p[self.weight][part], bias, residual)
+        return y if self._adapter is None else self._adapter.add_to(y, p, x, part)
 
     def _bias(self, p: Weights) -> Any:
         return p[self.bias] if self.bias else None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
         """dx; added to `into`, which is then the result, where several layers share an input."""
+        return self.backward_of_rows(p, saved, dy, g, ALL, into)
+
+    def backward_of_rows(
+        self, p: Weights, x: Any, dy: Any, g: Gradients, part: slice, into: Any = None
+    ) -> Any:
+        """The backward of what `rows` computed; as `backward`."""
         if self.weight in g:
-            ops.linear_backward_w(dy, saved, g[self.weight])
+            ops.linear_backward_w(dy, x, g[self.weight][part])
         if self.bias and self.bias in g:
-            ops.linear_backward_b(dy, g[self.bias])
-        dx = ops.linear_backward_x(dy, p[self.weight], into)
-        return dx if self._adapter is None else self._adapter.backward(p, saved, dy, g, dx)
+            ops.linear_backward_b(dy, g[self.bias][part])
+        dx = ops.linear_backward_x(dy, p[self.weight][part], into)
+        return dx if self._adapter is None else self._adapter.backward(p, x, dy, g, dx, part)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """As `fusions.Head.loss`: logits in pieces."""
@@ -59,3 +74,27 @@ class Linear(AddsInForward):
         """As `fusions.Head.evaluate`."""
         weight, bias = p[self.weight], self._bias(p)
         return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]
+
+
+class Rows:
+    """Some rows of a linear layer, used as one: what several share a matrix computes by itself.
+
+    Products by parts leave each result in one piece, which one product of all rows would not.
+    """
+
+    def __init__(self, linear: Linear, start: int, stop: int) -> None:
+        self._linear, self._part = linear, slice(start, stop)
+
+    def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
+        """As `Linear.forward`."""
+        return self._linear.rows(p, x, self._part), x
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
+        """As `Linear.backward`."""
+        return self._linear.backward_of_rows(p, saved, dy, g, self._part, into)
+
+
+def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:
+    """The rows of a layer in parts of so many, one after the other."""
+    ends = list(accumulate(counts))
+    return [Rows(linear, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]

@@ -33,18 +33,18 @@ class LowRank:
         """Both matrices by name."""
         return self._params
 
-    def add_to(self, y: Any, p: Weights, x: Any) -> Any:
-        """y (..., O) + s (x a^T) b^T for x (..., C)."""
-        return ops.linear(self._narrow(p, x), p[self._b], None, y)
+    def add_to(self, y: Any, p: Weights, x: Any, part: slice) -> Any:
+        """y (..., O) + s (x a^T) b^T for x (..., C), of a part of the O rows."""
+        return ops.linear(self._narrow(p, x), p[self._b][part], None, y)
 
-    def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any) -> Any:
+    def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice) -> Any:
         """dx + s (dy b) a, where dx is added to; the gradients of a and b are added into g.
 
         x a^T is computed again: it takes R / O of the products of the layer.
         """
         if self._b in g:
-            ops.linear_backward_w(dy, self._narrow(p, x), g[self._b])
-        narrow = self._scaled(ops.linear_backward_x(dy, p[self._b]))
+            ops.linear_backward_w(dy, self._narrow(p, x), g[self._b][part])
+        narrow = self._scaled(ops.linear_backward_x(dy, p[self._b][part]))
         if self._a in g:
             ops.linear_backward_w(narrow, x, g[self._a])
         return ops.linear_backward_x(narrow, p[self._a], dx)

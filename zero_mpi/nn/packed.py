@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.arguments import WHOLE, array
@@ -49,6 +51,7 @@ class Documents:
     def __init__(self, begins: Array) -> None:
         self.begins = device.in_use().from_host(begins)
         self._rows: dict[int, tuple[Array, Array]] = {}
+        self._within: dict[int, Array] = {}
 
     @cached_property
     def positions(self) -> Array:
@@ -61,6 +64,21 @@ class Documents:
         if found is None:
             found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
         return found[1]
+
+    def within(self, window: int) -> Array:
+        """The first position that each sees of its document, `window` at most: made once for each."""
+        if window not in self._within:
+            batch, length = self.begins.shape
+            first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
+            self._within[window] = namespace(self.begins).maximum(self.begins, first)
+        return self._within[window]
+
+
+@lru_cache(maxsize=32)
+def first_in_window(batch: int, start: int, stop: int, window: int, place: device.Device) -> Array:
+    """The first position that each of start to stop sees through a window: (B, T) int64."""
+    first = np.maximum(0, np.arange(start, stop) - window + 1)
+    return place.from_host(np.tile(first, (batch, 1)))
 
 
 _documents: Documents | None = None

@@ -31,6 +31,7 @@ def _dispatched(definition: Callable[..., Any]) -> Any:
 
 
 add = _dispatched(reference.add)
+scale = _dispatched(reference.scale)
 linear = _dispatched(reference.linear)
 linear_backward_x = _dispatched(reference.linear_backward_x)
 linear_backward_w = _dispatched(reference.linear_backward_w)
@@ -47,6 +48,8 @@ gelu = _dispatched(reference.gelu)
 gelu_backward = _dispatched(reference.gelu_backward)
 swiglu = _dispatched(reference.swiglu)
 swiglu_backward = _dispatched(reference.swiglu_backward)
+geglu = _dispatched(reference.geglu)
+geglu_backward = _dispatched(reference.geglu_backward)
 rope = _dispatched(reference.rope)
 causal_attention = _dispatched(reference.causal_attention)
 causal_attention_backward = _dispatched(reference.causal_attention_backward)

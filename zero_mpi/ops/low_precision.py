@@ -41,6 +41,7 @@ class Roles:
 
 ROLES = {
     "add": Roles(),
+    "scale": Roles(),
     "linear": Roles(),
     "linear_backward_x": Roles(added_to=("into",)),
     "linear_backward_w": Roles(added_to=("dw",)),
@@ -56,6 +57,8 @@ ROLES = {
     "gelu_backward": Roles(),
     "swiglu": Roles(),
     "swiglu_backward": Roles(rounded=(0, 1)),
+    "geglu": Roles(),
+    "geglu_backward": Roles(rounded=(0, 1)),
     "rope": Roles(added_to=("out",)),
     "causal_attention": Roles(rounded=(0,)),
     "causal_attention_backward": Roles(rounded=(0, 1, 2)),

@@ -7,20 +7,26 @@ the array given for them. Inputs are written only if a docstring says "in place"
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.activations_reference import GELU_CUBIC as GELU_CUBIC
+from zero_mpi.ops.activations_reference import GELU_SCALE as GELU_SCALE
+from zero_mpi.ops.activations_reference import geglu as geglu
+from zero_mpi.ops.activations_reference import geglu_backward as geglu_backward
+from zero_mpi.ops.activations_reference import gelu as gelu
+from zero_mpi.ops.activations_reference import gelu_backward as gelu_backward
+from zero_mpi.ops.activations_reference import sigmoid as sigmoid
+from zero_mpi.ops.activations_reference import swiglu as swiglu
+from zero_mpi.ops.activations_reference import swiglu_backward as swiglu_backward
 from zero_mpi.ops.blocks_reference import dequantize as dequantize
 from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average
 from zero_mpi.ops.rowsums import column_sums
 
-GELU_SCALE = math.sqrt(2.0 / math.pi)
-GELU_CUBIC = 0.044715
 LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
 
 
@@ -35,6 +41,12 @@ def rows(x: Array) -> Array:
 def add(x: Array, y: Array) -> Array:
     """The sum x + y."""
     return x + y
+
+
+def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
+    """y = x * factor + plus, elementwise, for one number `factor`."""
+    y = x * factor
+    return y if plus is None else y + plus
 
 
 # ---------------------------------------------------------------------------------------------- linear
@@ -157,41 +169,6 @@ def layer_norm_backward(
     return dx if plus is None else plus + dx
 
 
-# ----------------------------------------------------------------------------------------- activations
-
-
-def gelu(x: Array) -> Array:
-    """The tanh form of GELU, elementwise, as GPT-2 and llama.cpp use it (Hendrycks and Gimpel, 2016)."""
-    xp = namespace(x)
-    return 0.5 * x * (1.0 + xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)))
-
-
-def gelu_backward(dy: Array, x: Array) -> Array:
-    """The gradient dx of `gelu`."""
-    xp = namespace(x)
-    t = xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
-    slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
-    return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), by tanh, which does not overflow."""
-    xp = namespace(x)
-    return 0.5 + 0.5 * xp.tanh(0.5 * x)
-
-
-def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, elementwise (Shazeer, "GLU Variants Improve Transformer", 2020)."""
-    return gate * sigmoid(gate) * up
-
-
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """(dgate, dup) of `swiglu`."""
-    s = sigmoid(gate)
-    silu = gate * s
-    return dy * up * (s + silu * (1.0 - s)), dy * silu
-
-
 # -------------------------------------------------------------------------------------- rotary position
 
 
@@ -226,7 +203,7 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = N
     """Softmax attention where a position sees itself and what came before it.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
-    begins (B, T), with S = T: the first position that each one sees, which never falls along a row.
+    begins (B, T): the first of the S positions that each one sees, which never falls along a row.
     Returns y (B, T, H, E) and what backward takes, here the weights (B, K, R, T, S). Query head h uses
     key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """

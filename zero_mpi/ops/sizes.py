@@ -56,6 +56,15 @@ def head_weights(length: int, total: int, block: int = BLOCK) -> int:
     return whole + (length - (blocks - 1) * block) * total
 
 
+def unseen_weights(begins: Array, block: int = BLOCK) -> int:
+    """Elements of these that are left out in one head of all sequences: keys that no row of a block sees.
+
+    begins (B, T): the first key that each row sees.
+    """
+    length = begins.shape[1]
+    return sum(min(block, length - r) * int(begins[:, r].sum()) for r in range(0, length, block))
+
+
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
     """(sequences, heads) of T queries of S positions that are computed at a time in bfloat16."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))

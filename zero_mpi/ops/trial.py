@@ -96,7 +96,8 @@ def elements(draw: Draw) -> Iterator[Array]:
     """What is computed element by element, over the whole range of the exponential."""
     x, y, z = (draw(ROWS, WIDTH, seed=seed, times=9) for seed in (1, 2, 3))
     yield from (ops.add(x, y), ops.gelu(x), ops.gelu_backward(y, x), ops.swiglu(x, y))
-    yield from ops.swiglu_backward(z, x, y)
+    yield from (ops.geglu(x, y), *ops.geglu_backward(z, x, y))
+    yield from (*ops.swiglu_backward(z, x, y), ops.scale(x, 0.37), ops.scale(x, 0.37, y))
     heads, cos, sin = draw(2, 9, 3, 22, seed=4), numbers(9, 11, seed=5), numbers(9, 11, seed=6)
     yield from (ops.rope(heads, cos, sin, interleaved) for interleaved in (True, False))
 

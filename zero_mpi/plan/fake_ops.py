@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from zero_mpi import ops
 from zero_mpi.device.types import Array
-from zero_mpi.ops.sizes import head_weights
+from zero_mpi.ops.sizes import head_weights, unseen_weights
 from zero_mpi.plan.fake_array import FakeArray, FakeMemory
 
 FLOAT = 4  # bytes of a score
@@ -74,6 +74,7 @@ for _operation, _function in {
     ops.gelu: partial(elementwise, reads=1),
     ops.gelu_backward: partial(elementwise, reads=2),
     ops.swiglu: partial(elementwise, reads=2),
+    ops.geglu: partial(elementwise, reads=2),
     ops.positions: partial(elementwise, reads=2),
     ops.rms_norm: partial(norm, statistics=1),
     ops.rms_norm_backward: partial(norm_backward, vectors=1),
@@ -83,7 +84,13 @@ for _operation, _function in {
     _operation.register(FakeArray, _function)
 
 
+@fake(ops.scale)
+def _(x: Array, factor: float, plus: Array | None = None) -> Array:
+    return elementwise(x, reads=1 if plus is None else 2)
+
+
 @fake(ops.swiglu_backward)
+@fake(ops.geglu_backward)
 def _(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     return elementwise(gate, reads=3), elementwise(gate, reads=0)
 
@@ -163,26 +170,28 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 
 
 @fake(ops.causal_attention)
-def _(q: Array, k: Array, v: Array, scale: float, begins: None = None) -> tuple[Array, Any]:
-    y, kept = memory_of(q).kernels.attention(memory_of(q), q, k, v)
-    count_attention(q, k, q.shape[3] + v.shape[3], passes=3)  # the most, the exponentials, the shares
-    return y, kept
+def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -> tuple[Array, Any]:
+    y, kept = memory_of(q).kernels.attention(memory_of(q), q, k, v, begins)
+    count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # the most, the exponentials, the shares
+    return y, (*kept, begins)
 
 
 @fake(ops.causal_attention_backward)
 def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple[Array, Array, Array]:
     memory = memory_of(dy)
     (dq, dk, dv), again = memory.kernels.attention_backward(memory, dy, q, k, v, kept)
-    count_attention(q, k, (3 if again else 2) * q.shape[3] + 2 * v.shape[3], passes=4)
+    count_attention(q, k, (3 if again else 2) * q.shape[3] + 2 * v.shape[3], 4, kept[-1])
     return dq, dk, dv
 
 
-def count_attention(q: Array, k: Array, widths: int, passes: int) -> None:
-    """The work of attention, whose blocks above the diagonal are not computed."""
+def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
+    """The work of attention: blocks above the diagonal are not computed, nor what lies before a window."""
     memory, (batch, length, heads, _) = memory_of(q), q.shape
-    size = head_weights(length, k.shape[1])
-    memory.product(batch * heads, size, widths)
-    memory.moved += passes * FLOAT * batch * heads * size * memory.kernels.moves_scores(q)
+    size = batch * head_weights(length, k.shape[1])
+    if begins is not None and memory.kernels.skips_unseen:
+        size -= unseen_weights(begins)
+    memory.product(heads, size, widths)
+    memory.moved += passes * FLOAT * heads * size * memory.kernels.moves_scores(q, begins)
 
 
 @fake(ops.cross_entropy)

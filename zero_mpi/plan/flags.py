@@ -222,7 +222,7 @@ def find_machine(own: dict[str, Any], case: Case) -> tuple[Machine, tuple[str, .
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if "memory" in own:
         numbers["memory"] = read_size(own["memory"])
-    return machine_of(numbers, assumed(case.on_gpu, case.precision.is_low)), tuple(numbers)
+    return machine_of(numbers, assumed(case.on_gpu, case.precision_name)), tuple(numbers)
 
 
 def read_size(text: str) -> float:

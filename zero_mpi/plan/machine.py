@@ -45,6 +45,8 @@ class Machine:
 
 # 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.
 ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9)
+# Units for bfloat16: twice the rate of products in float32, as measured in docs/benchmarks.md.
+ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 # GPUs of 2023 and their networks by data sheets, at shares that are often reached: not measured here.
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
@@ -113,8 +115,8 @@ def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine
     )
 
 
-def assumed(on_gpu: bool, low: bool) -> Machine:
-    """What is taken for numbers that nobody gave."""
-    if not on_gpu:
-        return ASSUMED
-    return ASSUMED_GPU if low else ASSUMED_GPU_FP32
+def assumed(on_gpu: bool, precision: str) -> Machine:
+    """What is taken for numbers that nobody gave; in bf16 a processor is taken to have units for it."""
+    if on_gpu:
+        return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
+    return ASSUMED_BF16 if precision == "bf16" else ASSUMED

@@ -24,9 +24,12 @@ class Compiled:
     """The CPU's."""
 
     workspace = 0  # bytes
+    skips_unseen = True  # whether attention leaves out keys that a block of rows does not see
 
-    def attention(self, memory: FakeMemory, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """y, and what backward takes."""
+    def attention(
+        self, memory: FakeMemory, q: Array, k: Array, v: Array, begins: Array | None
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """y, and what backward takes; begins: the first key that each row sees, or None for all."""
         batch, length, heads, _ = q.shape
         tile = low_tile(q, k)
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
@@ -55,7 +58,7 @@ class Compiled:
         del rooms
         return gradients, again
 
-    def moves_scores(self, q: Array) -> bool:
+    def moves_scores(self, q: Array, begins: Array | None) -> bool:
         """Whether attention's scores go through memory."""
         return True
 
@@ -79,11 +82,14 @@ class OnGPU(Compiled):
     """A GPU's. Attention in a low type is taken to be cuDNN's unless ZERO_MPI_GPU_ATTENTION is own."""
 
     workspace = sizes.WORKSPACE
+    skips_unseen = False
 
-    def attention(self, memory: FakeMemory, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attention(
+        self, memory: FakeMemory, q: Array, k: Array, v: Array, begins: Array | None
+    ) -> tuple[Array, tuple[Any, ...]]:
         y = memory.take((*q.shape[:3], v.shape[3]), q.dtype)
         sums = memory.take((q.shape[0], q.shape[2], q.shape[1]))
-        if by_cudnn(q):
+        if by_cudnn(q, begins):
             return y, (y, sums)
         heads = [memory.take((x.size,), x.dtype) for x in (q, k, v)]
         scores = [memory.take((y.size,), y.dtype), *scores_of(memory, q, k)]
@@ -104,8 +110,8 @@ class OnGPU(Compiled):
             memory.take((sizes.cudnn_slopes(q.shape, k.shape[1]),), np.uint8)
         return gradients, True
 
-    def moves_scores(self, q: Array) -> bool:
-        return not by_cudnn(q)
+    def moves_scores(self, q: Array, begins: Array | None) -> bool:
+        return not by_cudnn(q, begins)
 
     def logits(self, memory: FakeMemory, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
         rows, width = x.size // x.shape[-1], sizes.logit_width(w.shape[0])
@@ -135,9 +141,9 @@ def low_tile(q: Array, k: Array) -> int:
     return sizes.low_tile(q.shape[0], k.shape[2], q.shape[1], k.shape[1]) if q.itemsize == 2 else 0
 
 
-def by_cudnn(q: Array) -> bool:
-    """Whether attention is not by own kernels."""
-    return q.itemsize == 2 and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"
+def by_cudnn(q: Array, begins: Array | None) -> bool:
+    """Whether attention is not by own kernels, as it is wherever rows do not see all keys before them."""
+    return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"
 
 
 def scores_of(memory: FakeMemory, q: Array, k: Array) -> list[Array]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.comm import DONE, Comm, Handle
+from zero_mpi.device.arrays import read_only
 from zero_mpi.device.types import Array
-from zero_mpi.sharding.parameters import Context, Views, read_only
+from zero_mpi.sharding.parameters import Context, Views
 from zero_mpi.sharding.precision import as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
@@ -47,6 +48,14 @@ class Gradients:
 
     def wait_reduce(self) -> None:
         """Return when the reduction that was started is complete."""
+
+    @property
+    def of_round(self) -> Array:
+        """What was added in the round that is open, flat; empty for what is frozen."""
+        return self.sum[:0]
+
+    def forget_round(self) -> None:
+        """Give up what was added in the round that is open, in the place of summing it."""
 
     def start_gather(self) -> Handle:
         """Start to bring all of the sum to every rank, where it is wanted."""
@@ -93,6 +102,15 @@ class SlicedGradients(Gradients):
         self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
         return self._borrowed
 
+    @property
+    def of_round(self) -> Array:
+        self.views()
+        return self._of_round
+
+    def forget_round(self) -> None:
+        self._open = None
+        self._give_back()
+
     def start_reduce(self, contributors: int) -> None:
         self.views()
         self._open, accumulate = None, self.rounds > 0
@@ -122,8 +140,7 @@ class SlicedGradients(Gradients):
 
     def reset(self) -> None:
         super().reset()
-        self._open = None  # of a round that an error has ended
-        self._give_back()
+        self.forget_round()  # that an error has ended
 
 
 class ReplicatedGradients(SlicedGradients):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from zero_mpi import device
 from zero_mpi.comm import Comm, Handle
-from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.arrays import BufferPool, read_only
 from zero_mpi.device.types import Array
 from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
@@ -150,6 +150,11 @@ class Parameters(ABC):
         return self._updated_of_whole if self.master is None else self.master
 
     @property
+    def at_rest(self) -> list[Array]:
+        """What this rank keeps between steps as the only one, flat, as layers and the optimizer read it."""
+        return [self.updated] if self.rounds_to is None else [self.updated, self.rounds_to]
+
+    @property
     def shard(self) -> Array:
         """This rank's slice in float32."""
         first = self.part.start - self.updated_part.start
@@ -283,14 +288,6 @@ class NodeSharedParameters(Parameters):
     def release(self) -> None:
         if self.context.strategy.shards_parameters:
             self.whole = None
-
-
-def read_only(whole: Array) -> Array:
-    """A view of what all ranks see, through which this one cannot write."""
-    view = whole.view()
-    if not device.is_cupy(view):  # which has no such flag
-        view.flags.writeable = False
-    return view
 
 
 def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:

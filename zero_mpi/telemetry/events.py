@@ -82,8 +82,8 @@ class Listener(logging.Handler):
         self._events = events
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write down a warning that was said."""
-        self._events.note(WARNING, text=record.getMessage())
+        """Write down a warning that was said, and the facts that came with it."""
+        self._events.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
 
 def append_line(path: Path, text: str) -> None:

@@ -36,7 +36,7 @@ class Status:
     """The file of a job as one rank sees it. Never raises: what goes wrong here is not worth a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package. `steps` may be set later.
+    in UTC; version of the package. `steps` may be set later, and `slow`: ranks that are behind.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int) -> None:
@@ -47,6 +47,7 @@ class Status:
             "pid": os.getpid(),
             "started": utc_now(),
         }
+        self.slow = ""
         self._lock, self._over = threading.Lock(), threading.Event()
         self._before = ""  # what the run before this one has left
         self._left = False
@@ -109,6 +110,8 @@ class Status:
 
     def _write(self, state: str, reason: str = "") -> None:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
+        if self.slow:
+            entry["slow"] = self.slow
         self._put(json.dumps({**entry, "updated": utc_now(), "version": __version__}, indent=1) + "\n")
 
     def _put(self, text: str) -> None:

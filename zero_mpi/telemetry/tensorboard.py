@@ -16,7 +16,8 @@ from zero_mpi.errors import UsageError, naming
 
 FOLDER = "tensorboard"
 TAGS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "wait_seconds", "sent_bytes")
-MOST_RANKS = 16  # whose memory has a tag of its own; of more there is the largest's only
+OF_RANKS = ("memory_bytes", "micro_batch_seconds")
+MOST_RANKS = 16  # who have tags of their own; of more there is the largest figure only
 
 
 def library() -> Any:
@@ -66,8 +67,9 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for tag in TAGS:
         if tag in record:
             yield tag, record[tag]
-    memory = record.get("memory_bytes", [])
-    if memory:
-        yield "memory_bytes/largest", max(memory)
-    for rank, count in enumerate(memory if len(memory) <= MOST_RANKS else []):
-        yield f"memory_bytes/rank_{rank:02d}", count
+    for tag in OF_RANKS:
+        figures = {rank: value for rank, value in enumerate(record.get(tag, [])) if value is not None}
+        if figures:
+            yield f"{tag}/largest", max(figures.values())
+        for rank, value in figures.items() if len(figures) <= MOST_RANKS else []:
+            yield f"{tag}/rank_{rank:02d}", value

@@ -27,7 +27,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
-from zero_mpi.plan.machine import assumed
+from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
@@ -77,7 +77,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
     if case.shares_slots:
-        needed = make_plan(case, assumed(False, False)).memory.node_shared
+        needed = make_plan(case, ASSUMED).memory.node_shared
         problem = problem or no_room(world, needed)
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.together(lambda: check_layout(case))
@@ -114,12 +114,12 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     """
     assert spec.corpus is not None, "rank 0 has the text"
     config = spec.config
-    plan = make_plan(case, assumed(case.on_gpu, case.precision.is_low))
+    plan = make_plan(case, assumed(case.on_gpu, case.precision_name))
     yield "dry run: nothing is written; without --dry-run it would be this run"
     if alone:
         yield "started without mpirun: of one rank; try `mpirun -n N ...`, or imagine ranks by zero_mpi.plan"
     yield ""
-    yield f"model      {next(introduction(case, assumed(False, False), ()))}"
+    yield f"model      {next(introduction(case, ASSUMED, ()))}"
     if case.model.stored:
         yield f"base       {base(case)}"
     yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zero_mpi import device
 from zero_mpi.comm.meter import Meter
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import World
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.optimizer import StepResult
 from zero_mpi.telemetry import log
@@ -44,6 +42,9 @@ class Observer:
 
     def begins(self, number: int) -> None:
         """Step `number` (from 1) is about to begin. Collective if the observer says so."""
+
+    def computed(self, number: int) -> None:
+        """All rounds of step `number` were computed, nothing is updated yet. Collective if it says so."""
 
     def ends(self, step: StepMade) -> None:
         """A step was made. Collective if the observer says so."""
@@ -157,18 +158,6 @@ class Utilization(Observer):
         share = self._share(step.seconds)
         if share is not None:
             step.record["mfu"] = round(share, 4)
-
-
-class MemoryUse(Observer):
-    """Records the memory of each rank at steps that are logged or evaluated. Collective."""
-
-    def __init__(self, world: World, logs: Callable[[int], bool]) -> None:
-        self._world, self._logs = world, logs
-
-    def ends(self, step: StepMade) -> None:
-        if self._logs(step.number) or "val_loss" in step.record:
-            memory = device.in_use().memory_in_use()
-            step.record["memory_bytes"] = self._world.comm.allgather_object(memory)
 
 
 class RecordWriter(Observer):

@@ -11,11 +11,13 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from zero_mpi import device
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
 from zero_mpi.data import Batch, EvalLoader, Windows
 from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.stopping import OVER, STEPS, signals
@@ -24,19 +26,22 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.nn import CrossEntropy, Packed
 from zero_mpi.sharding.evaluation import evaluate
-from zero_mpi.sharding.grad_accum import Criterion, GradAccum
+from zero_mpi.sharding.grad_accum import GradAccum
+from zero_mpi.sharding.witness import Digest, compute_again
 from zero_mpi.telemetry import log, spans
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.trace.timeline import Tracer
-from zero_mpi.train import mfu, observers
+from zero_mpi.train import audit, mfu, observers
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.rank_figures import RankFigures
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
 from zero_mpi.train.setup import Session
+from zero_mpi.train.slow_ranks import SlowRanks
 from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
 
 
@@ -62,7 +67,9 @@ class Trainer:
     def observe(self, start: Start) -> list[Observer]:
         """Those who see each step, in their order."""
         session, scale = self.session, self.session.module.loss_scale
-        self.costs = observers.Costs(session.comm.meter, session.loader.positions_per_step)
+        meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
+        self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
+        self.costs = observers.Costs(meter, session.loader.positions_per_step)
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
@@ -72,11 +79,12 @@ class Trainer:
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
             self.costs,
+            *self.audits(),
             observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
             *([observers.Utilization(start.share)] if is_known else []),
-            observers.MemoryUse(self.world, self.records.logs),
+            self.rank_figures,
             observers.RecordWriter(self.records),
             self.saving,
             observers.EndOfDivergence(self.divergence, scale),
@@ -86,7 +94,7 @@ class Trainer:
         """Train to the last step or until told to stop. Returns the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
-        self.observers = self.observe(self.begin())
+        self.observers, before = self.observe(self.begin()), self.progress.tokens
         signals.enter(STEPS)
         stopped = False
         while not (stopped or self.is_done()):
@@ -102,6 +110,7 @@ class Trainer:
         self.saving.announce()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
+        self.rank_figures.close(self.progress.tokens - before)
         if stopped and not self.is_done():
             self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
             log.info(
@@ -120,6 +129,8 @@ class Trainer:
             observer.begins(number + 1)
         begun = time.perf_counter()
         self.rounds(number)
+        for observer in self.observers:
+            observer.computed(number + 1)
         loss, stop = self.totals()
         lr = self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
@@ -144,9 +155,44 @@ class Trainer:
             if mine is None:
                 self.accumulator.accumulate(None)
             else:
-                with spans.during(spans.DATA, "read"):
-                    batch = loader.micro(number, mine)
-                self.accumulator.accumulate(*with_loss(batch, scale))
+                with self.rank_figures.pace:
+                    with spans.during(spans.DATA, "read"):
+                        batch = loader.micro(number, mine)
+                    self.accumulator.accumulate(*with_loss(batch, scale))
+
+    def audits(self) -> list[Observer]:
+        """Who holds what ranks compute against each other, if that is wanted. Collective."""
+        config, accumulator = self.session.config, self.accumulator
+        if config.audit is None:
+            return []
+        if device.in_use() is not device.HOST:
+            raise UsageError(f"--audit {config.audit}: expected --device cpu")
+        log.info("%s", audit.cost(config.audit, accumulator.rounds))
+        return [
+            audit.Audit(
+                config.audit,
+                config.audit_action,
+                accumulator,
+                self.session.optimizer,
+                self.hosts,
+                again=self.compute_again,
+                redo=self.redo,
+            )
+        ]
+
+    def compute_again(self, number: int, micro_batch: int | None) -> list[Digest]:
+        """The digests of a micro-batch of step `number`; None: this rank has none to compute. Collective."""
+        loader, module = self.session.loader, self.session.module
+        if micro_batch is None:
+            return compute_again(module, None, None, 1.0)
+        batch = loader.micro(number - 1, micro_batch)
+        x, criterion = with_loss(batch, 1.0 / loader.counted(number - 1))
+        return compute_again(module, x, criterion.targets, criterion.scale)
+
+    def redo(self, number: int) -> None:
+        """Compute step `number` again, whose gradients are forgotten. Collective."""
+        self.accumulator.reset()
+        self.rounds(number - 1)
 
     def totals(self) -> tuple[float, bool]:
         """The loss of all ranks, and whether one of them is to stop; raises what one could not write."""
@@ -212,10 +258,10 @@ class Trainer:
     def begin(self) -> Start:
         """Say what is about to happen, to the person who started it and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
-        hosts = hosts_of(self.world.comm.allgather_object(platform.node()))
+        self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = mfu.measure(self.world, session.module.precision.compute)
         phase("matrix products")
-        start = Start(session, hosts, reached)
+        start = Start(session, hosts_of(self.hosts), reached)
         if self.world.rank:
             return start
         start = plan(start)
@@ -242,7 +288,7 @@ class Trainer:
         self.session.comm.barrier()
 
 
-def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, Criterion]:
+def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
     """What the model is given, and the criterion that holds its output against the targets."""
     x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
     return x, CrossEntropy(batch.targets, scale)

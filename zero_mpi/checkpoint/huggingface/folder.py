@@ -19,17 +19,16 @@ from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.config import (
-    Settings,
     architecture,
     biases_of,
     dropout_of,
-    head_width,
     is_tied,
     keys_of,
-    rope_factors,
 )
+from zero_mpi.checkpoint.huggingface.config_values import Settings
 from zero_mpi.checkpoint.huggingface.names import Order, order_of, place_of, to_gguf
 from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
+from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
 from zero_mpi.errors import FileError
@@ -38,7 +37,6 @@ from zero_mpi.files.open import read_file
 
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one
-ROPE_FREQS = "rope_freqs.weight"
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
@@ -59,7 +57,7 @@ class HuggingFaceFolder:
     """The index of a folder; the data is read on demand. Holds no open file. `path` is the folder.
 
     `metadata` has the keys of the architecture but none of the tokenizer, whose files lie in the folder.
-    `constants` are tensors that follow from the configuration: `rope_freqs.weight` of a Llama-3.
+    `constants` are tensors that follow from the configuration: divisors of rotary frequencies.
     """
 
     path: Path
@@ -74,9 +72,9 @@ class HuggingFaceFolder:
         """Read and check configuration and headers, never the data. UsageError where anything is off."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
-        settings = Settings(config)
         try:
-            arch = architecture(settings)
+            arch = architecture(Settings(config))
+            settings = of_one_kind(arch, Settings(config))
             metadata = keys_of(arch, settings)
             biases, tied = biases_of(arch, settings), is_tied(arch, settings)
             width = 0 if arch == "gpt2" else head_width(arch, settings)
@@ -88,10 +86,9 @@ class HuggingFaceFolder:
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
-            factors = rope_factors(arch, settings)  # now that tensors bear out the width of a head
+            constants = rope_factors(arch, settings)  # now that tensors bear out the width of a head
         except FileError as error:
             raise FileError(f"{folder}: {error}") from None
-        constants = {} if factors is None else {ROPE_FREQS: factors}
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 
@@ -138,6 +135,9 @@ def fill(
     elif spec.order == Order.HALVES:
         width = spec.size // spec.shape[0]
         interleaved(partial(weights.read, spec.source), spec.head, width, start, out)
+    elif spec.order == Order.LESS_ONE:
+        weights.read(spec.source, start, start + out.size, out)
+        out += 1
     else:
         height, width = spec.shape
         transposed(partial(weights.block, spec.source), height, width, start, out)

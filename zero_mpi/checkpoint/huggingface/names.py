@@ -21,6 +21,7 @@ class Order(Enum):
     SAME = "same"
     HALVES = "halves"  # rows of a head: first those of even place in GGUF, then those of odd place
     TRANSPOSED = "transposed"
+    LESS_ONE = "less one"  # the elements themselves: weights of norms that are kept as what is added to 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,54 @@ _LLAMA = Family(
     dropped=_ROTARY.dropped,
     orders={"attn_q": Order.HALVES, "attn_k": Order.HALVES},
 )
+_OLMO2 = Family(
+    prefix=_ROTARY.prefix,
+    blocks=_ROTARY.blocks,
+    outer=_ROTARY.outer,
+    inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
+    | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    dropped=_ROTARY.dropped,
+    orders={},
+)
+_GEMMA3 = Family(
+    prefix=_ROTARY.prefix,
+    blocks=_ROTARY.blocks,
+    outer=_ROTARY.outer,
+    inner=_ROTARY.inner
+    | {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    dropped=_ROTARY.dropped,
+    orders=dict.fromkeys(
+        (
+            "attn_norm",
+            "attn_q_norm",
+            "attn_k_norm",
+            "post_attention_norm",
+            "ffn_norm",
+            "post_ffw_norm",
+            "output_norm",
+        ),
+        Order.LESS_ONE,
+    ),
+)
+_PHI3 = Family(
+    prefix=_ROTARY.prefix,
+    blocks=_ROTARY.blocks,
+    outer=_ROTARY.outer,
+    inner={
+        "input_layernorm": "attn_norm",
+        "self_attn.qkv_proj": "attn_qkv",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    },
+    dropped=_ROTARY.dropped,
+    orders={},
+)
 _GPT2 = Family(
     prefix="transformer.",
     blocks="h",
@@ -78,7 +127,17 @@ _GPT2 = Family(
     dropped=r"(transformer\.)?h\.[0-9]+\.attn\.(masked_)?bias",
     orders=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Order.TRANSPOSED),
 )
-FAMILIES = {"llama": _LLAMA, "qwen2": _ROTARY, "qwen3": _ROTARY, "gpt2": _GPT2}
+FAMILIES = {
+    "llama": _LLAMA,
+    "qwen2": _ROTARY,
+    "qwen3": _ROTARY,
+    "gpt2": _GPT2,
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo2": _OLMO2,
+    "gemma3": _GEMMA3,
+    "phi3": _PHI3,
+}
 
 
 def to_gguf(arch: str, name: str) -> str | None:

@@ -15,9 +15,12 @@ from zero_mpi.ops.cpu.attention import causal_attention, causal_attention_backwa
 from zero_mpi.ops.cpu.dequantize import dequantize
 from zero_mpi.ops.cpu.elementwise import (
     add,
+    geglu,
+    geglu_backward,
     gelu,
     gelu_backward,
     rope,
+    scale,
     swiglu,
     swiglu_backward,
 )
@@ -38,6 +41,8 @@ OPERATIONS = (
     dequantize,
     embedding,
     embedding_backward,
+    geglu,
+    geglu_backward,
     gelu,
     gelu_backward,
     layer_norm,
@@ -52,6 +57,7 @@ OPERATIONS = (
     rms_norm,
     rms_norm_backward,
     rope,
+    scale,
     swiglu,
     swiglu_backward,
 )

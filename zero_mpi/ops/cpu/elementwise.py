@@ -1,4 +1,4 @@
-"""Elementwise operations on CPUs: sums, GELU, SwiGLU, the rotary turn. One pass over memory each."""
+"""Elementwise operations on CPUs: sums, multiples, GELU, gated pairs, the rotary turn. One pass each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import (
     EITHER,
+    FLOAT,
     FLOAT32,
     LOW,
     ONE,
@@ -49,6 +50,20 @@ def add_low(x: Array, y: Array, z: Array) -> None:
         z[i] = narrow(z, wide(x[i]) + wide(y[i]))
 
 
+@kernel(given(1, EITHER), FLOAT, filled(1, EITHER))
+def multiply(x: Array, factor: float, y: Array) -> None:
+    """y = factor x."""
+    for i in range(x.size):
+        y[i] = narrow(y, wide(x[i]) * factor)
+
+
+@kernel(given(1, EITHER), given(1, EITHER), FLOAT, filled(1, EITHER))
+def multiply_and_add(x: Array, plus: Array, factor: float, y: Array) -> None:
+    """y = factor x + plus."""
+    for i in range(x.size):
+        y[i] = narrow(y, wide(x[i]) * factor + wide(plus[i]))
+
+
 @kernel(given(1, EITHER), filled(1, EITHER))
 def gelu_forward(x: Array, y: Array) -> None:
     """Compute y = gelu(x)."""
@@ -85,6 +100,30 @@ def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array)
         dup[i] = narrow(dup, d * v * s)
 
 
+@helper
+def gelu_slope(x: Any, share: Any) -> Any:
+    """The derivative of GELU, by the share of x that it lets through."""
+    return share + x * share * (ONE - share) * (TWICE_SCALE * (ONE + THRICE_CUBIC * x * x))
+
+
+@kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
+def geglu_forward(gate: Array, up: Array, y: Array) -> None:
+    """y = gelu(gate) up."""
+    for i in range(gate.size):
+        v = wide(gate[i])
+        y[i] = narrow(y, v * gelu_share(v) * wide(up[i]))
+
+
+@kernel(*[given(1, EITHER)] * 3, *[filled(1, EITHER)] * 2)
+def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) -> None:
+    """(dgate, dup) of gelu(gate) up."""
+    for i in range(gate.size):
+        v, d = wide(gate[i]), wide(dy[i])
+        s = gelu_share(v)
+        dgate[i] = narrow(dgate, d * wide(up[i]) * gelu_slope(v, s))
+        dup[i] = narrow(dup, d * v * s)
+
+
 @kernel(filled(3, EITHER), given(2), given(2), TRUTH)
 def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     """Turn the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
@@ -117,6 +156,18 @@ def add(x: Array, y: Array) -> Array:
     return z
 
 
+def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
+    """`reference.scale`."""
+    if not alike(x, *([] if plus is None else [plus])) or (plus is not None and plus.shape != x.shape):
+        return defined.scale(x, factor, plus)
+    y, by = recycled(x.shape, x.dtype), f4(factor)
+    if plus is None:
+        flat_parts(lambda x, y: multiply(x, by, y), flat(x), flat(y))
+    else:
+        flat_parts(lambda x, plus, y: multiply_and_add(x, plus, by, y), flat(x), flat(plus), flat(y))
+    return y
+
+
 def gelu(x: Array) -> Array:
     """`reference.gelu`."""
     if not alike(x):
@@ -137,20 +188,40 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 def swiglu(gate: Array, up: Array) -> Array:
     """`reference.swiglu`."""
-    if not alike(gate, up):
-        return defined.swiglu(gate, up)
-    y = recycled(gate.shape, gate.dtype)
-    flat_parts(swiglu_forward, flat(gate), flat(up), flat(y))
-    return y
+    return gated(swiglu_forward, defined.swiglu, gate, up)
 
 
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """`reference.swiglu_backward`."""
+    return gated_backward(swiglu_gradient, defined.swiglu_backward, dy, gate, up)
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """`reference.geglu`."""
+    return gated(geglu_forward, defined.geglu, gate, up)
+
+
+def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """`reference.geglu_backward`."""
+    return gated_backward(geglu_gradient, defined.geglu_backward, dy, gate, up)
+
+
+def gated(kernel: Any, definition: Any, gate: Array, up: Array) -> Array:
+    """The result of a kernel for a gate and what it lets through, or of its definition."""
+    if not alike(gate, up):
+        return definition(gate, up)
+    y = recycled(gate.shape, gate.dtype)
+    flat_parts(kernel, flat(gate), flat(up), flat(y))
+    return y
+
+
+def gated_backward(kernel: Any, definition: Any, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """(dgate, dup) of such a pair."""
     if not alike(dy, gate, up):
-        both: tuple[Array, Array] = defined.swiglu_backward(dy, gate, up)
+        both: tuple[Array, Array] = definition(dy, gate, up)
         return both
     dgate, dup = recycled(gate.shape, gate.dtype), recycled(gate.shape, gate.dtype)
-    flat_parts(swiglu_gradient, flat(dy), flat(gate), flat(up), flat(dgate), flat(dup))
+    flat_parts(kernel, flat(dy), flat(gate), flat(up), flat(dgate), flat(dup))
     return dgate, dup
 
 

@@ -21,7 +21,17 @@ import cupy
 
 from zero_mpi.ops.gpu import attention, gemm, launch
 from zero_mpi.ops.gpu.attention import causal_attention, causal_attention_backward
-from zero_mpi.ops.gpu.elementwise import add, gelu, gelu_backward, rope, swiglu, swiglu_backward
+from zero_mpi.ops.gpu.elementwise import (
+    add,
+    geglu,
+    geglu_backward,
+    gelu,
+    gelu_backward,
+    rope,
+    scale,
+    swiglu,
+    swiglu_backward,
+)
 from zero_mpi.ops.gpu.embedding import embedding, embedding_backward, positions, positions_backward
 from zero_mpi.ops.gpu.flat import adamw, chunk_squares
 from zero_mpi.ops.gpu.linear import (
@@ -44,6 +54,8 @@ OPERATIONS = (
     cross_entropy,
     embedding,
     embedding_backward,
+    geglu,
+    geglu_backward,
     gelu,
     gelu_backward,
     layer_norm,
@@ -58,6 +70,7 @@ OPERATIONS = (
     rms_norm,
     rms_norm_backward,
     rope,
+    scale,
     swiglu,
     swiglu_backward,
 )

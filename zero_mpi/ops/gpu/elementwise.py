@@ -1,4 +1,4 @@
-"""Elementwise operations on a GPU: sums, biases, GELU, SwiGLU, the rotary turn.
+"""Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, the rotary turn.
 
 One pass over memory each, 16 bytes a thread at a time; what does not begin at such a place, or is shorter, is
 taken element by element.
@@ -11,22 +11,27 @@ from zero_mpi.ops.gpu.launch import (
     F32,
     PACK,
     THREADS,
+    Family,
     at,
     by_rows,
     chosen,
     each_type,
     elements,
+    f4,
     packed,
     take,
     tiled,
 )
 
 ADD = each_type("elementwise.cu", "add", "PPPL")
+SCALE = each_type("elementwise.cu", "scale", "PPPFL")
 ADD_ROW = each_type("elementwise.cu", "add_row", "PPPPLLLL")
 GELU = each_type("elementwise.cu", "gelu", "PPL")
 GELU_BACKWARD = each_type("elementwise.cu", "gelu_backward", "PPPL")
 SWIGLU = each_type("elementwise.cu", "swiglu", "PPPL")
 SWIGLU_BACKWARD = each_type("elementwise.cu", "swiglu_backward", "PPPPPL")
+GEGLU = each_type("elementwise.cu", "geglu", "PPPL")
+GEGLU_BACKWARD = each_type("elementwise.cu", "geglu_backward", "PPPPPL")
 ROPE = {
     True: each_type("elementwise.cu", "rope_interleaved", "PPPPLLLLLLLLL"),
     False: each_type("elementwise.cu", "rope_halves", "PPPPLLLLLLLLL"),
@@ -50,6 +55,15 @@ def add(x: Array, y: Array) -> Array:
     return out
 
 
+def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
+    """`reference.scale`, of arrays of one shape."""
+    alike("scale", x, *([] if plus is None else [plus]))
+    kernel, x = chosen(SCALE, "scale", x, plus), packed(x)
+    more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
+    kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
+    return y
+
+
 def gelu(x: Array) -> Array:
     """`reference.gelu`."""
     kernel, x = chosen(GELU, "gelu", x), packed(x)
@@ -69,17 +83,37 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 def swiglu(gate: Array, up: Array) -> Array:
     """`reference.swiglu`."""
-    alike("swiglu", gate, up)
-    kernel, gate, up = chosen(SWIGLU, "swiglu", gate, up), packed(gate), packed(up)
+    return gated(SWIGLU, "swiglu", gate, up)
+
+
+def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """`reference.swiglu_backward`."""
+    return gated_backward(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up)
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """`reference.geglu`."""
+    return gated(GEGLU, "geglu", gate, up)
+
+
+def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """`reference.geglu_backward`."""
+    return gated_backward(GEGLU_BACKWARD, "geglu_backward", dy, gate, up)
+
+
+def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
+    """What an operation makes of a gate and what it lets through."""
+    alike(operation, gate, up)
+    kernel, gate, up = chosen(family, operation, gate, up), packed(gate), packed(up)
     y = take(gate.shape, gate.dtype)
     kernel(elements(gate), THREADS, (at(gate), at(up), at(y), gate.size))
     return y
 
 
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """`reference.swiglu_backward`."""
-    alike("swiglu_backward", gate, up, dy)
-    kernel = chosen(SWIGLU_BACKWARD, "swiglu_backward", gate, up, dy)
+def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """(dgate, dup) of such an operation."""
+    alike(operation, gate, up, dy)
+    kernel = chosen(family, operation, gate, up, dy)
     dy, gate, up = packed(dy), packed(gate), packed(up)
     dgate, dup = take(gate.shape, gate.dtype), take(gate.shape, gate.dtype)
     kernel(elements(gate), THREADS, (at(dy), at(gate), at(up), at(dgate), at(dup), gate.size))

@@ -28,6 +28,24 @@ DEVICE void add(const T* x, const T* y, T* out, i64 size) {
     store(out + at, a, size - at);
 }
 
+// out = factor x [+ plus].
+template <class T>
+DEVICE void scale(const T* x, const T* plus, T* out, float factor, i64 size) {
+    const int N = Packs<T>::SIZE;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    float a[N], more[N];
+    load(a, x + at, size - at);
+#pragma unroll
+    for (int j = 0; j < N; j++) a[j] *= factor;
+    if (plus) {
+        load(more, plus + at, size - at);
+#pragma unroll
+        for (int j = 0; j < N; j++) a[j] += more[j];
+    }
+    store(out + at, a, size - at);
+}
+
 // out = x + b [+ plus] for rows of x that lie ld apart, as those of plus and out; out may be x.
 template <class T>
 DEVICE void add_row(const T* x, const T* b, const T* plus, T* out, i64 width, i64 ld_x, i64 ld_plus,
@@ -110,6 +128,39 @@ DEVICE void swiglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T
     store(dup + at, u, size - at);
 }
 
+template <class T>
+DEVICE void geglu(const T* gate, const T* up, T* y, i64 size) {
+    const int N = Packs<T>::SIZE;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    float g[N], u[N];
+    load(g, gate + at, size - at);
+    load(u, up + at, size - at);
+#pragma unroll
+    for (int j = 0; j < N; j++) g[j] *= gelu_share<T>(g[j]) * u[j];
+    store(y + at, g, size - at);
+}
+
+template <class T>
+DEVICE void geglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, i64 size) {
+    const int N = Packs<T>::SIZE;
+    i64 at = first_of_thread<N>();
+    if (at >= size) return;
+    float d[N], g[N], u[N];
+    load(d, dy + at, size - at);
+    load(g, gate + at, size - at);
+    load(u, up + at, size - at);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float s = gelu_share<T>(g[j]), v = g[j];
+        float slope = GELU_TWICE_SCALE * (1.0f + 3.0f * GELU_CUBIC * v * v);
+        g[j] = d[j] * u[j] * (s + v * (s * (1.0f - s)) * slope);
+        u[j] = d[j] * (v * s);
+    }
+    store(dgate + at, g, size - at);
+    store(dup + at, u, size - at);
+}
+
 // Turn (a, b) by the angle with cosine c and sine s. Products are rounded before they are added, as on CPUs.
 DEVICE void turn(float& a, float& b, float c, float s) {
     float first = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
@@ -150,6 +201,9 @@ DEVICE void rope(const T* x, T* out, const float* cos, const float* sin, i64 len
 
 #define INSTANCES(T)                                                                                         \
     KERNEL add_##T(const T* x, const T* y, T* out, i64 size) { add<T>(x, y, out, size); }                    \
+    KERNEL scale_##T(const T* x, const T* plus, T* out, float factor, i64 size) {                            \
+        scale<T>(x, plus, out, factor, size);                                                                \
+    }                                                                                                        \
     KERNEL add_row_##T(const T* x, const T* b, const T* plus, T* out, i64 width, i64 ld_x, i64 ld_plus,      \
                        i64 ld_out) {                                                                         \
         add_row<T>(x, b, plus, out, width, ld_x, ld_plus, ld_out);                                           \
@@ -161,6 +215,10 @@ DEVICE void rope(const T* x, T* out, const float* cos, const float* sin, i64 len
     KERNEL swiglu_##T(const T* gate, const T* up, T* y, i64 size) { swiglu<T>(gate, up, y, size); }          \
     KERNEL swiglu_backward_##T(const T* dy, const T* gate, const T* up, T* dgate, T* dup, i64 size) {        \
         swiglu_backward<T>(dy, gate, up, dgate, dup, size);                                                  \
+    }                                                                                                        \
+    KERNEL geglu_##T(const T* gate, const T* up, T* y, i64 size) { geglu<T>(gate, up, y, size); }            \
+    KERNEL geglu_backward_##T(const T* dy, const T* gate, const T* up, T* dgate, T* dup, i64 size) {         \
+        geglu_backward<T>(dy, gate, up, dgate, dup, size);                                                   \
     }                                                                                                        \
     KERNEL rope_interleaved_##T(const T* x, T* out, const float* cos, const float* sin, i64 length,          \
                                 i64 heads, i64 half, i64 x_b, i64 x_t, i64 x_h, i64 out_b, i64 out_t,        \

@@ -1,0 +1,150 @@
+"""Every architecture in small: one row each, from which the suites draw their models.
+
+A row says what lies in a file, from llama.cpp's point of view and not from ours, and which settings switch on
+what the architecture has of its own. A suite gives sizes and gets models: `build` one, `every` all of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from zero_mpi.models import ARCHITECTURES, ModelConfig
+
+Sizes = Mapping[str, Any]
+Fit = Callable[[Sizes], Sizes]
+
+
+def any_width(sizes: Sizes) -> Sizes:
+    """Heads as the suite wants them."""
+    return {}
+
+
+def one_width(sizes: Sizes) -> Sizes:
+    """Values are as wide as keys."""
+    return {"value_length": sizes["key_length"]}
+
+
+def model_width(sizes: Sizes) -> Sizes:
+    """All heads together are as wide as the model."""
+    width = sizes["embedding_length"] // sizes["head_count"]
+    return {"key_length": width, "value_length": width}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the suites need to know of one architecture.
+
+    block      its tensors in a block, and their dimensions: E width, F feed-forward; rows of Q, K, V, T: all
+               three; G gate and up; O columns that go back from the heads; D of one head
+    outer      its tensors around the blocks; V here is the vocabulary, C the context
+    biased     those of a block that always have a bias
+    settings   fields beside the sizes; those that are special are all in use
+    fit        which heads it takes
+    blocks     how many show each kind of block
+    tolerance  of log-probabilities beside llama.cpp's, whose GELU is a table of 16-bit floats
+    ties       whether llama.cpp opens a file without a head, which then is the embedding
+    flags      of `zero_mpi.train`, beside --arch
+    """
+
+    block: Mapping[str, str]
+    outer: Mapping[str, str] = field(default_factory=lambda: {"token_embd": "VE", "output_norm": "E"})
+    biased: tuple[str, ...] = ()
+    settings: Sizes = field(default_factory=dict)
+    fit: Fit = any_width
+    blocks: int = 2
+    tolerance: float = 1e-4
+    ties: bool = True
+    flags: tuple[str, ...] = ("--kv-heads", "1", "--tied")
+
+
+QKV = ("attn_q", "attn_k", "attn_v")
+PROJECTIONS = {"attn_q": "QE", "attn_k": "KE", "attn_v": "VE", "attn_output": "EO"}
+GATED = {"ffn_gate": "FE", "ffn_up": "FE", "ffn_down": "EF"}
+LLAMA = {"attn_norm": "E", **PROJECTIONS, "ffn_norm": "E", **GATED}
+HEAD_NORMS = {"attn_q_norm": "D", "attn_k_norm": "D"}
+PHI3 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EO", "ffn_norm": "E"}
+PHI3 |= {"ffn_up": "GE", "ffn_down": "EF"}
+OLMO2 = PROJECTIONS | GATED | {"attn_q_norm": "Q", "attn_k_norm": "K"}
+OLMO2 |= {"post_attention_norm": "E", "post_ffw_norm": "E"}
+GPT2 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EE", "ffn_norm": "E"}
+GPT2 |= {"ffn_up": "FE", "ffn_down": "EF"}
+
+ROWS = {
+    "llama": Row(LLAMA),
+    "gpt2": Row(
+        GPT2,
+        {"token_embd": "VE", "position_embd": "CE", "output_norm": "E"},
+        biased=tuple(GPT2),
+        tolerance=2e-2,
+        flags=(),
+    ),
+    "qwen2": Row(LLAMA, biased=QKV, fit=model_width),
+    "qwen3": Row(LLAMA | HEAD_NORMS, fit=one_width),
+    "gemma3": Row(
+        LLAMA | HEAD_NORMS | {"post_attention_norm": "E", "post_ffw_norm": "E"},
+        settings={"sliding_window": 3, "rope_freq_base": 200.0},
+        fit=one_width,
+        blocks=6,
+        tolerance=2e-2,
+        flags=("--kv-heads", "1", "--tied", "--layers", "6"),
+    ),
+    "granite": Row(
+        LLAMA,
+        settings={
+            "embedding_scale": 3.0,
+            "residual_scale": 0.375,
+            "attention_scale": 0.75,
+            "logit_scale": 1.5,
+        },
+    ),
+    "phi3": Row(PHI3, fit=model_width),
+    "olmo2": Row(OLMO2, fit=model_width, ties=False, flags=("--kv-heads", "1")),
+    "smollm3": Row(LLAMA, fit=one_width, blocks=4, flags=("--kv-heads", "1", "--tied", "--layers", "4")),
+}
+
+
+def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:
+    """The model of a row in a suite's sizes, its head untied; `changes`: fields of it."""
+    row, kind = ROWS[arch], ARCHITECTURES[arch]
+    given = {"block_count": row.blocks, "tied": False, **sizes, **row.fit(sizes), **row.settings}
+    known = {part.name for part in fields(kind)}
+    config = kind(**{name: value for name, value in given.items() if name in known})
+    return replace(config, **changes)
+
+
+def every(sizes: Sizes, **changes: Any) -> dict[str, ModelConfig]:
+    """The models of all rows, by architecture."""
+    return {arch: build(arch, sizes, **changes) for arch in ROWS}
+
+
+def tied(models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """Those of the models that can be, with the embedding as their head; by "ARCHITECTURE, tied"."""
+    return {f"{arch}, tied": replace(config, tied=True) for arch, config in models.items() if ROWS[arch].ties}
+
+
+def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the file of a model, as llama.cpp wants them; not in any order."""
+    row, heads = ROWS[config.arch], config.head_count
+    kv = getattr(config, "head_count_kv", heads)
+    key, value = (
+        getattr(config, name, config.embedding_length // heads) for name in ("key_length", "value_length")
+    )
+    lengths = {"E": config.embedding_length, "F": config.feed_forward_length}
+    lengths |= {"Q": heads * key, "K": kv * key, "V": kv * value, "O": heads * value, "D": key}
+    lengths["G"] = 2 * config.feed_forward_length
+    lengths["T"] = lengths["Q"] + lengths["K"] + lengths["V"]
+    biased = getattr(config, "biases", row.biased)
+
+    def shape(letters: str, lengths: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(lengths[letter] for letter in letters)
+
+    block = {f"{name}.weight": shape(letters, lengths) for name, letters in row.block.items()}
+    block |= {f"{name}.bias": shape(row.block[name], lengths)[:1] for name in biased}
+    around = lengths | {"V": config.vocab_size, "C": config.context_length}
+    outer = row.outer if config.tied else {**row.outer, "output": "VE"}
+    found = {f"{name}.weight": shape(letters, around) for name, letters in outer.items()}
+    if config.arch == "gpt2":
+        found["output_norm.bias"] = (config.embedding_length,)
+    return found | {
+        f"blk.{i}.{name}": shape for i in range(config.block_count) for name, shape in block.items()
+    }

@@ -1,0 +1,106 @@
+"""What Hugging Face's classes of rotary models take where a configuration does not say, and what it may say.
+
+One row each. Whoever reads a folder and whoever writes one takes from here what differs between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Biases = Mapping[str, frozenset[str]]
+QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+ALL_BIASES: Biases = {
+    "attention_bias": QKV | {"attn_output"},
+    "mlp_bias": frozenset({"ffn_gate", "ffn_up", "ffn_down"}),
+}
+NO_BIASES = {"attention_bias": (None, False), "mlp_bias": (None, False)}
+NO_WINDOW = {"use_sliding_window": False}
+
+
+@dataclass(frozen=True)
+class RotaryClass:
+    """One class, by its own name.
+
+    tied, theta, epsilon   defaults of these settings
+    head_dim        of that too; None: the width over the number of heads
+    kv_heads        whether as many as there are heads is the default; a number of its own has to be said
+    biases          settings, and the projections that each of them gives a bias to
+    biased          projections that have one whatever is said
+    numbers         GGUF keys of numbers, each with its setting and that one's default
+    only            settings beyond `config.ONLY_ROTARY` that may say nothing else, or be absent
+    written         what else a config.json of ours says
+    llama3, longrope   whether rotary frequencies may be scaled as Llama 3's are, or Phi 3's
+    model_type      the setting of that name, where it is not the architecture's
+    activation      the setting that names the activation, and its values
+    period          of so many blocks the last sees all positions, the others a window; 0: all see all
+    """
+
+    name: str
+    tied: bool = False
+    theta: float = 10000.0
+    epsilon: float = 1e-6
+    head_dim: int | None = None
+    kv_heads: bool = True
+    biases: Biases = field(default_factory=dict)
+    biased: frozenset[str] = frozenset()
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    llama3: bool = False
+    longrope: bool = False
+    model_type: str = ""
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    period: int = 0
+
+
+ROTARY_CLASSES = {
+    "llama": RotaryClass("LlamaForCausalLM", biases=ALL_BIASES, llama3=True),
+    "qwen2": RotaryClass("Qwen2ForCausalLM", kv_heads=False, biased=QKV, written=NO_WINDOW),
+    "qwen3": RotaryClass(
+        "Qwen3ForCausalLM",
+        head_dim=128,
+        kv_heads=False,
+        only={"attention_bias": (None, False)},
+        written=NO_WINDOW,
+    ),
+    "smollm3": RotaryClass(
+        "SmolLM3ForCausalLM",
+        tied=True,
+        theta=2e6,
+        kv_heads=False,
+        only=NO_BIASES | {"no_rope_layer_interval": (None, 4)},
+        written=NO_WINDOW | {"no_rope_layer_interval": 4},
+    ),
+    "olmo2": RotaryClass("Olmo2ForCausalLM", epsilon=1e-5, only={"attention_bias": (None, False)}),
+    "phi3": RotaryClass("Phi3ForCausalLM", epsilon=1e-5, longrope=True),
+    "gemma3": RotaryClass(
+        "Gemma3ForCausalLM",
+        tied=True,
+        theta=1e6,
+        head_dim=256,
+        kv_heads=False,
+        only=NO_BIASES
+        | {
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "rope_local_base_freq": (None, 10000.0),
+            "sliding_window_pattern": (None, 6),
+        },
+        model_type="gemma3_text",
+        activation=("hidden_activation", ("gelu_pytorch_tanh",)),
+        period=6,
+    ),
+    "granite": RotaryClass(
+        "GraniteForCausalLM",
+        biases=ALL_BIASES,
+        llama3=True,
+        numbers={
+            "embedding_scale": ("embedding_multiplier", 1.0),
+            "residual_scale": ("residual_multiplier", 1.0),
+            "attention.scale": ("attention_multiplier", 1.0),
+            "logit_scale": ("logits_scaling", 1.0),
+        },
+    ),
+}

@@ -1,0 +1,199 @@
+"""Rotary positions in a config.json: the width of a head, the base, and how frequencies are scaled.
+
+Linear scaling and YaRN are keys of a GGUF. Llama 3's is no key but a tensor of divisors, `rope_freqs.weight`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES
+from zero_mpi.checkpoint.huggingface.config_values import Settings
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import quoted
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.parse import parse_json
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # how far back a layer sees
+MAX_HEAD = 1 << 14  # elements of a head; tables of its rotary positions are made before a tensor is read
+ROPE_SCALING = "zero_mpi.rope_scaling"  # a key: Llama 3's settings as JSON, which its divisors do not tell
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALINGS = ("linear", "yarn")  # which are keys
+LONGROPE = ("longrope", "su")  # the same, by its newer name and by its older one
+ROPE_FREQS = "rope_freqs.weight"
+LONG_FACTORS = {  # tensor of a GGUF -> setting
+    "rope_factors_long.weight": "long_factor",
+    "rope_factors_short.weight": "short_factor",
+}
+ONLY_YARN: dict[str, tuple[Any, ...]] = {
+    "beta_fast": (None, 32),
+    "beta_slow": (None, 1),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+    "truncate": (None, True),
+}
+
+
+def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
+    """The numbers that `keys_of` has kept; None where there are none, or none that can be meant."""
+    try:
+        values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
+        return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
+    except (FileError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def head_width(arch: str, settings: Settings) -> int:
+    """Rows of q a head; halves of it are turned, so it is even."""
+    usual = settings.size("hidden_size") // settings.size("num_attention_heads")
+    width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(usual, 1))
+    if width > MAX_HEAD:
+        raise FileError(f"head_dim: expected at most {MAX_HEAD}, found {width}")
+    if width % 2:
+        raise FileError(f"head_dim: expected an even width of heads, found {width}")
+    return width
+
+
+def of_one_kind(arch: str, settings: Settings) -> Settings:
+    """The settings with one for rotary positions, that of layers that see all positions.
+
+    Layers with a window have their own, which may only be gemma3's: the base 10000, not scaled.
+    """
+    found = settings.values.get("rope_parameters")
+    if arch != "gemma3" or not isinstance(found, dict) or not isinstance(found.get(FULL), dict):
+        return settings
+    local = found.get(SLIDING)
+    if local is not None:
+        if not isinstance(local, dict):
+            raise settings.fault("rope_parameters", "an object for each kind of layer")
+        Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
+    return Settings({**settings.values, "rope_parameters": found[FULL]})
+
+
+def rope_of(settings: Settings) -> Settings:
+    """Base and scaling of rotary positions, in the newer or the older spelling of a configuration."""
+    found: dict[str, Any] = {"rope_theta": settings.values.get("rope_theta")}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = settings.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise settings.fault(name, "an object")
+        found |= value or {}
+    rope = Settings(found)
+    rope.only({"partial_rotary_factor": (None, 1.0)})
+    if any(isinstance(value, dict) for value in found.values()):
+        raise settings.fault("rope_parameters", "one setting for all layers (only)")
+    return rope
+
+
+def rope_type(settings: Settings) -> Any:
+    """How frequencies are scaled; "default" for not at all."""
+    values = rope_of(settings).values
+    kind = values.get("rope_type", values.get("type"))
+    return "default" if kind in (None, "none") else kind
+
+
+def scaling_keys(settings: Settings) -> Metadata:
+    """The keys of linear scaling and of YaRN, without the prefix; none for other kinds."""
+    rope, kind = rope_of(settings), rope_type(settings)
+    if kind not in SCALINGS:
+        return {}
+    factor = rope.number("factor")
+    keys: Metadata = {"rope.scaling.type": kind, "rope.scaling.factor": np.float32(factor)}
+    if kind == "linear":
+        return keys
+    rope.only(ONLY_YARN)
+    usual = 1.0 + 0.1 * math.log(max(factor, 1.0))
+    if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
+        raise rope.fault("attention_factor", f"{usual:.6g} (only), as its factor makes it")
+    keys["rope.scaling.original_context_length"] = np.uint32(
+        rope.size("original_max_position_embeddings", settings.size("max_position_embeddings"))
+    )
+    return keys
+
+
+def longrope_keys(settings: Settings) -> Metadata:
+    """The keys of Phi 3's scaling, without the prefix: the first context, and what multiplies q and k."""
+    if rope_type(settings) not in LONGROPE:
+        return {}
+    rope, context = rope_of(settings), settings.size("max_position_embeddings")
+    values = Settings({**settings.values, **rope.values})
+    former = values.size("original_max_position_embeddings", context)
+    times = values.number("factor", context / former)
+    usual = 1.0 if times <= 1 else math.sqrt(1 + math.log(times) / math.log(max(former, 2)))
+    found: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", usual))}
+    return found if former == context else found | {"rope.scaling.original_context_length": np.uint32(former)}
+
+
+def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Both tensors of divisors, (count,) each, by name."""
+    found, rope = {}, rope_of(settings)
+    for tensor, name in LONG_FACTORS.items():
+        values = rope.values.get(name)
+        numbers = (
+            [Settings({name: value}).number(name) for value in values] if isinstance(values, list) else []
+        )
+        if len(numbers) != count:
+            raise rope.fault(name, f"a list of {count} numbers")
+        found[tensor] = np.array(numbers, np.float32)
+    return found
+
+
+def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
+    """The four numbers of Llama 3's scaling, as the file has them; None for other kinds."""
+    if arch == "gpt2":
+        return None
+    rope, kind = rope_of(settings), rope_type(settings)
+    if kind in ("default", *SCALINGS) or (kind in LONGROPE and ROTARY_CLASSES[arch].longrope):
+        return None
+    if kind != "llama3" or not ROTARY_CLASSES[arch].llama3:
+        raise FileError(
+            f"rope_type: expected default, linear or yarn, or llama3 for llama (only), found {quoted(kind)}"
+        )
+    values = Settings({name: settings.values.get(name) for name in LLAMA3} | dict(rope.values))
+    for name in LLAMA3:
+        values.number(name)
+    return {name: values.values[name] for name in LLAMA3}
+
+
+def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors of divisors of the rotary frequencies, (D / 2,) each, by name; none where keys say all."""
+    numbers = llama3_settings(arch, settings)
+    if arch != "gpt2" and rope_type(settings) in LONGROPE:
+        return longrope_factors(settings, head_width(arch, settings) // 2)
+    if numbers is None:
+        return {}
+    base = rope_of(settings).number("rope_theta", ROTARY_CLASSES[arch].theta)
+    return {ROPE_FREQS: llama3_factors(base, head_width(arch, settings), **numbers)}
+
+
+def llama3_factors(
+    base: float,
+    width: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> npt.NDArray[np.float32]:
+    """Divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, a smooth way in
+    between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
+    with np.errstate(all="ignore"):  # odd settings make odd divisors, which are refused where they are read
+        return _llama3_factors(
+            base, width, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+        )
+
+
+def _llama3_factors(
+    base: float, width: int, factor: float, low_freq_factor: float, high_freq_factor: float, former: float
+) -> npt.NDArray[np.float32]:
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    waves = np.float32(2 * np.pi) * np.float32(base) ** exponents
+    context, steps = np.float32(former), high_freq_factor - low_freq_factor
+    smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
+    between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+    out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), between)
+    return np.where(waves < context / np.float32(high_freq_factor), np.float32(1), out).astype(np.float32)
