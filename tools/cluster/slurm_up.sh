@@ -21,9 +21,9 @@ refuse() {
     exit 2
 }
 
-free_port() {   # a port of the loopback that nobody listens on
+free_port() {   # a port of the loopback that nobody listens on, from $1: below those that systems give to clients
     local port
-    while port=$((RANDOM % 20000 + 20000)); do
+    while port=$((RANDOM % 3000 + $1)); do
         (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || break
     done
     echo "$port"
@@ -40,19 +40,19 @@ read_arguments() {
     done
     state=$(realpath -m "${2:-$(mktemp -d /var/tmp/zero_mpi-slurm.XXXXXX)}")
     [[ ! -e $state/slurm.conf ]] || refuse "$state: has a Slurm already; end it by slurm_down.sh"
-    mkdir -p "$state"/{saved,spool}
-    chmod 755 "$state"   # munge wants everybody to reach its socket
 }
 
 write_files() {
+    mkdir -p "$state"/{saved,spool}
+    chmod 755 "$state"   # munge wants everybody to reach its socket
     (umask 077 && head -c 1024 /dev/urandom > "$state/munge.key")
     # cred_expire: as long waits a requeued job, two minutes otherwise. config_overrides: take CPUS on trust.
     # FirstJobId: MPICH names memory after the job; what a killed one left would be in the way of its namesake.
     cat > "$state/slurm.conf" <<END
 ClusterName=zero_mpi
 SlurmctldHost=$node(127.0.0.1)
-SlurmctldPort=$(free_port)
-SlurmdPort=$(free_port)
+SlurmctldPort=$(free_port 10000)
+SlurmdPort=$(free_port 13000)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -95,19 +95,30 @@ start() {
     slurmd
 }
 
-wait_until_idle() {
-    for _ in {1..200}; do
+is_idle() {
+    for _ in {1..300}; do
         [[ $(sinfo --noheader --format=%T 2> /dev/null) = idle ]] && return
         sleep 0.1
     done
-    echo "slurm_up.sh: the node is not ready: $(sinfo --noheader --format='%T %E' 2>&1)" >&2
     return 1
 }
 
+say_why() {   # the node is not idle: what Slurm and its daemons say
+    echo "slurm_up.sh: the node is not ready: $(sinfo --noheader --format='%T %E' 2>&1)"
+    tail -n 5 "$state"/{munged,slurmctld,slurmd}.log
+} >&2
+
 read_arguments "$@"
 trap '"$here/slurm_down.sh" "$state"' EXIT
-write_files
-start
-wait_until_idle
-trap - EXIT
-echo "$state"
+for attempt in 1 2 3; do   # a port may be taken between the look and the start: then once more with others
+    write_files
+    start
+    if is_idle; then
+        trap - EXIT
+        echo "$state"
+        exit
+    fi
+    say_why
+    ((attempt == 3)) || "$here/slurm_down.sh" "$state"
+done
+exit 1
