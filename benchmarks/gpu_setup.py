@@ -270,8 +270,8 @@ def unpack(given: Path, scratch: Path) -> Path:
 
 
 def untar(archive: Path, folder: Path) -> None:
-    """By Python, or for what it does not know (zstd before 3.14) by tar. Raises NotReady."""
-    with contextlib.suppress(tarfile.TarError), tarfile.open(archive) as opened:
+    """By Python, or for what it does not know (zstd; filters before 3.11.4) by tar. Raises NotReady."""
+    with contextlib.suppress(tarfile.TarError, TypeError), tarfile.open(archive) as opened:
         opened.extractall(folder, filter="tar")
         return
     done = subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], capture_output=True, text=True)
