@@ -4,12 +4,29 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from oracles import smollm2
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.models import Llama
+
+TINY = Llama(
+    vocab_size=0,
+    context_length=32,
+    embedding_length=8,
+    block_count=1,
+    feed_forward_length=8,
+    head_count=1,
+    head_count_kv=1,
+    key_length=8,
+    value_length=8,
+    tied=True,
+)
 
 CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -121,3 +138,14 @@ def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
         "tokenizer.ggml.merges": merges,
         **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
     }
+
+
+def write_model(path: Path, keys: dict[str, Any]) -> Path:
+    """A tiny model with this tokenizer."""
+    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
+    params, rng = config.params(), np.random.default_rng(0)
+    table = [(name, param.shape) for name, param in params.items()]
+    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
+        for name, param in params.items():
+            stream.write(name, rng.standard_normal(param.shape).astype(np.float32))
+    return path

@@ -149,3 +149,18 @@ def test_peers_are_in_both_precisions_and_the_units_of_the_processor_are_named()
     assert {f"{name}{end}" for name in theirs for end in ("", " bf16")} < set(names.split("|"))
     flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text())
     assert flags is None or ("avx2" in processor) == ("avx2" in flags[1].split())
+
+
+@pytest.mark.parametrize("more", [[], ["--lines"]])
+def test_tokenizers_are_timed(more):
+    """Beside the library, with as many ids."""
+    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+    flags = ["--megabytes", "0", "--vocabulary", "500", "--rounds", "1", *more]
+    status, printed, errors = run_command([sys.executable, BENCHMARKS / "encode.py", *flags], timeout=120)
+    assert (status, errors) == (0, "")
+    row = r".{24}  +\d+\.\d MB/s, tokenizers +\d+\.\d MB/s, ratio +\d+\.\d\d; (\d+) and (\d+) ids"
+    first, *rows = printed.splitlines()
+    assert re.match(r"\d+\.\d million letters in \d+ documents", first)
+    found = [re.fullmatch(row, line) for line in rows]
+    assert len(found) == 3
+    assert all(match and match[1] == match[2] != "0" for match in found), printed

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unicodedata import category, ucd_3_2_0
@@ -17,31 +16,18 @@ import bpe_files
 import numpy as np
 import oracles
 import pytest
+from bpe_files import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import BPETokenizer, ByteTokenizer, load_corpus, tokenizer_from_json
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
-from zero_mpi.models import Llama
 
 llama_cpp()  # skips the module without it
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
-TINY = Llama(
-    vocab_size=0,
-    context_length=32,
-    embedding_length=8,
-    block_count=1,
-    feed_forward_length=8,
-    head_count=1,
-    head_count_kv=1,
-    key_length=8,
-    value_length=8,
-    tied=True,
-)
 TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(80)]
 # Letters and digits that Unicode 16 added in 2024 and llama.cpp does not know yet, as (first, last).
 SINCE_2024 = [
@@ -50,17 +36,6 @@ SINCE_2024 = [
     *((0x13460, 0x143FA), (0x16100, 0x16139), (0x16D40, 0x16D79), (0x18CFF, 0x18CFF), (0x1CCF0, 0x1CCF9)),
     (0x1E5D0, 0x1E5FA),
 ]
-
-
-def write_model(path: Path, keys: dict[str, Any]) -> Path:
-    """A tiny model with this tokenizer."""
-    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
-    params, rng = config.params(), np.random.default_rng(0)
-    table = [(name, param.shape) for name, param in params.items()]
-    with GGUFStream(path, config.arch, config.metadata() | keys, table) as stream:
-        for name, param in params.items():
-            stream.write(name, rng.standard_normal(param.shape).astype(np.float32))
-    return path
 
 
 def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:

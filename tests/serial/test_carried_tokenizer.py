@@ -1,10 +1,14 @@
 """A Hugging Face folder trained on ids: its tokenizer comes along, so what is written can make text."""
 
 import json
+import sys
 
+import bpe_files
 import hf_models
 import numpy as np
 import pytest
+import sentencepiece_files
+from jobs import run_command
 from test_command_bits import needs_mpiexec, train
 from test_export import export
 
@@ -52,3 +56,31 @@ def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
     keys, said, _ = trained(folder)
     assert keys["tokenizer.ggml.model"] == "none", "by which llama.cpp opens a file without a tokenizer"
     assert "checkpoints will have no tokenizer" in said
+
+
+@pytest.mark.parametrize("make", [sentencepiece_files.merged, sentencepiece_files.likely])
+def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_path):
+    """Read by it, at any number of ranks; its keys stay, and it is what `generate` reads and writes with."""
+    keys, text = make(), tmp_path / "text.txt"
+    text.write_text("A model reads words, and 日本 too.\n" * 40)
+    init = bpe_files.write_model(tmp_path / "model.gguf", keys)
+    outs = [tmp_path / f"out{ranks}" for ranks in (1, 2)]
+    for ranks, out in zip((1, 2), outs, strict=True):
+        train(ranks, out, "--init", str(init), "--data", str(text), *RUN)
+    models = [out / "latest" / "model.gguf" for out in outs]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    found = GGUFFile.open(models[0]).metadata
+    for name in ("model", "tokens", "scores", "token_type"):
+        assert np.array_equal(found[f"tokenizer.ggml.{name}"], keys[f"tokenizer.ggml.{name}"])
+    command = [
+        sys.executable,
+        "-m",
+        "zero_mpi.generate",
+        str(models[0]),
+        "--prompt",
+        "words and",
+        "--tokens",
+        "3",
+    ]
+    status, printed, errors = run_command(command, timeout=120)
+    assert (status, printed.startswith("words and")) == (0, True), errors

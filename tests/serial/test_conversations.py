@@ -20,7 +20,7 @@ from zero_mpi.data.conversations.formats import (
     one_conversation,
     read_conversations,
 )
-from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
+from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader, marked
 from zero_mpi.errors import UsageError
 from zero_mpi.files import json_lines
 from zero_mpi.files.gguf_keys import TEMPLATE
@@ -129,8 +129,7 @@ def test_ids_are_those_of_the_whole_text(contents):
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
-        (ids,) = tokenizer.encode_batch([each.text], special=True)
-        found = reader(name)._marked(each, ids)
+        found = marked(each, *tokenizer.encode_with_lengths([each.text])[0])
         assert found.ids.tolist() == tokenizer.encode(each.text, special=True).tolist()
         covered = np.repeat(found.counted, found.lengths)
         assert len(covered) == len(each.text.encode())

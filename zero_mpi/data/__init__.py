@@ -15,10 +15,20 @@ from zero_mpi.data.sources import files_of, holds_token_files, sources_of
 from zero_mpi.data.text_files import collect_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
+from zero_mpi.data.tokenizers.gguf_tokenizer import GGUFTokenizer
+from zero_mpi.data.tokenizers.merge_tokenizer import MergeTokenizer
 from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.data.tokenizers.unigram_tokenizer import UnigramTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
+
+# Tokenizers by what `tokenizer.ggml.model` says.
+KINDS: Mapping[str, type[GGUFTokenizer]] = {
+    "gpt2": BPETokenizer,
+    "llama": MergeTokenizer,
+    "t5": UnigramTokenizer,
+}
 
 __all__ = [
     "BPETokenizer",
@@ -27,11 +37,13 @@ __all__ = [
     "Corpus",
     "EvalLoader",
     "HeldOut",
+    "MergeTokenizer",
     "MixedWindows",
     "PackedWindows",
     "SampleOrder",
     "StepLoader",
     "Tokenizer",
+    "UnigramTokenizer",
     "WindowSource",
     "Windows",
     "collect_files",
@@ -52,18 +64,19 @@ __all__ = [
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
-    """The tokenizer that a GGUF's keys describe: the bytes' own, or byte-level BPE. `place` names the file.
+    """The tokenizer that a GGUF's keys describe: the bytes' own, or one of `KINDS`. `place` names the file.
 
-    UsageError, saying what the keys hold and what to do, for any other kind, and as `BPETokenizer` raises it.
+    UsageError, saying what the keys hold and what to do, for any other kind, and for keys that do not fit
+    together.
     """
     if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))
     model = GGUFKeys(metadata, place).tokenizer
-    if model == "gpt2":
-        return BPETokenizer(metadata, place)
-    kind = " (SentencePiece)" if model == "llama" else ""
-    found = "no tokenizer" if model is None else f"the tokenizer {show(model)}{kind}"
+    if model is not None and model in KINDS:
+        return KINDS[model](metadata, place)
+    found = "no tokenizer" if model is None else f"the tokenizer {show(model)}"
     raise UsageError(
-        f"{place} has {found}, where text can only be read with a byte-level BPE (model 'gpt2'): give "
-        "--data as token files, 1-D .npy of uint16 or uint32 ids made with the model's own tokenizer"
+        f"{place} has {found}, where text can only be read with a byte-level BPE (model 'gpt2') or one of "
+        "SentencePiece ('llama', 't5'): give --data as token files, 1-D .npy of uint16 or uint32 ids made "
+        "with the model's own tokenizer"
     )

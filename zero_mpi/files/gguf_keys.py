@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, shown
@@ -93,6 +94,25 @@ class GGUFKeys:
         if not numbers or len(value) != count:
             raise self.fault(key, f"an array of {count} whole numbers")
         return [int(number) for number in value.tolist()]
+
+    def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
+        """The array of a key that holds `count` finite float32 numbers."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        fits = isinstance(value, np.ndarray) and value.dtype == np.float32 and value.shape == (count,)
+        if not fits or not np.isfinite(value).all():
+            raise self.fault(key, f"an array of {count} finite float32 numbers")
+        return np.asarray(value, np.float32)
+
+    def octets(self, key: str) -> bytes | None:
+        """The array of a key that holds bytes."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not (isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype in (np.int8, np.uint8)):
+            raise self.fault(key, "an array of bytes")
+        return value.tobytes()
 
     # What several parts of the package ask for.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,8 +75,9 @@ class ConversationReader:
         """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
         found = chain.from_iterable(read_conversations(name, path, self.render) for name, path in files)
         while group := list(islice(found, GROUP)):
-            ids = self._tokenizer.encode_batch([each.text for each in group], special=True)
-            yield from map(self._marked, group, ids)
+            encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
+            for each, (ids, lengths) in zip(group, encoded, strict=True):
+                yield marked(each, ids, lengths)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
@@ -86,30 +86,25 @@ class ConversationReader:
         text = self._template.render(conversation.messages).text
         return RenderedConversation(conversation.name, text, [(0, len(text))])
 
-    def _marked(
-        self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]]
-    ) -> TokenizedConversation:
-        lengths = self._lengths[ids]
-        ends = np.cumsum(lengths)
-        if lengths.sum() != len(each.text.encode()):
-            raise UsageError(
-                f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
-                f"{lengths.sum()} of {len(each.text.encode())} bytes in its tokens"
-            )
-        counted = np.zeros(len(ids), bool)
-        for start, stop in in_bytes(each.text, each.spans):
-            if start < stop:
-                counted[np.searchsorted(ends, start, "right") : np.searchsorted(ends - lengths, stop)] = True
-        return TokenizedConversation(each.name, each.text, ids, counted, lengths)
 
-    @cached_property
-    def _lengths(self) -> NDArray[np.int64]:
-        """Bytes of each token's spelling (V,), of control tokens too; made where it is used."""
-        decoded = (self._tokenizer.decode([place]) for place in range(self._tokenizer.vocab_size))
-        return np.array(
-            [len(text) or len(spelt.encode()) for text, spelt in zip(decoded, self._spelt, strict=True)],
-            np.int64,
+def marked(
+    each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
+) -> TokenizedConversation:
+    """A conversation whose tokens (n,) stand for so many bytes, with a mark on those of answers.
+
+    UsageError where they do not stand for all of the text.
+    """
+    ends, size = np.cumsum(lengths), len(each.text.encode())
+    if lengths.sum() != size:
+        raise UsageError(
+            f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
+            f"{lengths.sum()} of {size} bytes in its tokens"
         )
+    counted = np.zeros(len(ids), bool)
+    for start, stop in in_bytes(each.text, each.spans):
+        if start < stop:
+            counted[np.searchsorted(ends, start, "right") : np.searchsorted(ends - lengths, stop)] = True
+    return TokenizedConversation(each.name, each.text, ids, counted, lengths)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:

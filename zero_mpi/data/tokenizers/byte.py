@@ -23,6 +23,7 @@ _BYTES = 256
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's token types
 _SPECIAL = ("<|bos|>", "<|endoftext|>", "<|pad|>")
 _SPELLINGS = Spellings({token: _BYTES + place for place, token in enumerate(_SPECIAL)})
+_LENGTHS = np.array([1] * _BYTES + [len(token) for token in _SPECIAL], np.int64)
 _MODEL = "gpt2"
 
 
@@ -64,6 +65,11 @@ class Tokenizer(Protocol):
     ) -> list[NDArray[np.unsignedinteger[Any]]]:
         """`encode` for each of the texts."""
 
+    def encode_with_lengths(
+        self, documents: Sequence[bytes | str]
+    ) -> list[tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.int64]]]:
+        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
+
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         """How often the texts hold each token that is read as one by `special` only."""
 
@@ -74,7 +80,7 @@ class Tokenizer(Protocol):
         """The bytes behind `ids`; tokens that are no text give nothing."""
 
     def metadata(self) -> dict[str, object]:
-        """The `tokenizer.*` keys of a GGUF."""
+        """The `tokenizer.*` keys of a GGUF, and its name where llama.cpp reads text by that."""
 
 
 class ByteTokenizer:
@@ -108,6 +114,13 @@ class ByteTokenizer:
     ) -> list[NDArray[np.unsignedinteger[Any]]]:
         """`encode` for each of the texts."""
         return [self.encode(data, special=special) for data in documents]
+
+    def encode_with_lengths(
+        self, documents: Sequence[bytes | str]
+    ) -> list[tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.int64]]]:
+        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
+        found = self.encode_batch(documents, special=True)
+        return [(ids, _LENGTHS[ids]) for ids in found]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         """How often the texts spell bos, eos and pad."""

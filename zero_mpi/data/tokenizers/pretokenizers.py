@@ -17,7 +17,7 @@ from zero_mpi.files.foreign import show, shown
 # one, or if a vocabulary merges its last byte with what stands beside it.
 
 # GPT-2's encoder.py (Radford et al. 2019).
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
 # Llama 3's tokenizer.json ignores case in the first group, which would also take U+017F for an s; llama.cpp
 # spells it out, so it is spelt out here.
@@ -38,8 +38,8 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # where the file does not say
 
 
-_DEFAULT = PreTokenizer((_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-_PLAIN, _DIGITS = PreTokenizer((_GPT2,)), PreTokenizer((_DIGIT, _GPT2))
+_DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
+_PLAIN, _DIGITS = PreTokenizer((GPT2,)), PreTokenizer((_DIGIT, GPT2))
 _THREES, _ONES = PreTokenizer((_LLAMA3,)), PreTokenizer((_QWEN2,))
 _WHOLE_WORDS = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 
@@ -92,7 +92,7 @@ def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
     found = [_regex(step) for step in splits]
     if None in found:
         return None
-    own = [_GPT2] if last.get("use_regex", True) else []
+    own = [GPT2] if last.get("use_regex", True) else []
     return tuple([regex for regex in found if regex is not None] + own)
 
 

@@ -6,24 +6,33 @@ tokens there are at all: a text with none, the usual one, is passed over once, w
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+
+_WHITE = " \t\n\v\f\r"  # of ASCII
 
 
 class Spellings:
-    """The ids of tokens by their spelling, none of which is empty."""
+    """The ids of tokens by their spelling, none of which is empty.
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+    stripping   tokens behind which white space is left out
+    """
+
+    def __init__(self, ids: Mapping[str, int], stripping: Collection[str] = ()) -> None:
         longest_first = sorted(ids, key=lambda token: -len(token.encode()))
         self._ids = {token: ids[token] for token in longest_first}
         self._rank = {token: rank for rank, token in enumerate(longest_first)}
+        self._stripping = frozenset(stripping)
         self._beginnings: dict[str, list[str]] = {}
 
     def cut(self, text: str) -> list[int | str]:
         """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any."""
         parts: list[int | str] = [text]
+        if self._start.search(text) is None:
+            return parts
         for token in self._found(text):
-            parts = [new for part in parts for new in _cut_out(part, token, self._ids[token])]
+            strips = token in self._stripping
+            parts = [new for part in parts for new in _cut_out(part, token, self._ids[token], strips)]
         return parts
 
     @cached_property
@@ -55,10 +64,11 @@ def _start_of_any(longest_first: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(places) or "(?!)")
 
 
-def _cut_out(part: int | str, token: str, place: int) -> list[int | str]:
+def _cut_out(part: int | str, token: str, place: int, strips: bool) -> list[int | str]:
     """`part` with the id in the place of each occurrence of the token."""
     if isinstance(part, int):
         return [part]
-    texts = part.split(token)
+    first, *rest = part.split(token)
+    texts = [first, *(text.lstrip(_WHITE) if strips else text for text in rest)]
     both: list[int | str] = [side for text in texts for side in (text, place)]
     return [side for side in both[:-1] if side != ""]

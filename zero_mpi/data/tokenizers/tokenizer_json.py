@@ -15,16 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.data.tokenizers.bpe import (
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    BPETokenizer,
-    build,
-    library,
-)
+from zero_mpi.data.tokenizers.bpe import BPETokenizer, build, library
+from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown

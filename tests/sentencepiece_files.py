@@ -1,0 +1,168 @@
+"""Vocabularies of SentencePiece's two kinds to test with: trained on the spot, and with many equal scores."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import bpe_files
+import numpy as np
+
+SPACE = "▁"
+CONTROL = ("<s>", "</s>", "<|endoftext|>", "<|user|>")
+SPECIAL = [("<unk>", 2), *((t, 3) for t in CONTROL), *((t, 4) for t in ("<|tool|>", "\n\n\n", "  "))]
+BYTES = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
+
+
+def texts() -> list[str]:
+    """What vocabularies are trained on."""
+    found = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
+    return [text.replace("\0", "") for text in found] * 3  # llama.cpp reads tokens up to a zero
+
+
+def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any) -> dict[str, Any]:
+    """GGUF keys of (token, type) pairs."""
+    return {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": np.array([kind for _, kind in tokens], np.int32),
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+    }
+
+
+@cache
+def learnt_merges(size: int) -> list[str]:
+    """Tokens in the order in which they were learnt, of words cut at spaces."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=300)
+    tokenizer.train_from_iterator(texts(), trainer)
+    found = tokenizer.get_vocab()
+    return sorted(found, key=found.__getitem__)
+
+
+@cache
+def learnt_unigram(size: int) -> list[tuple[str, float]]:
+    """Tokens with their scores, of words cut at spaces."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    trainer = tokenizers.trainers.UnigramTrainer(vocab_size=size, show_progress=False, unk_token="<unk>")
+    tokenizer.train_from_iterator(texts(), trainer)
+    return [(token, score) for token, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
+
+
+def merged(size: int = 1500, levels: int = 0, **more: Any) -> dict[str, Any]:
+    """Keys of merges by score; only `levels` different scores, if given."""
+    kept = [*SPECIAL, *BYTES]
+    named = {token for token, _ in kept}
+    tokens = [(token, 1) for token in learnt_merges(size) if token not in named]
+    scores = [-float(i % levels if levels else i) for i in range(len(tokens))]
+    more = {"bos_token_id": np.uint32(1), "eos_token_id": np.uint32(2), **more}
+    return keys_of("llama", [*kept, *tokens], [0.0] * len(kept) + scores, **more)
+
+
+def likely(size: int = 1500, **more: Any) -> dict[str, Any]:
+    """Keys of a unigram model."""
+    special = [("<pad>", 3), ("</s>", 3), ("<unk>", 2), ("<s>", 3), ("<|user|>", 3), ("<|tool|>", 4)]
+    special.append(("de", 5))
+    named = {token for token, _ in special}
+    learnt = [(token, score) for token, score in learnt_unigram(size) if token not in named]
+    tokens = [*special, *((token, 1) for token, _ in learnt)]
+    scores = [0.0] * 6 + [-3.0] + [score for _, score in learnt]
+    return keys_of("t5", tokens, scores, **more)
+
+
+def fuzzed(count: int, seed: int = 7) -> list[str]:
+    """Strings of many scripts: pieces of texts, runs, spaces, marks, tokens and their beginnings."""
+    draw = random.Random(seed)
+    sources = [text for text in bpe_files.TEXTS if text] + texts()[-1:]
+    spelt = [token for token, _ in SPECIAL]
+    spelt += ["<0x41>", "<|use", "▁", "▁▁", "<s", "\u3000", "ﬁ", "①", "Å", "e\u0301", "--", "ab"]
+    planes = [*range(32, 0x3000), *range(0x3000, 0xD800, 7), *range(0xE000, 0x110000, 97)]
+    found = []
+    for _ in range(count):
+        parts = []
+        for _ in range(draw.randint(1, 8)):
+            kind = draw.random()
+            if kind < 0.5:
+                source = draw.choice(sources)
+                start = draw.randrange(len(source))
+                parts.append(source[start : start + draw.randint(1, 25)])
+            elif kind < 0.65:
+                parts.append(draw.choice(spelt))
+            elif kind < 0.8:
+                parts.append(draw.choice("a -=.日е▁ \n0") * draw.randint(1, 12))
+            elif kind < 0.9:
+                parts.append(" " * draw.randint(1, 4))
+            else:
+                parts.append("".join(map(chr, draw.choices(planes, k=4))))
+        found.append("".join(parts))
+    return found
+
+
+SPELLINGS = {  # what a charsmap makes of a text: some of NFKC, spaces, longest prefixes, nothing at all
+    "\t": " ",
+    "\n": " ",
+    "\u3000": " ",
+    "\u00a0": " ",
+    "ﬁ": "fi",
+    "①": "1",
+    "½": "1\u20442",
+    "Å": "\u00c5",
+    "e\u0301": "é",
+    "e\u0301\u0302": "\u1ebf",
+    "A\u030a": "\u00c5",
+    "日": "本日",
+    "\u200b": "",
+    "--": "—",
+    "ﷺ": "صلى الله عليه وسلم",
+    "ab": "b a",
+    "\x7f": "",
+}
+
+
+def charsmap(spellings: dict[str, str] = SPELLINGS) -> np.ndarray:
+    """A charsmap with these spellings, its double array laid out wherever there is room."""
+    texts, offsets = b"", {}
+    for prefix, spelling in spellings.items():
+        offsets[prefix.encode()] = len(texts)
+        texts += spelling.encode() + b"\0"
+    nodes = np.zeros(1 << 14, np.uint32)
+    taken = np.zeros(len(nodes), bool)
+    taken[0] = True
+    place_children(b"", 0, offsets, nodes, taken)
+    size = int(np.flatnonzero(taken)[-1]) // 256 * 256 + 256
+    content = (4 * size).to_bytes(4, "little") + nodes[:size].astype("<u4").tobytes() + texts
+    return np.frombuffer(content, np.uint8)
+
+
+def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: Any, taken: Any) -> None:
+    """Give the node of a prefix a base under which its children are free, and lay them out."""
+    longer = [key for key in offsets if key.startswith(prefix) and len(key) > len(prefix)]
+    letters = sorted({key[len(prefix)] for key in longer})
+    wanted = [0, *letters] if prefix in offsets else letters
+    base = next(b for b in range(1, len(nodes)) if not any(taken[b ^ c] for c in wanted))
+    nodes[node] |= (node ^ base) << 10 | (prefix in offsets) << 8
+    taken[[base ^ c for c in wanted]] = True
+    if prefix in offsets:
+        nodes[base] = 1 << 31 | offsets[prefix]
+    for letter in letters:
+        nodes[base ^ letter] = letter
+        place_children(prefix + bytes([letter]), base ^ letter, offsets, nodes, taken)
+
+
+def over_words(keys: dict[str, Any]) -> dict[str, Any]:
+    """The same keys with tokens that reach over the beginning of a word."""
+    names = ("tokens", "token_type", "scores")
+    tokens, types, scores = (list(keys[f"tokenizer.ggml.{name}"]) for name in names)
+    more = [token for token in ("e▁", "e▁t", "n▁", "n▁a", "a▁▁", ".▁") if token not in tokens]
+    added = (more, [1] * len(more), [-2.5 - i for i in range(len(more))])
+    values = (tokens + added[0], np.int32(types + added[1]), np.float32(scores + added[2]))
+    return keys | {f"tokenizer.ggml.{name}": value for name, value in zip(names, values, strict=True)}

@@ -1,0 +1,223 @@
+"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused.
+
+That the ids are right is shown beside llama.cpp, in test_sentencepiece_llamacpp.py.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import bpe_files
+import numpy as np
+import pytest
+import sentencepiece_files as files
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zero_mpi.data import MergeTokenizer, UnigramTokenizer, tokenizer_from_metadata
+from zero_mpi.data.conversations.chat_template import TEMPLATE
+from zero_mpi.data.tokenizers import segmentation, sentencepiece
+from zero_mpi.data.tokenizers.pair_table import FREE, find, pair_table
+from zero_mpi.errors import FileError, UsageError
+
+pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+
+TEXTS = [*bpe_files.TEXTS, *files.fuzzed(60)]
+MAKERS = {"merges": files.merged, "unigram": lambda: files.likely(add_space_prefix=True)}
+MAKERS |= {f"{name}, over words": lambda make=make: files.over_words(make()) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request):
+    return tokenizer_from_metadata(MAKERS[request.param]())
+
+
+@pytest.fixture(scope="module")
+def merges():
+    return tokenizer_from_metadata(files.merged())
+
+
+# ids and bytes
+
+
+def test_every_text_comes_back_by_merges(merges):
+    for text in TEXTS:
+        again = merges.decode(merges.encode(text)).decode()
+        parts = [part for part in merges._standing[False].cut(text.replace("▁", " ")) if part]
+        if "▁" not in text:  # it is a space by now; one is put before each text between tokens
+            assert again == "".join(merges.tokens[p] if isinstance(p, int) else " " + p for p in parts)
+
+
+def test_text_and_its_bytes_have_the_same_ids(tokenizer):
+    for text in TEXTS:
+        assert tokenizer.encode(text).tolist() == tokenizer.encode(text.encode()).tolist()
+    assert tokenizer.encode(b"a\xffb").tolist() == tokenizer.encode("a\ufffdb").tolist()
+
+
+def test_many_documents_have_the_ids_of_each(tokenizer):
+    together = tokenizer.encode_batch(TEXTS, special=True)
+    for text, ids in zip(TEXTS, together, strict=True):
+        assert (ids.tolist(), ids.dtype) == (tokenizer.encode(text, special=True).tolist(), np.uint16)
+    assert tokenizer.encode_batch([]) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pieces_and_threads_have_the_ids_of_the_whole(tokenizer, threads, monkeypatch):
+    whole = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(threads))
+    for size in (1, 7, 100):
+        monkeypatch.setattr(sentencepiece, "PIECE", size)
+        assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == whole
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=st.lists(st.sampled_from(TEXTS) | st.text(max_size=4), max_size=12).map("".join))
+def test_lengths_are_those_of_the_text(merges, text):
+    text = text.encode("utf-8", "replace").decode()
+    [(ids, lengths)] = merges.encode_with_lengths([text])
+    assert ids.tolist() == merges.encode(text, special=True).tolist()
+    assert (lengths.sum(), len(lengths)) == (len(text.encode()), len(ids))
+
+
+def test_tokens_are_spelt_by_their_types():
+    tokens = [
+        ("<unk>", 2),
+        ("<s>", 3),
+        ("</s>", 3),
+        ("▁a▁b", 1),
+        ("▁c", 4),
+        ("<0xC3>", 6),
+        ("<0xZZ>", 6),
+        ("d", 5),
+    ]
+    found = tokenizer_from_metadata(files.keys_of("llama", tokens, np.zeros(8)))
+    assert [found.decode([i]) for i in range(8)] == [b"", b"", b"", b" a b", "▁c".encode(), b"\xc3", b"", b""]
+    with pytest.raises(ValueError, match="id 8 is outside the vocabulary of 8"):
+        found.decode([8])
+
+
+def test_the_same_loops_run_in_the_interpreter(tmp_path):
+    """Where numba is not installed."""
+    both = [files.merged(), files.likely(precompiled_charsmap=files.charsmap())]
+    (tmp_path / "keys").write_bytes(pickle.dumps(both))
+    program = """if True:
+        import pickle, sys
+        sys.modules["numba"] = None
+        import sentencepiece_files as files
+        from zero_mpi.data import tokenizer_from_metadata
+        from zero_mpi.data.tokenizers import segmentation
+        assert segmentation.numba is None
+        for keys in pickle.load(open(sys.argv[1], "rb")):
+            print([ids.tolist() for ids in tokenizer_from_metadata(keys).encode_batch(files.fuzzed(30))])
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(tmp_path / "keys")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = [tokenizer_from_metadata(keys).encode_batch(files.fuzzed(30)) for keys in both]
+    assert done.stdout.splitlines() == [str([ids.tolist() for ids in each]) for each in found]
+
+
+# the table and the loops
+
+
+def test_the_table_finds_its_pairs_and_no_others():
+    draw = np.random.default_rng(0)
+    pairs = np.unique(draw.integers(0, 300, (9000, 2)), axis=0)
+    keys, values = pair_table(pairs[:, 0], pairs[:, 1], np.arange(len(pairs)))
+    known = {(left, right): place for place, (left, right) in enumerate(pairs.tolist())}
+    for left in range(300):
+        for right in range(300):
+            assert find(keys, values, left, right) == known.get((left, right), FREE)
+    empty = pair_table(*np.zeros((3, 0), np.int64))
+    assert find(*empty, 1, 2) == FREE
+
+
+def test_the_likeliest_tokens_are_those_of_all_ways():
+    """Beside an exhaustive search."""
+    keys = files.likely()
+    found = tokenizer_from_metadata(keys)
+    scores = dict(zip(found.tokens, found._wide_scores.tolist(), strict=True))
+    usable = {token for token, kind in zip(found.tokens, found.types, strict=True) if kind in (1, 4, 5)}
+
+    def best(text):
+        ways = [(0.0, [])] if not text else []
+        for stop in range(1, len(text) + 1):
+            token = text[:stop]
+            if token in usable or stop == 1:
+                score = scores[token] if token in usable else found._unknown_score
+                rest, tokens = best(text[stop:])
+                ways.append((score + rest, [token, *tokens]))
+        return max(ways, key=lambda way: way[0])
+
+    for text in ("the▁tokens", "import▁os", "日本▁x", "aaaaaaa", "zero_mpi"):
+        ids = found.encode(text.replace("▁", " ")).tolist()
+        total = sum(found._unknown_score if i == found.unknown else found._wide_scores[i] for i in ids)
+        expected, tokens = best(text)
+        assert total == pytest.approx(expected) or any(token not in usable for token in tokens)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"scores": np.zeros(3, np.float32)}, FileError, "scores.*: expected an array of .* finite float32"),
+        ({"scores": "many"}, FileError, "expected an array of .* finite float32 numbers, found 'many'"),
+        ({"unknown_token_id": np.uint32(10**6)}, FileError, "unknown_token_id.*expected an id below"),
+        ({"add_space_prefix": 1}, FileError, "add_space_prefix.*: expected true or false, found 1"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(change, error, message):
+    for keys in (files.merged(), files.likely()):
+        changed = keys | {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+        with pytest.raises(error, match=message):
+            tokenizer_from_metadata(changed)
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    keys = files.merged()
+    keys["tokenizer.ggml.scores"][9] = np.nan
+    with pytest.raises(FileError, match="finite float32 numbers"):
+        MergeTokenizer(keys)
+
+
+@pytest.mark.parametrize(
+    "content", [b"1234567", b"\4\0\0\0", b"\3\0\0\0" + b"\0" * 9, b"\xff\xff\xff\xff" + b"\0" * 99, "text"]
+)
+def test_a_charsmap_that_is_none_is_refused(content):
+    value = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
+    with pytest.raises(
+        FileError, match=r"precompiled_charsmap.*: expected (the size of a table|an array of bytes)"
+    ):
+        UnigramTokenizer(files.likely(precompiled_charsmap=value))
+
+
+def test_a_charsmap_that_points_outside_of_itself_is_refused():
+    whole = files.charsmap()
+    draw = np.random.default_rng(3)
+    said = []
+    for _ in range(60):
+        broken = whole.copy()
+        places = draw.integers(4, int.from_bytes(whole[:4].tobytes(), "little"), 300)
+        broken[places] = draw.integers(0, 256, 300)
+        found = UnigramTokenizer(files.likely(precompiled_charsmap=broken))
+        try:
+            found.encode_batch(TEXTS)
+        except FileError as error:
+            said.append(str(error))
+    assert len(said) > 10
+    assert all("precompiled_charsmap" in each for each in said)
+
+
+def test_a_unigram_model_without_an_unknown_token_is_refused():
+    with pytest.raises(UsageError, match="names no unknown token"):
+        UnigramTokenizer(files.keys_of("t5", [("a", 1), ("b", 1)], [0, 0]))
+
+
+def test_a_template_stays_with_the_tokenizer(merges):
+    again = tokenizer_from_metadata(merges.metadata() | {TEMPLATE: "x"})
+    assert again.metadata() == merges.metadata() | {TEMPLATE: "x"}
+    assert segmentation.numba is not None, "else the loops above ran in the interpreter"

@@ -1,0 +1,227 @@
+"""What the tokenizers of GGUF files have in common: tokens, their types, and the rules around the text.
+
+As llama.cpp does it, tokens that stand in the text themselves are cut out longest first, before anything
+else; a control token is read only where it is asked for, so that a document which mentions one stays text. A
+kind of tokenizer says how what lies between them becomes ids.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zero_mpi.data.tokenizers.spellings import Spellings
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
+from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
+
+Ids = NDArray[np.unsignedinteger[Any]]
+Lengths = NDArray[np.int64]
+Parts = Sequence[int | str]  # of a text: ids of tokens that stood in it, and the texts between them
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
+STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # what is read in a text
+KEY = "tokenizer.ggml."
+PIECE = 1 << 16  # characters that are worked on as one text
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+# Tokens that end a text, and are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
+    | {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>"}
+    | {"<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "[e~["}
+    | {"<｜end▁of▁sentence｜>"}  # noqa: RUF001 (spelt so)
+)
+
+
+class GGUFTokenizer(ABC):
+    """The tokenizer of GGUF keys, of a kind that a subclass knows.
+
+    UsageError for keys that do not fit together. `add_eos_token` is not followed: a prompt is to be
+    continued, and the corpus ends its documents anyway.
+    """
+
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file does not name them
+
+    def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
+        self._metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+        self._keys = GGUFKeys(self._metadata, place)
+        self.tokens = _tokens(self._keys)
+        self.ids = {token: place for place, token in enumerate(self.tokens)}
+        self.vocab_size = len(self.tokens)
+        self.given_types = self._keys.wholes(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
+        self.types = self._types()
+        self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
+        asked = self._keys.flag(KEY + "add_bos_token")
+        self.add_bos = self.adds_bos() if asked is None else asked
+        if self.add_bos and self.bos is None:
+            raise UsageError(f"{place} asks for a bos token and names none: expected {KEY}bos_token_id")
+        self.ends = self._ends()
+
+    @abstractmethod
+    def adds_bos(self) -> bool:
+        """Whether a prompt begins with bos where the file does not say."""
+
+    @abstractmethod
+    def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
+        """The ids of each document; one beyond the vocabulary gives nothing."""
+
+    def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
+        """Bytes of a text between tokens (n,) that each of its ids stands for."""
+        lengths: Lengths = self.widths[ids[ids < self.vocab_size]]
+        return lengths
+
+    @abstractmethod
+    def spelling(self, token: str, kind: int) -> bytes:
+        """The bytes of a token in a text, by its type; empty for one that is no text."""
+
+    def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
+        """Ids (n,) of `data`, uint16 if the vocabulary fits, else uint32. No bos or eos is added.
+
+        A byte that is not UTF-8 becomes U+FFFD. `special`: control tokens in the text are read as such.
+        """
+        return self.encode_batch([data], special=special)[0]
+
+    def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
+        """`encode` of each, on all threads that the process may use."""
+        cut = [self._cut(data, special)[0] for data in documents]
+        return [self._array(ids) for ids in self.ids_of_parts(cut)]
+
+    def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
+        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
+        cut = [self._cut(data, special=True) for data in documents]
+        each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
+        return [self._with_lengths(parts, behind, [next(each) for _ in parts]) for parts, behind in cut]
+
+    def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
+        """How often the texts hold each token that is read as one by `special` only."""
+        cut = (part for data in documents for part in self._standing[True].cut(as_text(data)))
+        return Counter(
+            self.tokens[part]
+            for part in cut
+            if isinstance(part, int) and self.types[part] in (UNKNOWN, CONTROL)
+        )
+
+    def encode_prompt(self, text: str) -> Ids:
+        """Ids to continue: bos first if the file asks for it, control tokens read as such.
+
+        Nothing at all becomes the token that ends a document, as what follows one begins the next.
+        """
+        ids = self.encode(text, special=True).tolist()
+        first = [self.bos] if self.add_bos and self.bos is not None else []
+        edge = [i for i in (self.eos, self.bos) if i is not None][:1]
+        return self._array(np.array(first + ids or edge, np.int64))
+
+    def decode(self, ids: ArrayLike) -> bytes:
+        """The bytes behind `ids`, any shape, in C order; control and unused tokens give nothing.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        flat = np.asarray(ids).ravel()
+        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if strange.size:
+            raise ValueError(f"id {strange[0]} is outside the vocabulary of {self.vocab_size}")
+        return b"".join([self._bytes[i] for i in flat.tolist()])
+
+    def metadata(self) -> dict[str, object]:
+        """The keys that it was made from, unchanged: `tokenizer.*`, and what else decides about ids."""
+        return dict(self._metadata)
+
+    def special_id(self, name: str) -> int | None:
+        """The id of `tokenizer.ggml.NAME_token_id`; without such a key the usual one of this kind, if any."""
+        usual = self.usual_ids.get(name, self.vocab_size)
+        given = self._keys.token_id(name, self.vocab_size)
+        return given if given is not None or usual >= self.vocab_size else usual
+
+    def stripping(self) -> frozenset[str]:
+        """Tokens that are read in a text and behind which white space is left out."""
+        return frozenset()
+
+    def _types(self) -> list[int]:
+        """The type of each token."""
+        given = zip(self.tokens, self.given_types, strict=True)
+        return [CONTROL if token in _ENDS else kind for token, kind in given]
+
+    def _ends(self) -> frozenset[int]:
+        """Tokens after which a text is over."""
+        named = [self.eos, self.special_id("eot"), self.special_id("eom")]
+        known = [self.ids[token] for token in _ENDS if token in self.ids]
+        return frozenset(known + [i for i in named if i is not None])
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """What each id stands for in a text."""
+        return [self.spelling(token, kind) for token, kind in zip(self.tokens, self.types, strict=True)]
+
+    @cached_property
+    def widths(self) -> Lengths:
+        """Bytes (V,) of each token where it is read in a text, of control tokens too."""
+        both = zip(self._bytes, self.tokens, strict=True)
+        return np.array([len(found) or len(token.encode()) for found, token in both], np.int64)
+
+    @cached_property
+    def _standing(self) -> dict[bool, Spellings]:
+        """Tokens to look for in a text: with the control tokens, or only the user's."""
+        kinds = {True: STANDING, False: (USER_DEFINED,)}
+        return {
+            special: Spellings(
+                {t: place for t, place in self.ids.items() if self.types[place] in wanted}, self.stripping()
+            )
+            for special, wanted in kinds.items()
+        }
+
+    def _cut(self, data: bytes | str, special: bool) -> tuple[Parts, list[int]]:
+        """A text as ids that stood in it and the texts between them; bytes that were left out behind each."""
+        text = as_text(data)
+        parts = [part for part in self._standing[special].cut(text) if part != ""]
+        behind = [0] * len(parts)
+        if not self.stripping():
+            return parts, behind
+        end = 0
+        for place, part in enumerate(parts):
+            spelt = self.tokens[part] if isinstance(part, int) else part
+            start = text.index(spelt, end)
+            behind[place - 1] += start - end
+            end = start + len(spelt)
+        if parts:
+            behind[-1] += len(text) - end
+        return parts, behind
+
+    def _with_lengths(
+        self, parts: Parts, behind: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
+    ) -> tuple[Ids, Lengths]:
+        """The ids of all parts of a text, and how many of its bytes each stands for."""
+        lengths = [np.zeros(0, np.int64)]
+        for part, left_out, found in zip(parts, behind, ids, strict=True):
+            here = self.widths[[part]] if isinstance(part, int) else self.lengths(part, found)
+            here[-1:] += left_out
+            lengths.append(here)
+        return self._array(np.concatenate([np.zeros(0, np.uint32), *ids])), np.concatenate(lengths)
+
+    def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:
+        kept = ids[ids < self.vocab_size]
+        return kept.astype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+
+def as_text(data: bytes | str) -> str:
+    """`data` as text, U+FFFD for every byte that is not UTF-8."""
+    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return _NOT_UTF8.sub("\ufffd", raw.decode("utf-8", "surrogateescape"))
+
+
+def _tokens(keys: GGUFKeys) -> list[str]:
+    """The tokens in the order of their ids; an empty one is named as llama.cpp names it."""
+    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
+    if not tokens:
+        raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")
+    if len(set(tokens)) < len(tokens):
+        twice = show(Counter(tokens).most_common(1)[0][0])
+        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {twice} again")
+    return tokens

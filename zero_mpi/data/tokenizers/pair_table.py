@@ -1,0 +1,56 @@
+"""A table from pairs of whole numbers to a whole number, as two arrays that compiled code can look into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FREE = -1
+BITS = 21  # of the right number, a letter of Unicode or a symbol; the left one may have 31
+MOST = 1 << BITS
+_LEFT, _RIGHT, _FOLD = 2654435761, 2246822519, 15  # odd constants that spread neighbours (Knuth; xxHash)
+
+
+class PairTable(NamedTuple):
+    """Open addressing: where a pair lies, or the next free place, begins at its hash.
+
+    keys      (n,) int64, n a power of two: left << BITS | right, FREE where nothing lies
+    values    (n,) int32
+    """
+
+    keys: NDArray[np.int64]
+    values: NDArray[np.int32]
+
+
+def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArray[np.int64]) -> PairTable:
+    """A table of different pairs (m,) with their values, half of it free at least."""
+    size = 1 << max(4, int(2 * len(left) - 1).bit_length())
+    table = PairTable(np.full(size, FREE, np.int64), np.zeros(size, np.int32))
+    wanted = left << BITS | right
+    slots = left * _LEFT + right * _RIGHT
+    slots = (slots ^ (slots >> _FOLD)) & (size - 1)
+    pending = np.arange(len(wanted))
+    while len(pending):
+        here = slots[pending]
+        free = table.keys[here] == FREE
+        table.keys[here[free]] = wanted[pending[free]]  # of several that want one place the last has it
+        placed = table.keys[here] == wanted[pending]
+        table.values[here[placed]] = values[pending[placed]]
+        pending = pending[~placed]
+        slots[pending] = (slots[pending] + 1) & (size - 1)
+    return table
+
+
+def find(keys: NDArray[np.int64], values: NDArray[np.int32], left: int, right: int) -> int:
+    """The value of a pair; FREE where there is none."""
+    wide_left, wide_right = int(left), int(right)  # of 64 bits where they were read from an array of 32
+    slot = wide_left * _LEFT + wide_right * _RIGHT
+    slot = (slot ^ (slot >> _FOLD)) & (len(keys) - 1)
+    wanted = wide_left << BITS | wide_right
+    while keys[slot] != wanted:
+        if keys[slot] == FREE:
+            return FREE
+        slot = (slot + 1) & (len(keys) - 1)
+    return int(values[slot])

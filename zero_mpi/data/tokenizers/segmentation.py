@@ -1,0 +1,274 @@
+"""The loops over the characters of a text that cut it into tokens, compiled where numba is installed.
+
+They are llama.cpp's rules to the letter, which no library on PyPI keeps: `sentencepiece` adds scores in
+float32, `tokenizers` has no equal ranks and looks at a letter with its marks as a whole, and each of these
+shows in ids. Without numba the same functions run in the interpreter: right, and a hundred times slower.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.tokenizers import pair_table
+from zero_mpi.data.tokenizers.pair_table import FREE
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    import numba
+except ImportError:
+    numba = None
+
+
+def compiled(function: F) -> F:
+    """`function` as machine code, kept between runs; itself where numba is not installed."""
+    if numba is None:
+        return function
+    machine: F = numba.njit(cache=True, nogil=True)(function)
+    return machine
+
+
+find = compiled(pair_table.find)
+_PLACE = 32  # bits of a place in a key of the heap, below the rank
+_MASK = (1 << _PLACE) - 1
+
+
+# ---------------------------------------------------------------------------------- merges by score
+
+
+@compiled
+def merge(
+    symbols: NDArray[np.int32],
+    keys: NDArray[np.int64],
+    values: NDArray[np.int32],
+    ranks: NDArray[np.int64],
+    space: int,
+) -> NDArray[np.int64]:
+    """Join neighbours of `symbols` (n,) as long as a pair of them is in the table, in place.
+
+    Each pair has the rank of what it becomes; the smallest comes first, and of equal ones the one further
+    left (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: a word begins where it
+    follows another symbol, and no pair reaches over that place; FREE if pairs may. Returns for each place
+    (n,) that of the next symbol; FREE at one that was joined to what is before it.
+    """
+    count = len(symbols)
+    before, after = np.empty(count, np.int64), np.empty(count, np.int64)
+    start = 0
+    while start < count:
+        stop = start + 1
+        while stop < count and (space == FREE or symbols[stop] != space or symbols[stop - 1] == space):
+            stop += 1
+        for place in range(start, stop):
+            before[place], after[place] = place - 1, place + 1
+        merge_word(symbols[:stop], keys, values, ranks, (before, after, start))
+        start = stop
+    return after
+
+
+@compiled
+def merge_word(
+    symbols: NDArray[np.int32],
+    keys: NDArray[np.int64],
+    values: NDArray[np.int32],
+    ranks: NDArray[np.int64],
+    chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
+) -> None:
+    """`merge` of the symbols from the place that is last in `chain`, whose links change with them."""
+    before, after, start = chain
+    heap = [np.int64(0)]
+    heap.pop()
+    for place in range(start, len(symbols) - 1):
+        found = find(keys, values, symbols[place], symbols[place + 1])
+        if found != FREE:
+            heap.append(ranks[found] << _PLACE | place)
+    heapq.heapify(heap)
+    while len(heap) > 0:
+        best = heapq.heappop(heap)
+        left = best & _MASK
+        right = after[left]
+        if right == FREE or right >= len(symbols):
+            continue
+        found = find(keys, values, symbols[left], symbols[right])
+        if found == FREE or ranks[found] != best >> _PLACE:
+            continue  # one of the two was joined to another meanwhile
+        symbols[left] = found
+        beyond = after[right]
+        after[left], after[right] = beyond, FREE
+        if beyond < len(symbols):
+            before[beyond] = left
+            found = find(keys, values, symbols[left], symbols[beyond])
+            if found != FREE:
+                heapq.heappush(heap, ranks[found] << _PLACE | left)
+        if left > start:
+            found = find(keys, values, symbols[before[left]], symbols[left])
+            if found != FREE:
+                heapq.heappush(heap, ranks[found] << _PLACE | before[left])
+
+
+@compiled
+def spell(
+    symbols: NDArray[np.int32],
+    after: NDArray[np.int64],
+    letters: NDArray[np.int32],
+    bytewise: NDArray[np.int32],
+    vocab: int,
+) -> NDArray[np.int32]:
+    """The ids of merged symbols; one that is no token, a letter then, by the bytes of its UTF-8.
+
+    `letters` (n,): code points, or -1 - id of a token that stood in the text. `bytewise` (256,): the token of
+    each byte.
+    """
+    ids = np.empty(4 * len(symbols), np.int32)
+    count = place = 0
+    while place < len(symbols):
+        if symbols[place] < vocab:
+            ids[count] = symbols[place]
+            count += 1
+        elif letters[place] < 0:
+            ids[count] = -1 - letters[place]
+            count += 1
+        else:
+            point = letters[place]
+            more = int(point > 0x7F) + int(point > 0x7FF) + int(point > 0xFFFF)  # bytes behind the first
+            first = point if more == 0 else (0xFF00 >> more + 1 & 0xFF) | point >> 6 * more
+            ids[count] = bytewise[first]
+            for number in range(more):
+                ids[count + 1 + number] = bytewise[0x80 | point >> 6 * (more - 1 - number) & 0x3F]
+            count += 1 + more
+        place = after[place]
+    return ids[:count].copy()
+
+
+# ---------------------------------------------------------------------------------- the likeliest tokens
+
+
+@compiled
+def likeliest(
+    letters: NDArray[np.int32],
+    keys: NDArray[np.int64],
+    values: NDArray[np.int32],
+    ends: NDArray[np.int32],
+    scores: NDArray[np.float64],
+    unknown: tuple[int, float],
+) -> NDArray[np.int32]:
+    """The tokens (m,) of letters (n,) with the greatest sum of scores (Viterbi; unigram model of Kudo 2018).
+
+    The table leads from a node of a trie and a letter to the next node, `ends` from a node to its token or
+    FREE. `unknown`: the token of a letter that is none itself, and its score; neighbours become one. Of equal
+    sums the one found first stays: that whose last token is longer. A letter may be -1 - id of a token that
+    stood in the text: what is before it and behind it are texts of their own.
+    """
+    count = len(letters)
+    best, token, origin = (
+        np.full(count + 1, -np.inf),
+        np.empty(count + 1, np.int32),
+        np.empty(count + 1, np.int64),
+    )
+    best[0] = 0.0
+    for start in range(count):
+        if letters[start] < 0:
+            best[start + 1], token[start + 1], origin[start + 1] = 0.0, -1 - letters[start], start
+            continue
+        node, place, alone = 0, start, False
+        while place < count and letters[place] >= 0:
+            node = find(keys, values, node, letters[place])
+            if node == FREE:
+                break
+            place += 1
+            if ends[node] != FREE:
+                alone = alone or place == start + 1
+                total = best[start] + scores[ends[node]]
+                if total > best[place]:
+                    best[place], token[place], origin[place] = total, ends[node], start
+        if not alone and best[start] + unknown[1] > best[start + 1]:
+            best[start + 1], token[start + 1], origin[start + 1] = best[start] + unknown[1], unknown[0], start
+    return backwards(letters, token, origin, unknown[0])
+
+
+@compiled
+def backwards(
+    letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
+) -> NDArray[np.int32]:
+    """The tokens along the best way (n + 1,) from the end to the beginning, in the order of the text."""
+    ids = np.empty(len(letters), np.int32)
+    first, place, in_unknown = len(ids), len(letters), False
+    while place > 0:
+        is_unknown = token[place] == unknown and letters[place - 1] >= 0
+        if not (is_unknown and in_unknown):
+            first -= 1
+            ids[first] = token[place]
+        place, in_unknown = origin[place], is_unknown
+    return ids[first:].copy()
+
+
+# ---------------------------------------------------------------------------------- other spellings
+
+
+@compiled
+def respell(
+    text: NDArray[np.uint8], nodes: NDArray[np.int64], spellings: NDArray[np.uint8], out: NDArray[np.uint8]
+) -> int:
+    """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap says.
+
+    Returns the length, which alone is right if `out` is too short; FREE for a map that points outside of
+    itself. `nodes`: a double array (Kanda 2018). A node has its letter, whether a prefix ends in it, and the
+    base of what follows; the value of a prefix is where in `spellings`, which end in zeros, the new one is.
+    """
+    place = length = 0
+    while place < len(text):
+        taken, spelling = longest_prefix(text[place:], nodes)
+        if taken < 0 or spelling >= len(spellings):
+            return FREE
+        if taken:
+            while spellings[spelling]:
+                if length < len(out):
+                    out[length] = spellings[spelling]
+                spelling += 1
+                length += 1
+                if spelling == len(spellings):
+                    return FREE
+            place += taken
+        else:
+            stop = place + 1  # no prefix begins within a letter
+            while stop < len(text) and text[stop] & 0xC0 == 0x80:
+                stop += 1
+            for byte in text[place:stop]:
+                if length < len(out):
+                    out[length] = byte
+                length += 1
+            place = stop
+    return length
+
+
+@compiled
+def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
+    """(length of the longest prefix in the map, where its new spelling is); (0, 0) without one."""
+    taken = spelling = 0
+    if len(nodes) == 0:
+        return 0, 0
+    node: Any = base_of(nodes[0])
+    for place in range(len(text)):
+        letter = np.int64(text[place])
+        node ^= letter
+        if node >= len(nodes):
+            return FREE, 0
+        if letter == 0 or nodes[node] & 0x800000FF != letter:
+            break
+        is_end = nodes[node] >> 8 & 1
+        node ^= base_of(nodes[node])
+        if is_end:
+            if node >= len(nodes):
+                return FREE, 0
+            taken, spelling = place + 1, nodes[node] & 0x7FFFFFFF
+    return taken, spelling
+
+
+@compiled
+def base_of(node: int) -> int:
+    """Where the nodes behind a node begin, relative to it."""
+    return node >> 10 << ((node & 0x200) >> 6)

@@ -1,0 +1,123 @@
+"""SentencePiece's tokenizers as model files describe them: merges by score, and the likeliest tokens.
+
+A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
+those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
+and sums are of float64. The loops are `segmentation`'s. Where no token reaches over the beginning of a word,
+long texts are cut there and go through all threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.tokenizers.gguf_tokenizer import (
+    BYTE,
+    KEY,
+    NORMAL,
+    PIECE,
+    USER_DEFINED,
+    GGUFTokenizer,
+    Lengths,
+    Parts,
+)
+from zero_mpi.data.tokenizers.pair_table import FREE
+from zero_mpi.files.gguf_keys import THE_FILE
+
+SPACE = "▁"  # U+2581, for a space
+SCORES = KEY + "scores"
+_SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+Letters = NDArray[np.int32]
+
+
+class SentencePieceTokenizer(GGUFTokenizer):
+    """What both kinds have in common. UsageError for keys that do not fit together."""
+
+    usually_adds_space: ClassVar[bool] = False  # where the file does not say
+
+    def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
+        super().__init__(metadata, place)
+        asked = self._keys.flag(KEY + "add_space_prefix")
+        self.adds_space = self.usually_adds_space if asked is None else asked
+        given = self._keys.numbers(SCORES, self.vocab_size)
+        self.scores = np.zeros(self.vocab_size, np.float32) if given is None else given
+        self.unknown = self.special_id("unknown")
+
+    def spelling(self, token: str, kind: int) -> bytes:
+        """The bytes of a token in a text, by its type; empty for one that is no text."""
+        if kind == NORMAL:
+            return token.replace(SPACE, " ").encode()
+        if kind == BYTE:
+            found = _BYTE.fullmatch(token)
+            return bytes([int(found[1], 16)]) if found else b""
+        return token.encode() if kind == USER_DEFINED else b""
+
+    def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
+        """The ids of each document; all are worked on as one text, of which threads take pieces."""
+        end = self.vocab_size  # stands behind each
+        pieces = self._pieces(self._letters([part for parts in documents for part in (*parts, end)]))
+        threads = min(len(os.sched_getaffinity(0)), len(pieces))
+        if threads == 1:
+            found = [self.segment(piece) for piece in pieces]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                found = list(pool.map(self.segment, pieces))
+        ids = np.concatenate(found)
+        stops = np.flatnonzero(ids == end).tolist()
+        return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
+
+    def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
+        """Bytes of a text between tokens (n,) that each of its ids stands for.
+
+        None of the space that was put before it; three where the text itself has the sign for a space.
+        """
+        lengths = super().lengths(text, ids)
+        lengths[:1] -= int(self.adds_space)
+        if SPACE not in text:
+            return lengths
+        given, read = (np.array([len(c.encode()) for c in t]) for t in (text, text.replace(SPACE, " ")))
+        ends = np.interp(np.cumsum(lengths), np.cumsum([0, *read]), np.cumsum([0, *given]))
+        spread: Lengths = np.diff(ends.astype(np.int64), prepend=0)
+        return spread
+
+    @abstractmethod
+    def prepared(self, text: str) -> str:
+        """A text between tokens as it is segmented: spelt and spaced as the kind wants it."""
+
+    @abstractmethod
+    def segment(self, letters: Letters) -> NDArray[np.int32]:
+        """The ids (m,) of letters (n,)."""
+
+    def _letters(self, parts: Parts) -> Letters:
+        """The code points (n,) of parts; in the place of a token that stood in the text -1 - its id."""
+        texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
+        letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+        stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
+        letters[ends[stood != FREE] - 1] = -1 - stood[stood != FREE]
+        return letters
+
+    def _pieces(self, letters: Letters) -> list[Letters]:
+        """Letters in pieces of about `PIECE` that have the ids of the whole."""
+        begins = letters < 0
+        if self.is_cut_at_words:
+            begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
+        firsts = np.flatnonzero(begins)
+        wanted = np.searchsorted(firsts, np.arange(PIECE, len(letters), PIECE))
+        return np.split(letters, np.unique(firsts[wanted[wanted < len(firsts)]]))
+
+    @cached_property
+    def is_cut_at_words(self) -> bool:
+        """Whether no token reaches over the beginning of a word."""
+        return not any(_SEAM.search(token) for token in self.tokens)

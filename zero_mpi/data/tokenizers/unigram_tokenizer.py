@@ -1,0 +1,123 @@
+"""SentencePiece's unigram model: of all ways to cut a text the one whose tokens have the greatest scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.tokenizers.gguf_tokenizer import KEY, NORMAL, UNUSED, USER_DEFINED
+from zero_mpi.data.tokenizers.pair_table import FREE, PairTable, pair_table
+from zero_mpi.data.tokenizers.sentencepiece import SPACE, Letters, SentencePieceTokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import THE_FILE
+
+CHARSMAP = KEY + "precompiled_charsmap"
+_UNKNOWN_BELOW = np.float32(10.0)  # as far is the score of what is no token below the least of all
+
+
+class _Trie(NamedTuple):
+    """What the likeliest tokens are looked for with: nodes by node and letter, and tokens by node."""
+
+    nodes: PairTable
+    ends: NDArray[np.int32]
+
+
+class UnigramTokenizer(SentencePieceTokenizer):
+    """The tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": the tokens of the greatest score.
+
+    Text is spelt as the file's charsmap wants it (mostly NFKC) before. A letter without a token is unknown.
+    """
+
+    usual_ids: ClassVar = {"eos": 1, "unknown": 2, "padding": 0}
+
+    def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
+        super().__init__(metadata, place)
+        self.removes_spaces = bool(self._keys.flag(KEY + "remove_extra_whitespaces"))
+        if self.unknown is None:
+            raise UsageError(f"{place} names no unknown token: expected {KEY}unknown_token_id")
+        self._unknown = self.unknown
+        self._nodes, self._spellings = self._charsmap()
+
+    def adds_bos(self) -> bool:
+        """Prompts begin with bos only where the file asks for it."""
+        return False
+
+    def prepared(self, text: str) -> str:
+        """A text as the charsmap spells it, with its spaces replaced, removed and put as the file says."""
+        text = self._respelt(text)
+        if self.removes_spaces:
+            return "".join([SPACE + word for word in text.split(" ") if word])
+        bare = text.lstrip(" ")
+        before = int(self.adds_space and bare != "")
+        return SPACE * (len(text) - len(bare) + before) + bare.replace(" ", SPACE)
+
+    def segment(self, letters: Letters) -> NDArray[np.int32]:
+        from zero_mpi.data.tokenizers import segmentation  # compiled where it is used
+
+        table = self._trie
+        ids: NDArray[np.int32] = segmentation.likeliest(
+            letters, *table.nodes, table.ends, self._wide_scores, (self._unknown, self._unknown_score)
+        )
+        return ids
+
+    @cached_property
+    def is_cut_at_words(self) -> bool:
+        """Unknown letters become one token with what is before them, unless that is a token."""
+        return SPACE in self.ids and super().is_cut_at_words
+
+    @cached_property
+    def _trie(self) -> _Trie:
+        """Of the tokens that text may become; made where it is used."""
+        nodes, pairs, ends = {"": 0}, list[tuple[int, int, int]](), {}
+        for token, kind in zip(self.tokens, self.given_types, strict=True):
+            if kind not in (NORMAL, USER_DEFINED, UNUSED):
+                continue
+            for place, letter in enumerate(token):
+                prefix = token[: place + 1]
+                if prefix not in nodes:
+                    pairs.append((nodes[token[:place]], ord(letter), len(nodes)))
+                    nodes[prefix] = len(nodes)
+            ends[nodes[token]] = self.ids[token]
+        found = np.full(len(nodes), FREE, np.int32)
+        found[list(ends)] = list(ends.values())
+        left, right, node = np.array(pairs, np.int64).reshape(-1, 3).T
+        return _Trie(pair_table(left, right, node), found)
+
+    @cached_property
+    def _wide_scores(self) -> NDArray[np.float64]:
+        """Scores (V,), of what the user defined 0: likelier than all others."""
+        return np.where(np.array(self.given_types) == USER_DEFINED, 0.0, self.scores.astype(np.float64))
+
+    @cached_property
+    def _unknown_score(self) -> float:
+        normal = self.scores[np.array(self.given_types) == NORMAL]
+        return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
+
+    def _charsmap(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """The nodes and the spellings of the charsmap, both empty without one."""
+        given = self._keys.octets(CHARSMAP)
+        if not given:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        size = int.from_bytes(given[:4], "little")
+        if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
+            raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
+        nodes = np.frombuffer(given, "<u4", size // 4, 4).astype(np.int64)
+        return nodes, np.frombuffer(given, np.uint8, offset=4 + size)
+
+    def _respelt(self, text: str) -> str:
+        """The text as the charsmap spells it."""
+        from zero_mpi.data.tokenizers import segmentation  # compiled where it is used
+
+        if not len(self._nodes):
+            return text
+        given = np.frombuffer(text.encode(), np.uint8)
+        out = np.empty(len(given) + len(given) // 8 + 64, np.uint8)
+        while (length := segmentation.respell(given, self._nodes, self._spellings, out)) > len(out):
+            out = np.empty(length, np.uint8)
+        if length == FREE:
+            raise self._keys.fault(CHARSMAP, "a table that points nowhere but into itself and the spellings")
+        return out[:length].tobytes().decode(errors="replace")
