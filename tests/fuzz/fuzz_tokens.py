@@ -90,11 +90,54 @@ def file(random: Random) -> bytes:
     return header(wild.edited(random, usual()), version) + IDS
 
 
-def command(folder: Path, random: Random) -> list[str]:
+def llm_c() -> dict[str, bytes]:
+    """A file of llm.c."""
+    return {"ids.bin": np.array([20240520, 1, 500] + [0] * 253, "<i4").tobytes() + IDS}
+
+
+def megatron() -> dict[str, bytes]:
+    """A file of Megatron and its index: 50 documents of ten ids."""
+    index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + b"\x08" + np.array([50, 51], "<u8").tobytes()
+    index += np.full(50, 10, "<i4").tobytes() + np.arange(0, 1000, 20, "<i8").tobytes()
+    return {"ids.bin": IDS, "ids.idx": index + np.arange(51, dtype="<i8").tobytes()}
+
+
+def arrow() -> dict[str, bytes]:
+    """A stream of datasets: 50 documents of ten ids; no such file where pyarrow is not installed."""
+    try:
+        import pyarrow
+    except ImportError:
+        return llm_c()
+    ids = np.frombuffer(IDS, np.uint16).astype(np.int32).reshape(50, 10).tolist()
+    batch = pyarrow.record_batch({"input_ids": pyarrow.array(ids, pyarrow.list_(pyarrow.int32()))})
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(out, batch.schema) as stream:
+        stream.write_batch(batch)
+    return {"ids.arrow": out.getvalue().to_pybytes()}
+
+
+def others(random: Random, folder: Path) -> list[str]:
+    """What other programs write, changed or cut."""
+    files = random.choice([llm_c, megatron, arrow])()
+    spoilt = random.choice(list(files))
+    changes = [
+        wild.edited,
+        lambda random, data: data[: random.randrange(len(data))],
+        lambda random, data: data,
+    ]
+    files[spoilt] = random.choice(changes)(random, files[spoilt])
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    name = next(iter(files))
+    mark = "nanogpt:" if name.endswith(".bin") and random.random() < 0.2 else ""
+    return command(folder, random, mark + name)
+
+
+def command(folder: Path, random: Random, name: str = "ids.npy") -> list[str]:
     """A step of training on the ids, from scratch."""
     sizes = ["--dim", "8", "--layers", "1", "--heads", "2", "--context", "16", "--vocab-size", "61"]
     steps = ["--sample", "0", "--steps", "1", "--batch-size", "1", "--micro-batch", "1", "--out", "out"]
-    data = random.choice([["ids.npy"], ["ids.npy", "./ids.npy"]])
+    data = random.choice([[name], [name, name.replace("ids", "./ids")]])
     return ["-m", "zero_mpi.train", "--data", *data, *sizes, *steps]
 
 
@@ -132,4 +175,4 @@ def special(random: Random, folder: Path) -> list[str]:
     return command(folder, random)
 
 
-CASES = {"sound": sound, "bytes": bytes_of, "arrays": arrays, "special": special}
+CASES = {"sound": sound, "bytes": bytes_of, "arrays": arrays, "special": special, "others": others}

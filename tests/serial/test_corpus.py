@@ -16,6 +16,7 @@ from zero_mpi.data import (
     load_corpus,
     stdlib_files,
     text_files,
+    token_file,
     unigram_entropy,
 )
 from zero_mpi.data import corpus as corpus_module
@@ -219,7 +220,7 @@ def test_token_files_stay_on_disk(tmp_path):
 
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_reader, "_BLOCK", 7)
+    monkeypatch.setattr(token_file, "BLOCK", 7)
     path = put_ids(tmp_path / "ids.npy", [259] * 16 + [260, 300])
     with pytest.raises(UsageError, match=r"ids.npy: id 260 at position 16 is outside the vocabulary of 260"):
         load(path)

@@ -403,14 +403,16 @@ def bad_files(folder: Path) -> dict[str, str]:
     (folder / "empty.gguf").touch()
     with GGUFStream(folder / "mamba.gguf", "mamba", {}, []):
         pass
-    write_model(folder / "words.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
+    write_model(folder / "words.gguf", LLAMA, {"tokenizer.ggml.model": "bert"})
+    write_model(folder / "bare.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
     return {
         "none.gguf": "none.gguf: no such file",
         "folder": "folder: no such file",
         "text.gguf": "expected a GGUF file",
         "empty.gguf": "expected a GGUF file, found an empty one",
         "mamba.gguf": "architecture 'mamba' is not known",
-        "words.gguf": "the tokenizer 'llama'",
+        "words.gguf": "the tokenizer 'bert'",
+        "bare.gguf": "bare.gguf has no tokenizer.ggml.tokens: expected a vocabulary",
     }
 
 

@@ -13,7 +13,7 @@ from test_command_bits import SIZES, needs_mpiexec
 from zero_mpi.data import PackedWindows, Windows
 from zero_mpi.data import token_file as token_file_module
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.data.token_file import read_token_file
+from zero_mpi.data.token_formats import read_tokens
 from zero_mpi.data.token_spans import FileSpan, TokenSpans, read_ids
 from zero_mpi.errors import JobError, UsageError
 
@@ -105,7 +105,7 @@ def test_a_large_file_is_looked_at_here_and_there(tmp_path, monkeypatch):
 
     def written(ids):
         np.save(path, np.array(ids, np.uint16))
-        return read_token_file(path, VOCABULARY, 1 << 20)[1]
+        return read_tokens(path.name, path, VOCABULARY).digest
 
     ids = np.arange(5000) % 300
     first = written(ids)
@@ -117,7 +117,7 @@ def test_a_large_file_is_looked_at_here_and_there(tmp_path, monkeypatch):
     with pytest.raises(
         UsageError, match=r"ids.npy: id 65000 at byte 10,126 is outside the vocabulary of 300"
     ):
-        read_token_file(path, 300, 1 << 20)
+        read_tokens(path.name, path, 300)
 
 
 def sparse(path, gigabytes):

@@ -83,7 +83,7 @@ class Config:
         None,
         list,
         "data",
-        "text, .npy token files, or conversations as .jsonl; PATH=SHARE mixes (default: Python's library)",
+        "text, token files, or conversations as .jsonl; PATH=SHARE mixes (default: Python's library)",
     )
     tokenizer: str | None = flag(
         None,

@@ -125,11 +125,16 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
         ),
         held_out=tuple(Part(each.source.name, stream_of(each.val)) for each in splits if each.val),
         sha256=_joint_digest([each.digest for each in splits]),
-        documents=sum(len(each.train) + len(each.val) - each.alone for each in splits),
-        val_documents=sum(len(each.val) - each.alone for each in splits),
+        documents=sum(_count(each.train) + _count(each.val) - each.alone for each in splits),
+        val_documents=sum(_count(each.val) - each.alone for each in splits),
         notes=tuple(note for each in splits for note in each.notes),
         vocab_size=vocab_size,
     )
+
+
+def _count(documents: _Documents) -> int:
+    """How many documents there are, where token files tell of their own."""
+    return sum(1 if document.ends is None else len(document.ends) for document in documents)
 
 
 def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
@@ -145,7 +150,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
         train, val, notes = documents, [], [*notes, refusal]
     said = [f"{source.name}: {note}" if source.name else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    return _Split(source, train, val, said, digest, alone=len(documents) == 1 and bool(val))
+    return _Split(source, train, val, said, digest, alone=bool(val) and _count(documents) == 1)
 
 
 def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Split:
@@ -164,16 +169,15 @@ def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
-    """Training and held-out documents, each in the order of the corpus; the tail of one that is alone."""
+    """Training and held-out documents, each in the order of the corpus.
+
+    The tail of one that is alone; the last documents of each token file, where all tell where these end.
+    """
     if fraction == 0:
         return documents, []
-    if len(documents) == 1:
-        (alone,) = documents
-        ids, counted = alone.tokens, alone.counted
-        cut = ids.size - math.ceil(fraction * ids.size)
-        sides = ((ids[part], None if counted is None else counted[part]) for part in np.s_[:cut, cut:])
-        train, val = (alone._replace(tokens=tokens, counted=counts) for tokens, counts in sides)
-        return [train], [val]
+    if len(documents) == 1 or all(each.ends is not None and len(each.ends) > 1 for each in documents):
+        cut = [each.cut(each.tokens.size - math.ceil(fraction * each.tokens.size)) for each in documents]
+        return [first for first, _ in cut], [last for _, last in cut]
     held = _draw([document.tokens.size for document in documents], fraction, seed)
     left = [document for place, document in enumerate(documents) if place not in held]
     return left, [documents[place] for place in sorted(held)]

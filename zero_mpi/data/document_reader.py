@@ -19,15 +19,14 @@ from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document
 from zero_mpi.data.encoded_cache import Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD
-from zero_mpi.data.text_files import are_tokens, collect_files, named, stdlib_files, stdlib_root, unreadable
+from zero_mpi.data.text_files import collect_files, named, stdlib_files, stdlib_root, unreadable
 from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.data.token_file import read_token_file
+from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import LONGEST
+from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 
-_BLOCK = 1 << 20  # ids looked at together
 _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
 
 
@@ -54,12 +53,7 @@ class DocumentReader(NamedTuple):
         library = ((p.relative_to(root).as_posix(), p) for p in stdlib_files())
         files = collect_files(paths) if paths else list(library)
         if are_tokens(files):
-            if self.packs:
-                raise UsageError(
-                    "--packing documents: --data are token files, which do not tell where documents end: use "
-                    "text"
-                )
-            return [Document(name, *read_token_file(path, self.vocab, _BLOCK)) for name, path in files], []
+            return self._tokens(token_files(files)), []
         if self.text is None:
             raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
         if self.vocab < self.text.tokenizer.vocab_size:
@@ -68,6 +62,17 @@ class DocumentReader(NamedTuple):
         return through(
             files, self._settings(paths, self.text), self.vocab, self._encode(files, paths, self.text)
         )
+
+    def _tokens(self, files: Files) -> list[Document]:
+        """Token files, of which none is read into memory."""
+        documents = [read_tokens(name, path, self.vocab) for name, path in files]
+        silent = [each.name for each in documents if each.ends is None]
+        if self.packs and silent:
+            raise UsageError(
+                "--packing documents: --data are token files, which do not tell where documents end "
+                f"({shown(silent[0])}): use text, or files of Megatron or Arrow"
+            )
+        return documents
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
         """What encodes files: conversations, or text."""

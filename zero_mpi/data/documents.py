@@ -28,12 +28,30 @@ class Document(NamedTuple):
     tokens    ids (n,), uint16 or uint32, held or in a file; of text with what closes it
     digest    sha256 of the bytes that it was made of, and of what was made of them
     counted   (n,): whether the loss counts a token as a target, the first never is one; None: all are
+    ends      (D,) int64: where the documents of a token file end, none of which is empty; None: it is one, or
+              the file does not tell
     """
 
     name: str
     tokens: Tokens
     digest: bytes
     counted: Counted | None = None
+    ends: NDArray[np.int64] | None = None
+
+    def cut(self, place: int) -> tuple[Document, Document]:
+        """The documents before a place and those from it on; one that reaches over it belongs to the first
+        as far as the place, unless it is known where documents end: then the cut is where one does.
+        """
+        ends, count = self.ends, self.counted
+        if ends is not None and len(ends) > 1:
+            borders = ends[:-1]
+            place = int(borders[min(int(np.searchsorted(borders, place)), len(borders) - 1)])
+        first = self._replace(tokens=self.tokens[:place], counted=None if count is None else count[:place])
+        last = self._replace(tokens=self.tokens[place:], counted=None if count is None else count[place:])
+        if ends is None:
+            return first, last
+        before = np.append(ends[ends < place], place)
+        return first._replace(ends=before), last._replace(ends=ends[ends > place] - place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +80,7 @@ class Stream:
 
 def stream_of(documents: Sequence[Document]) -> Stream:
     """The stream of documents, all with `counted` or none, and all held or all in files."""
-    ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
+    ends = ends_of(documents)
     masks = [document.counted for document in documents if document.counted is not None]
     assert len(masks) in (0, len(documents)), "text and conversations do not mix"
     if len(documents) == 1:
@@ -75,3 +93,15 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted)
     held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
     return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted)
+
+
+def ends_of(documents: Sequence[Document]) -> NDArray[np.int64]:
+    """Where each document ends (D,) in the stream of all."""
+    ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
+    if all(document.ends is None for document in documents):
+        return ends
+    own = [
+        end - each.tokens.size + each.ends if each.ends is not None else [end]
+        for end, each in zip(ends.tolist(), documents, strict=True)
+    ]
+    return np.concatenate(own)

@@ -93,7 +93,11 @@ LINES_REMEDY = (
     "write out the field that is the text first, say: jq -r .text FILE > NEW.txt; a .jsonl of conversations "
     "has messages, prompt and completion, instruction and output, or conversations in each line"
 )
-BINARY = Kind("binary data", "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32")
+BINARY = Kind(
+    "binary data",
+    "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
+    "uint16 without a header",
+)
 CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero_mpi.data.text_files import are_tokens, collect_files
+from zero_mpi.data.text_files import collect_files
+from zero_mpi.data.token_formats import are_tokens
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 

@@ -13,7 +13,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
 _NAME = 40  # letters of a path that are shown where there is little room
-_TOKEN_SUFFIX = ".npy"
+NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
 # Distributions ship these or not as they like, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -41,18 +41,20 @@ def stdlib_files() -> list[Path]:
 def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
     """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
 
-    The name is relative to the given folder, with forward slashes; of a file given by itself, its last part.
+    The name is relative to the given folder, with forward slashes; of a file given by itself, its last part;
+    with `NANOGPT` before it where the path has that.
     Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
     once, or its text could be trained on and held out too. Raises UsageError for a path that is not there.
     """
     found: dict[str, tuple[str, Path]] = {}
-    for given in map(Path, paths):
+    for given in paths:
+        mark = NANOGPT if given.startswith(NANOGPT) else ""
         try:
-            files = _files_of(given)
+            files = _files_of(Path(given.removeprefix(mark)))
         except FileError as error:
             raise FileError(f"--data {error}") from None
         for name, path in files:
-            found.setdefault(os.path.realpath(path), (name, path))
+            found.setdefault(os.path.realpath(path), (mark + name, path))
     return list(found.values())
 
 
@@ -84,12 +86,3 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 def unreadable(error: OSError) -> NoReturn:
     """Raise the UsageError for a file of --data that the system does not let us read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
-
-
-def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
-    """Whether files are token files, all of them; raises UsageError if only some are."""
-    tokens = [path for _, path in files if path.suffix == _TOKEN_SUFFIX]
-    texts = [path for _, path in files if path.suffix != _TOKEN_SUFFIX]
-    if tokens and texts:
-        raise UsageError(f"--data takes text or token files, not both: {tokens[0]} is one, {texts[0]} is not")
-    return bool(tokens)

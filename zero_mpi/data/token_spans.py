@@ -84,7 +84,7 @@ def opened(path: str, length: int) -> FileIO:
 
 
 class TokenSpans:
-    """Spans of files as one row of ids, of the widest of their types. A slice of it is another one.
+    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice of it is another one.
 
     Ids are looked at when they are read: one outside the vocabulary of `vocab` is a JobError.
     """
@@ -94,7 +94,8 @@ class TokenSpans:
     def __init__(self, spans: Sequence[FileSpan], vocab: int) -> None:
         self.spans = joined(spans)
         self.vocab = vocab
-        self.dtype = np.result_type(np.uint16, *(span.dtype for span in self.spans))
+        widest = max((span.dtype.itemsize for span in self.spans), default=2)
+        self.dtype = np.dtype(np.uint16 if widest == 2 else np.uint32)
         self._ends: Places = np.cumsum([span.size for span in self.spans], dtype=np.int64)
 
     @property
@@ -128,22 +129,20 @@ class TokenSpans:
             for span, at, count in self._pieces(start, size):
                 here = room[done : done + count]
                 done += count
-                if span.dtype == self.dtype:
-                    span.read(at, here)
-                else:
-                    narrow = np.empty(count, span.dtype)
-                    span.read(at, narrow)
-                    here[...] = narrow
-                self._check(here, span, at)
+                given = here if span.dtype == self.dtype else np.empty(count, span.dtype)
+                span.read(at, given)
+                self._check(given, span, at)
+                if given is not here:
+                    here[...] = given
         return room
 
     def held(self) -> Ids:
         """All ids, read into memory."""
         return self.read(np.array([0]), np.array([self.size]))
 
-    def _check(self, ids: Ids, span: FileSpan, first: int) -> None:
-        if ids.size and ids.max() >= self.vocab:
-            place = int(np.argmax(ids >= self.vocab))
+    def _check(self, ids: NDArray[np.integer[Any]], span: FileSpan, first: int) -> None:
+        if ids.size and (ids.max() >= self.vocab or ids.min() < 0):
+            place = int(np.argmax((ids < 0) | (ids >= self.vocab)))
             byte = span.start + (first + place) * span.dtype.itemsize
             raise JobError(
                 f"{shown(span.path)}: id {ids[place]} at byte {byte:,} is outside the vocabulary of "

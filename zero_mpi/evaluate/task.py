@@ -17,7 +17,7 @@ from zero_mpi.train.same_flags import settings
 
 MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
-    "data": "text, .npy token files, or conversations as .jsonl",
+    "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
     "chat_template": "",
     "loss_on": "",

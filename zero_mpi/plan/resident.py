@@ -17,6 +17,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of, stdlib_files
 from zero_mpi.data.corpus import Corpus
 from zero_mpi.data.encoded_cache import LEAST, folder
+from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
@@ -96,17 +97,18 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Those of token files, and of text that is kept once it is encoded, stay on disk.
     """
-    lists = [[path for _, path in files_of(config.data)] if config.data else stdlib_files()]
-    lists += [[path for _, path in files_of(config.val_data)]] if config.val_data else []
+    lists = [files_of(config.data) if config.data else [(path.name, path) for path in stdlib_files()]]
+    lists += [files_of(config.val_data)] if config.val_data else []
     return sum(held_bytes(files, model.vocab_size) for files in lists)
 
 
-def held_bytes(files: Sequence[Path], vocabulary: int) -> int:
+def held_bytes(files: Sequence[tuple[str, Path]], vocabulary: int) -> int:
     """Of the ids that are read of such files and held."""
-    found = sum(path.stat().st_size for path in files)
-    are_tokens, width = all(path.suffix == ".npy" for path in files), 2 if vocabulary <= 1 << 16 else 4
-    ids = found if are_tokens else width * found // (1 if vocabulary <= 300 else BYTES_OF_TOKEN)
-    in_files = are_tokens or (found >= LEAST and folder() is not None)
+    tokens = token_files(files)
+    found = sum(path.stat().st_size for _, path in tokens or files)
+    width = 2 if vocabulary <= 1 << 16 else 4
+    ids = found if tokens else width * found // (1 if vocabulary <= 300 else BYTES_OF_TOKEN)
+    in_files = bool(tokens) or (found >= LEAST and folder() is not None)
     return 0 if in_files and ids > MOST_HELD else ids
 
 

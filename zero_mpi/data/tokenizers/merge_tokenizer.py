@@ -13,7 +13,7 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import STANDING
 from zero_mpi.data.tokenizers.pair_table import FREE, MOST, PairTable, pair_table
 from zero_mpi.data.tokenizers.sentencepiece import SPACE, Letters, SentencePieceTokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import THE_FILE
+from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 
 _NAME = "general.name"
 _LETTERS = 0x110000
@@ -45,7 +45,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
-        name = str(metadata.get(_NAME, ""))
+        name = GGUFKeys(metadata, place).text(_NAME) or ""
         # llama.cpp knows this family by its name alone, so the name is part of the tokenizer.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[_NAME] = name

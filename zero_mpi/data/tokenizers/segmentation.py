@@ -29,7 +29,10 @@ def compiled(function: F) -> F:
     """`function` as machine code, kept between runs; itself where numba is not installed."""
     if numba is None:
         return function
-    machine: F = numba.njit(cache=True, nogil=True)(function)
+    try:
+        machine: F = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder to keep it in
+        machine = numba.njit(nogil=True)(function)
     return machine
 
 

@@ -1,0 +1,92 @@
+"""Ids of an Arrow file as the package datasets writes it: a list of them for each document, uncompressed.
+
+pyarrow tells where the buffers lie; the ids themselves are read as those of any other token file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.token_file import TokenLayout
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+
+COLUMN = "input_ids"
+KINDS = ("int16", "int32", "int64", "uint16", "uint32")
+
+
+def pyarrow() -> Any:
+    """The package pyarrow. UsageError, with the remedy, where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise UsageError("Arrow files need the package pyarrow: pip install 'zero-mpi[arrow]'") from error
+    return pyarrow
+
+
+def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
+    """Where the column of ids lies; ValueError for a file without one that can be read by places."""
+    library = pyarrow()
+    try:
+        with library.memory_map(str(path)) as mapped:
+            batches = list(_batches(library, mapped))
+            return _layout(library, mapped, batches)
+    except library.lib.ArrowException as error:
+        raise ValueError(shown(str(error), 200)) from None
+
+
+def _batches(library: Any, mapped: Any) -> Iterator[Any]:
+    """The record batches of a file or a stream; datasets writes streams."""
+    if mapped.read(6) == b"ARROW1":
+        found = library.ipc.open_file(mapped)
+        yield from (found.get_batch(number) for number in range(found.num_record_batches))
+    else:
+        mapped.seek(0)
+        yield from library.ipc.open_stream(mapped)
+
+
+def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
+    """The runs of all batches."""
+    mapped.seek(0)
+    base = mapped.read_buffer(mapped.size()).address
+    runs, ends, kinds, total = list[tuple[int, int]](), list[NDArray[np.int64]](), set[str](), 0
+    for batch in batches:
+        column = _column(library, batch)
+        kinds.add(str(column.type.value_type))
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        values = column.values
+        width = values.type.bit_width // 8
+        start = values.buffers()[1].address - base + (values.offset + int(offsets[0])) * width
+        count = int(offsets[-1] - offsets[0])
+        if not 0 <= start <= mapped.size() - count * width:
+            raise ValueError("expected uncompressed buffers, found compressed ones")
+        runs.append((start, count))
+        ends.append(offsets[1:] - offsets[0] + total)
+        total += count
+    if not batches:
+        raise ValueError("expected a batch of rows at least, found none")
+    if len(kinds) != 1 or not kinds <= set(KINDS):
+        raise ValueError(f"expected ids of one type, {', '.join(KINDS)}, found {', '.join(sorted(kinds))}")
+    return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
+
+
+def _column(library: Any, batch: Any) -> Any:
+    """The lists of ids of a batch."""
+    names = batch.schema.names
+    if COLUMN not in names:
+        raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
+    column = batch.column(names.index(COLUMN))
+    column.validate(full=True)  # what is in the file is not looked at before
+    kind = column.type
+    if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
+        raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")
+    if column.values.null_count:
+        raise ValueError(f"expected an id in each place of {COLUMN}, found none in some")
+    return column
