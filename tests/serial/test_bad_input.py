@@ -18,6 +18,7 @@ from test_command_bits import needs_mpiexec, train, write_text
 from thinned import thinned
 
 from zero_mpi.errors import UsageError
+from zero_mpi.launch.ending import BAD_USAGE
 from zero_mpi.launch.world import World
 from zero_mpi.train import command as train_command
 
@@ -224,8 +225,10 @@ ONE_OF_EACH = [next(iter(cases.values())) for cases in GROUPS.values()]
 @pytest.mark.parametrize(("flags", "expected"), CASES)
 def test_it_is_refused_before_anything_is_done(flags, expected, things, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(things)
-    with pytest.raises(UsageError, match=f"(?s){expected}"):
-        train_command.command(World(0, 1), ["--out", str(tmp_path / "out"), *SMALL, *flags])
+    world = World(0, 1)
+    with pytest.raises(UsageError, match=f"(?s){expected}"):  # without a watchdog, which would stay
+        train_command.command(world, ["--timeout", "0", "--out", str(tmp_path / "out"), *SMALL, *flags])
+    world.tell(BAD_USAGE)
     assert capfd.readouterr() == ("", "")
     assert not list(tmp_path.glob("out/step-*"))
 

@@ -11,7 +11,6 @@ import pytest
 from zero_mpi.data import (
     ByteTokenizer,
     collect_files,
-    document_reader,
     holds_token_files,
     load_corpus,
     stdlib_files,
@@ -498,15 +497,13 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
     )
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
-    for module in (document_reader, text_files):
-        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == list(kept)
 
 
 def test_no_path_means_the_library(tmp_path, monkeypatch):
     write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    for module in (document_reader, text_files):
-        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path / "lib")
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
     corpus = load()
     assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
     assert corpus.sha256 == load(tmp_path / "lib").sha256
@@ -521,8 +518,7 @@ def test_the_default_corpus_trains_and_holds_out():
 
 
 def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
-    for module in (document_reader, text_files):
-        monkeypatch.setattr(module, "stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
         load()
 

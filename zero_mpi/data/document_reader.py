@@ -19,7 +19,7 @@ from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document
 from zero_mpi.data.encoded_cache import Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD
-from zero_mpi.data.text_files import collect_files, named, stdlib_files, stdlib_root, unreadable
+from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
 from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
 from zero_mpi.data.tokenizers.byte import Tokenizer
@@ -49,13 +49,11 @@ class DocumentReader(NamedTuple):
         return documents, notes
 
     def _read(self, paths: Sequence[str]) -> Reading:
-        root = stdlib_root()
-        library = ((p.relative_to(root).as_posix(), p) for p in stdlib_files())
-        files = collect_files(paths) if paths else list(library)
+        files = collect_files(paths) if paths else library_files()
         if are_tokens(files):
             return self._tokens(token_files(files)), []
         if self.text is None:
-            raise UsageError("text cannot be read without a tokenizer: give --data as token files (1-D .npy)")
+            raise UsageError("text cannot be read without a tokenizer: give --data as token files")
         if self.vocab < self.text.tokenizer.vocab_size:
             size = self.text.tokenizer.vocab_size
             raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")

@@ -38,6 +38,12 @@ def stdlib_files() -> list[Path]:
     return [root / name for name in names if not name.startswith("_sysconfigdata")]
 
 
+def library_files() -> list[tuple[str, Path]]:
+    """(name, path) of the same files, as `collect_files` gives them."""
+    root = stdlib_root()
+    return [(path.relative_to(root).as_posix(), path) for path in stdlib_files()]
+
+
 def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
     """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
-from zero_mpi.data import files_of, stdlib_files
+from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
 from zero_mpi.data.encoded_cache import LEAST, folder
+from zero_mpi.data.text_files import library_files
 from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.shm_room import WITH_UCX
@@ -97,7 +98,7 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Those of token files, and of text that is kept once it is encoded, stay on disk.
     """
-    lists = [files_of(config.data) if config.data else [(path.name, path) for path in stdlib_files()]]
+    lists = [files_of(config.data) if config.data else library_files()]
     lists += [files_of(config.val_data)] if config.val_data else []
     return sum(held_bytes(files, model.vocab_size) for files in lists)
 
