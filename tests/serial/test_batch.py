@@ -337,6 +337,7 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 
 
 @needs_mpiexec
+@pytest.mark.timeout_seconds(180)  # five starts of Python, of shells and of MPI
 @pytest.mark.parametrize(
     ("name", "number", "submitted"),
     thinned(
