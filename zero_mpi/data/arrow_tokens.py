@@ -21,13 +21,13 @@ COLUMN = "input_ids"
 KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 
 
-def pyarrow() -> Any:
-    """The package pyarrow. UsageError, with the remedy, where it is not installed."""
+def pyarrow(what: str = "Arrow files") -> Any:
+    """The package pyarrow, for files of a kind. UsageError, with the remedy, where it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise UsageError("Arrow files need the package pyarrow: pip install 'zero-mpi[arrow]'") from error
+        raise UsageError(f"{what} need the package pyarrow: pip install 'zero-mpi[arrow]'") from error
     return pyarrow
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zero_mpi.data.token_file import TokenLayout, check_length, exactly
 from zero_mpi.files.open import open_file
@@ -24,6 +25,7 @@ LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # by magic number and version
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
 MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+MEGATRON_MOST = (1 << 31) - 1  # ids of a document: its size is an int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 
 
@@ -83,3 +85,20 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         raise ValueError(f"expected borders of documents from 0 to {sequences} in its index, found others")
     check_length(file, int(stops[-1]) * dtype.itemsize)
     return TokenLayout([(0, int(stops[-1]))], dtype, stops[borders[1:]])
+
+
+def megatron_dtype(vocab: int) -> np.dtype[Any]:
+    """The type of ids below `vocab` in a file of Megatron's; the narrowest that its readers know."""
+    return MEGATRON_TYPES[8 if vocab <= 1 << 16 else 4]
+
+
+def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+    """The index of a file of documents of these sizes (D,), one behind the other, each a sequence."""
+    code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
+    count = len(sizes)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    places = (ends - sizes) * dtype.itemsize
+    counts = np.array([count, count + 1], "<u8")
+    head = MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + counts.tobytes()
+    borders = np.arange(count + 1, dtype="<i8")
+    return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()

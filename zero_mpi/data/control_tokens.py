@@ -26,15 +26,15 @@ _NAMED = 3  # control tokens that a note names
 class TextReader:
     """Encodes texts with their control tokens as `asked`: PARSE, PLAIN or, where nobody said, None.
 
-    None reads as PLAIN and counts what is spelt, for `notes`. What a template writes is read with PARSE.
-    Raises UsageError for another word.
+    None reads as PLAIN and counts what is spelt in `spelt`, for `notes`. What a template writes is read with
+    PARSE. Raises UsageError for another word.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
         if asked is not None and asked not in READINGS:
             raise UsageError(f"--control-tokens {shown(asked)}: expected one of {', '.join(READINGS)}")
         self.tokenizer, self.asked = tokenizer, asked
-        self._spelt = Counter[str]()
+        self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
         """A reader of the same, which has read nothing."""
@@ -48,16 +48,16 @@ class TextReader:
     def encode(self, texts: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
         """Ids (n,) of each text, uint16 or uint32, without bos and eos."""
         if self.asked is None:
-            self._spelt += self.tokenizer.spelt(texts)
+            self.spelt += self.tokenizer.spelt(texts)
         return self.tokenizer.encode_batch(texts, special=self.parses)
 
     def notes(self) -> Iterator[str]:
         """A line on what is spelt in the texts so far, if nobody said how to read it."""
-        if self._spelt:
-            found = [f"{shown(token, 60)} {count:,}" for token, count in self._spelt.most_common(_NAMED)]
-            more = ", ..." if len(self._spelt) > _NAMED else ""
+        if self.spelt:
+            found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(_NAMED)]
+            more = ", ..." if len(self.spelt) > _NAMED else ""
             yield (
-                f"control tokens spelt in the text: {self._spelt.total():,} ({', '.join(found)}{more}), read "
+                f"control tokens spelt in the text: {self.spelt.total():,} ({', '.join(found)}{more}), read "
                 f"as the letters they are; --control-tokens {PARSE} reads each as its token, "
                 f"--control-tokens {PLAIN} says that letters are meant"
             )

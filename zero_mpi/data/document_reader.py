@@ -5,29 +5,24 @@ eos), a token file, whose ids are taken as they are, or a conversation, as its c
 it.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from zero_mpi.data.control_tokens import PARSE, TextReader
+from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document
 from zero_mpi.data.encoded_cache import Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD
+from zero_mpi.data.text_documents import Text, separator_notes, text_documents
 from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
 from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
-from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
-
-_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
 
 
 class DocumentReader(NamedTuple):
@@ -105,14 +100,11 @@ def _text_documents(
     files: Files, text_filter: TextFilter, reader: TextReader, notes: list[str]
 ) -> Iterator[Document]:
     """Text files encoded, eos behind each."""
-    for texts in _groups(_texts(files, text_filter)):
-        yield from _encoded(texts, reader)
-    notes += [*text_filter.notes(), *reader.notes()]
-    if _separator(reader.tokenizer) is None:
-        notes.append("the tokenizer has neither eos nor bos: nothing stands between documents")
+    yield from text_documents(_texts(files, text_filter), reader)
+    notes += [*text_filter.notes(), *reader.notes(), *separator_notes(reader.tokenizer)]
 
 
-def _texts(files: Files, text_filter: TextFilter) -> Iterator[tuple[str, bytes]]:
+def _texts(files: Files, text_filter: TextFilter) -> Iterator[Text]:
     """Names and bytes of the text files."""
     for name, path in files:
         try:
@@ -125,28 +117,3 @@ def _texts(files: Files, text_filter: TextFilter) -> Iterator[tuple[str, bytes]]
             unreadable(error)
         text_filter.read(name, data)
         yield name, data
-
-
-def _groups(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    """Texts in their order, in groups of about `_ENCODED` bytes."""
-    group, size = list[tuple[str, bytes]](), 0
-    for name, data in texts:
-        group.append((name, data))
-        size += len(data)
-        if size >= _ENCODED:
-            yield group
-            group, size = [], 0
-    yield group
-
-
-def _separator(tokenizer: Tokenizer) -> int | None:
-    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
-    return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-
-
-def _encoded(texts: Sequence[tuple[str, bytes]], reader: TextReader) -> Iterator[Document]:
-    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
-    last, mark = _separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
-    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
-        closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-        yield Document(name, closed, hashlib.sha256(data).digest() + mark)

@@ -14,6 +14,7 @@ from zero_mpi.files.open import exists, is_file, is_folder
 
 _NAME = 40  # letters of a path that are shown where there is little room
 NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # of a folder that `zero_mpi.tokenize` has made
 # Distributions ship these or not as they like, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -44,33 +45,34 @@ def library_files() -> list[tuple[str, Path]]:
     return [(path.relative_to(root).as_posix(), path) for path in stdlib_files()]
 
 
-def collect_files(paths: Sequence[str]) -> list[tuple[str, Path]]:
+def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
     """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
 
     The name is relative to the given folder, with forward slashes; of a file given by itself, its last part;
     with `NANOGPT` before it where the path has that.
     Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
-    once, or its text could be trained on and held out too. Raises UsageError for a path that is not there.
+    once, or its text could be trained on and held out too. Raises UsageError, which names the `flag` that the
+    paths are from, for a path that is not there.
     """
     found: dict[str, tuple[str, Path]] = {}
     for given in paths:
         mark = NANOGPT if given.startswith(NANOGPT) else ""
         try:
-            files = _files_of(Path(given.removeprefix(mark)))
+            files = _files_of(Path(given.removeprefix(mark)), flag)
         except FileError as error:
-            raise FileError(f"--data {error}") from None
+            raise FileError(f"{flag} {error}") from None
         for name, path in files:
             found.setdefault(os.path.realpath(path), (mark + name, path))
     return list(found.values())
 
 
-def _files_of(given: Path) -> list[tuple[str, Path]]:
+def _files_of(given: Path, flag: str) -> list[tuple[str, Path]]:
     if is_folder(given):
         return [(name, given / name) for name in _walk(given)]
     if is_file(given):
         return [(given.name, given)]
     problem = "is neither a file nor a folder" if exists(given) else "does not exist"
-    raise UsageError(f"--data {shown(given)} {problem}")
+    raise UsageError(f"{flag} {shown(given)} {problem}")
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:

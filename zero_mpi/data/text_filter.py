@@ -20,15 +20,17 @@ SHOWN_NAMES = 3  # names
 
 
 class TextFilter:
-    """Looks at one file after the other; `notes` say what was found.
+    """Looks at one file after the other; `notes` say what was found: `out`, `taken` and `odd`.
 
     paths       what was named: files and folders
     any_bytes   whether named files are taken as they are, whatever they look like
+    flag        what the paths were named by
     """
 
-    def __init__(self, paths: Sequence[str], any_bytes: bool) -> None:
+    def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
+        self._flag = flag
         self._named, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
-        self._out, self._taken, self._odd = list[str](), list[str](), list[str]()
+        self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
 
     def takes(self, name: str, path: Path, head: bytes) -> bool:
         """Whether a file is read, by its first bytes. Raises UsageError for a named one that is no text."""
@@ -37,30 +39,30 @@ class TextFilter:
             return True
         about = f"{shown(name, SHOWN_LETTERS)}: {kind.name}"
         if os.path.realpath(path) not in self._named:
-            self._out.append(about)
+            self.out.append(about)
             return False
         if not self._any_bytes:
             raise UsageError(
-                f"--data {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} (--tokenizer "
-                "byte would take its bytes as they are)"
+                f"{self._flag} {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} "
+                "(--tokenizer byte would take its bytes as they are)"
             )
-        self._taken.append(about)
+        self.taken.append(about)
         return True
 
     def read(self, name: str, data: bytes) -> None:
         """Take note of the encoding of a file that was read whole."""
         if self._named and not self._any_bytes and not is_utf8(data):
-            self._odd.append(shown(name, SHOWN_LETTERS))
+            self.odd.append(shown(name, SHOWN_LETTERS))
 
     def notes(self) -> Iterator[str]:
         """The notes: a line for each sort of thing that was found."""
-        if self._out:
-            yield f"files that are no text left out: {some(self._out)}"
-        if self._taken:
-            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self._taken)}"
-        if self._odd:
+        if self.out:
+            yield f"files that are no text left out: {some(self.out)}"
+        if self.taken:
+            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self.taken)}"
+        if self.odd:
             yield (
-                f"text that is not UTF-8, taken byte by byte: {some(self._odd)}; iconv -f ENCODING -t UTF-8 "
+                f"text that is not UTF-8, taken byte by byte: {some(self.odd)}; iconv -f ENCODING -t UTF-8 "
                 "converts it"
             )
 
