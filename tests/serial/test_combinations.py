@@ -94,6 +94,13 @@ def test_what_is_for_text_does_nothing_for_tokens(flags):
     assert said(flags) == said(remedy, is_text=False) == []
 
 
+def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
+    given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
+    context = FlagContext(parse(given), is_text=True, are_ids=True)
+    (line,) = without_effect(context)
+    assert line.startswith(IDLE_WITH_TOKENS["--control-tokens parse"][0])
+
+
 def test_every_row_of_the_tables_has_a_case():
     tried = {flag.partition(" ")[0] for flag in (*IDLE_CASES, *IDLE_WITH_TOKENS)}
     assert tried >= {f"--{row.name.replace('_', '-')}" for row in IDLE}

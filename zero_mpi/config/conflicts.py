@@ -64,10 +64,15 @@ CONTRADICTIONS = (
 
 @dataclass(frozen=True)
 class FlagContext:
-    """A configuration and what else decides what its flags do. is_text: the data are, and no token files."""
+    """A configuration and what else decides what its flags do.
+
+    is_text   the data are, or are token files beside which their tokenizer lies
+    are_ids   the data are token files
+    """
 
     config: Config
     is_text: bool
+    are_ids: bool = False
 
     @property
     def holds_out(self) -> bool:
@@ -100,7 +105,7 @@ IDLE = (
     Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
     Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
     Idle("tokenizer", lambda s: not s.is_text, IDS),
-    Idle("control_tokens", lambda s: not s.is_text, IDS),
+    Idle("control_tokens", lambda s: not s.is_text or s.are_ids, IDS),
     Idle(
         "micro_batch",
         lambda s: s.config.micro_batch > s.config.batch_size,

@@ -24,9 +24,10 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.conversations.chat_template import read_template
 from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.token_folder import tokenizers_of
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import shown
-from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, GGUFKeys
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
@@ -99,12 +100,50 @@ def choose_tokenizer(
     """The tokenizer of text data, None for token files; raises UsageError if it does not fit the model."""
     check_kind_of_data(config)
     if holds_token_files(config.data):
-        if init is None and config.vocab_size is None:
+        tokenizer = tokenizer_of_ids(config, init, model)
+        if tokenizer is None and init is None and config.vocab_size is None:
             raise UsageError("token files need --vocab-size V with --arch, or --init MODEL.gguf")
-        return None
+        return tokenizer
     if config.vocab_size is not None:
         raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
     return fitting_tokenizer(config, init, model)
+
+
+def tokenizer_of_ids(
+    config: Config, init: WeightSource | None, model: ModelConfig | None
+) -> Tokenizer | None:
+    """The tokenizer that the flags mean for token files beside which one lies, or that one; None: none does.
+
+    Raises UsageError where ids mean other tokens to the flags than to what made the files.
+    """
+    beside = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
+    if not beside:
+        return None
+    flag, chosen = "--data", with_template(beside[0][1], config.chat_template)
+    if config.tokenizer is not None or init is not None:
+        flag = f"--tokenizer {config.tokenizer}" if config.tokenizer else f"--init {config.init}"
+        chosen = fitting_tokenizer(config, init, model)
+    elif config.vocab_size not in (None, chosen.vocab_size):
+        raise UsageError(
+            f"--vocab-size {config.vocab_size}: {beside[0][0]} has {chosen.vocab_size} tokens: leave it out"
+        )
+    for path, tokenizer in beside:
+        check_same_tokens(shown(flag), chosen, path, tokenizer)
+    return chosen
+
+
+def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer) -> None:
+    """Raise UsageError unless ids mean the same tokens, as far as both have them.
+
+    Of two files of one model the other keys may differ, and a model may have room for more tokens.
+    """
+    theirs, ours = (GGUFKeys(each.metadata()).texts(TOKENS) or [] for each in (chosen, made))
+    for place, (found, expected) in enumerate(zip(theirs, ours, strict=False)):
+        if found != expected:
+            raise UsageError(
+                f"{flag} has another tokenizer than made the token files: expected token {place} to be "
+                f"{show(expected)}, as in {shown(path)}, found {show(found)}: tokenize the text with it"
+            )
 
 
 def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:

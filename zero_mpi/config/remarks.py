@@ -13,15 +13,15 @@ from zero_mpi.errors import UsageError
 from zero_mpi.telemetry.log import Caution
 
 
-def remarks(config: Config, is_text: bool) -> Iterator[str]:
-    """Notes on a configuration. `is_text`: the data are text, and no token files."""
+def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[str]:
+    """Notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
         yield f"--lr {config.lr:g}: the default with --init, for weights that are trained already"
     if config.init is not None and not config.data:
         yield Caution(
             f"--init without --data: trains the model on {named(config.data)}; --data names other text"
         )
-    yield from map(Caution, without_effect(FlagContext(config, is_text)))
+    yield from map(Caution, without_effect(FlagContext(config, is_text, are_ids)))
     for variable in environment.crowded():
         yield Caution(f"{variable}: this rank may run on {cores()}, more threads only take turns on them")
 

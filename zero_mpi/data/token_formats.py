@@ -14,13 +14,13 @@ from zero_mpi.data.arrow_tokens import arrow_layout
 from zero_mpi.data.bin_tokens import is_llm_c, is_megatron, llm_c_layout, megatron_layout, nanogpt_layout
 from zero_mpi.data.documents import Document
 from zero_mpi.data.npy_tokens import npy_layout
-from zero_mpi.data.text_files import NANOGPT
+from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
 from zero_mpi.data.token_file import TokenLayout, look_at
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import open_file
 
-# What the package datasets notes beside its files.
-_BESIDE = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
+# What the package datasets notes beside its files, and what lies beside those of `zero_mpi.tokenize`.
+_BESIDE = frozenset({"dataset_info.json", "state.json", "dataset_dict.json", MANIFEST, TOKENIZER})
 
 
 class TokenFormat(NamedTuple):

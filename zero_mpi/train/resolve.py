@@ -44,6 +44,7 @@ from zero_mpi.data import (
     StepLoader,
     Tokenizer,
     WindowSource,
+    holds_token_files,
     load_corpus,
     windows_over,
 )
@@ -155,7 +156,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     description = describe(config, model, tokenizer, init)
-    notes = (*remarks(config, is_text=tokenizer is not None), *kept_as_floats(init, model, where))
+    said = remarks(config, tokenizer is not None, holds_token_files(config.data))
+    notes = (*said, *kept_as_floats(init, model, where))
     spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
     return spec, {name: short_digest(value) for name, value in facts.items()}
 
