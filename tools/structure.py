@@ -23,7 +23,7 @@ ORDER = (
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",
-    "inspect", "export", "generate", "samples", "plan", "doctor", "report", "train", "evaluate",
+    "inspect", "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate",
     "hostfile", "completion", "__main__",
 )  # fmt: skip
 

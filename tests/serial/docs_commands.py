@@ -142,6 +142,17 @@ TRAINING: dict[str, How] = {
     "--transport mpi": Run(TINY, SAVED),
 }
 
+MAKING: dict[str, How] = {
+    "mpirun -n 8 python -m zero_mpi.tokenize my-texts --tokenizer MODEL.gguf --out tokens": Run(
+        says="tokens: .* documents, .* trains on them"
+    ),
+    "mpirun -n 8 python -m zero_mpi.train --data tokens --context 128 --out runs/tokens": Run(
+        f"{SMALL} --steps 6 --warmup 2", SAVED
+    ),
+    "mpirun -n 3 python -m zero_mpi.tokenize pages.jsonl.zst more.parquet --field content "
+    "--tokenizer tokenizer.json": ByTest("tests/serial/test_tokenize.py::test_documents_of_each_format"),
+}
+
 EVALUATING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --context 128 "
     "--out runs/chat": ByTest(
@@ -389,3 +400,4 @@ OWN: dict[str, How] = {
 }
 
 COMMANDS = STARTING | TRAINING | EVALUATING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN
+COMMANDS |= MAKING

@@ -110,7 +110,10 @@ NO_TEXT = {
     "gzip": (["--data", "text.gz"], "--data text.gz looks like gzip, which is no text: .*gunzip"),
     "UTF-16": (["--data", "text", "wide.txt"], "--data wide.txt looks like text in UTF-16.*iconv -f UTF-16"),
     "JSON Lines": (["--data", "lines.jsonl"], "--data lines.jsonl looks like JSON Lines.*jq -r .text"),
-    "Parquet": (["--data", "table.parquet"], "--data table.parquet looks like a Parquet file.*pyarrow"),
+    "Parquet": (
+        ["--data", "table.parquet"],
+        "--data table.parquet looks like a Parquet file.*zero_mpi.tokenize",
+    ),
     "a model": (["--data", "model.gguf"], "--data model.gguf looks like a GGUF model.*--init"),
     "binary": (["--data", "binary"], "--data binary looks like binary data.*UTF-8"),
     "a folder of them": (["--data", "binary-folder"], "no text .*: binary-folder; .* left out: 1 .*gzip"),

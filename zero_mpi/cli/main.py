@@ -11,6 +11,7 @@ from zero_mpi.files.foreign import show
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
+    "tokenize": "text into token files, in parallel, with an index of documents",
     "evaluate": "loss and perplexity of a text, right answers to questions",
     "generate": "text from a GGUF model",
     "samples": "conversations as training reads them, and which of their tokens count",

@@ -16,6 +16,7 @@ BLOCK = 1 << 20
 HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
 LINES = (".jsonl", ".ndjson")
 UNPACK = "unpack it first"
+TOKENIZE = "zero_mpi.tokenize makes token files of it"
 EXTRACT = "extract its texts first, say with pyarrow or the datasets package, into files in UTF-8"
 
 
@@ -37,15 +38,15 @@ class Beginning(NamedTuple):
 
 MODEL = "a model is named by --init"
 BEGINNINGS = (
-    Beginning(b"PAR1", "a Parquet file", EXTRACT),
+    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet)"),
     Beginning(b"ARROW1\0", "an Arrow file", EXTRACT),
     Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", EXTRACT),
     Beginning(b"\x89HDF\r\n\x1a\n", "an HDF5 file", EXTRACT),
     Beginning(b"ORC", "an ORC file", EXTRACT),
     Beginning(b"Obj\x01", "an Avro file", EXTRACT),
     Beginning(b"SQLite format 3\0", "an SQLite database", EXTRACT),
-    Beginning(b"\x1f\x8b", "gzip", "unpack it first: gunzip -k FILE"),
-    Beginning(b"\x28\xb5\x2f\xfd", "zstd", "unpack it first: zstd -d FILE"),
+    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (named .gz)"),
+    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (named .zst)"),
     Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
     Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
     Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
@@ -90,8 +91,9 @@ WIDE = (  # the longer ones first: UTF-32 begins as UTF-16 does
 )
 PICKLED = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 LINES_REMEDY = (
-    "write out the field that is the text first, say: jq -r .text FILE > NEW.txt; a .jsonl of conversations "
-    "has messages, prompt and completion, instruction and output, or conversations in each line"
+    f"{TOKENIZE} (named .jsonl); or write out the field that is the text, say: jq -r .text FILE > NEW.txt; "
+    "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
+    "in each line"
 )
 BINARY = Kind(
     "binary data",

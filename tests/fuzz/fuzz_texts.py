@@ -1,0 +1,120 @@
+"""Inputs of tokenize that lie: lines, what is packed, Parquet; and what the command left in a folder."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fuzz_choices import ODD
+
+TEXTS = [f"{number} " * (number % 40) for number in range(90)]
+Written = Callable[[bytes], bytes]
+
+
+def lines(*values: Any) -> bytes:
+    """A file of JSON lines."""
+    return "".join(json.dumps(value) + "\n" for value in values).encode("utf-8", "surrogatepass")
+
+
+GOOD = lines(*({"text": text} for text in TEXTS))
+
+
+def zstd(data: bytes) -> bytes:
+    """The bytes packed, if the package that does it is there."""
+    try:
+        import pyarrow
+    except ImportError:
+        return data
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(texts: list[Any]) -> bytes:
+    """The texts as a column of Parquet."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        return b"PAR1"
+    sink = io.BytesIO()
+    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "id": list(range(len(texts)))})
+    pyarrow.parquet.write_table(table, sink, row_group_size=20)
+    return sink.getvalue()
+
+
+PACKED: dict[str, Written] = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstd}
+
+
+def tokenize(random: Random, folder: Path, name: str, raw: bytes) -> list[str]:
+    """The command on a file of these bytes."""
+    (folder / name).write_bytes(raw)
+    command = [
+        "-m",
+        "zero_mpi.tokenize",
+        name,
+        "--tokenizer",
+        "byte",
+        "--out",
+        "tokens",
+        "--part-mb",
+        "0.001",
+    ]
+    return command + ["--skip-bad"] * random.randint(0, 1)
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """Lines that are what they say, packed or not."""
+    suffix = random.choice([*PACKED])
+    return tokenize(random, folder, f"t{suffix}", PACKED[suffix](GOOD))
+
+
+def values(random: Random, folder: Path) -> list[str]:
+    """Other values in the place of a line, or of its text."""
+    odd = [random.choice(ODD) for _ in range(3)]
+    raw = GOOD + lines(*odd, *({"text": value} for value in odd)) + GOOD
+    suffix = random.choice([*PACKED])
+    return tokenize(random, folder, f"t{suffix}", PACKED[suffix](raw))
+
+
+def damaged(random: Random, folder: Path) -> list[str]:
+    """Bytes changed, cut or put in, of any format."""
+    suffix = random.choice([*PACKED, ".parquet", ".txt.gz"])
+    raw = bytearray(parquet(TEXTS) if suffix == ".parquet" else PACKED.get(suffix, gzip.compress)(GOOD))
+    for _ in range(random.randint(1, 4)):
+        place = random.randrange(len(raw))
+        how = random.randrange(3)
+        if how == 0:
+            raw[place] = random.randrange(256)
+        elif how == 1:
+            del raw[place : place + random.randint(1, 40)]
+        else:
+            raw[place:place] = random.randbytes(random.randint(1, 40))
+    return tokenize(random, folder, f"t{suffix}", bytes(raw))
+
+
+def other(random: Random, folder: Path) -> list[str]:
+    """A file that is not what its name says."""
+    suffix = random.choice([*PACKED, ".parquet", ".txt", ".txt.gz", ".txt.zst"])
+    raw = random.choice([b"", GOOD, gzip.compress(GOOD), zstd(GOOD), parquet(TEXTS), random.randbytes(5000)])
+    return tokenize(random, folder, f"t{suffix}", raw)
+
+
+def left(random: Random, folder: Path) -> list[str]:
+    """A folder in which plan, records or manifest are not what the command left there."""
+    aside = folder / "tokens" / ".tokenize"
+    aside.mkdir(parents=True)
+    plan = {"about": {"options": {}}, "looked": [{"name": "t.jsonl", "bytes": len(GOOD), "weights": [1]}]}
+    for path in (aside / "plan.json", aside / "00000.json", folder / "tokens" / "manifest.json"):
+        raw = random.choice([b"", b"{}", b"[" * 9000, b"\xff", lines(plan), *(lines(value) for value in ODD)])
+        if path.name != "manifest.json" or random.randrange(2):
+            path.write_bytes(raw)
+    return tokenize(random, folder, "t.jsonl", GOOD)
+
+
+CASES = {"sound": sound, "values": values, "damaged": damaged, "other": other, "left": left}

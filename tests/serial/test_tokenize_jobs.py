@@ -1,0 +1,177 @@
+"""Jobs that make token files: the same bytes at any number of ranks, and however often a job was killed."""
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job, warm_python
+from test_command_bits import fields, needs_mpiexec, train
+from test_kills import descendants
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.data import stdlib_files
+
+pytestmark = needs_mpiexec
+TOKENIZE = ["-m", "zero_mpi.tokenize"]
+FLAGS = ["--tokenizer", "byte", "--part-mb", "0.03"]
+KILLS, QUICK_KILLS = 20, 8
+ENOUGH = 40.0  # seconds for a job on a busy machine
+
+
+def tokenize(ranks, *flags, out, status=0):
+    """What a job printed, and said on stderr."""
+    found, printed, errors = run_job(ranks, [*TOKENIZE, *map(str, flags), "--out", str(out)], timeout=ENOUGH)
+    assert found == status, f"status {found}\n{printed}\n{errors}"
+    return printed, errors
+
+
+def files(out):
+    """Name -> bytes of all files of a folder, hidden ones too."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory):
+    """A part of Python's library as files, some of it as lines and rows too, and flags for many parts."""
+    folder, texts, size = tmp_path_factory.mktemp("some") / "files", [], 0
+    folder.mkdir()
+    for path in stdlib_files():
+        texts.append(path.read_text("utf-8", "replace"))
+        (folder / f"{size:07d}.py").write_text(texts[-1])
+        size += path.stat().st_size
+        if size > 1 << 20:
+            break
+    inputs = [folder, folder.with_name("lines.jsonl.gz")]
+    inputs[1].write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts[:20]).encode()))
+    with contextlib.suppress(ImportError):
+        import pyarrow.parquet
+
+        inputs.append(folder.with_name("rows.parquet"))
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts[20:40]}), inputs[2], row_group_size=3)
+    return [*map(str, inputs), *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def whole(some, tmp_path_factory):
+    """What an undisturbed job on one rank makes of it."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    tokenize(1, *some, out=out)
+    assert len(list(out.glob("*.bin"))) > 20
+    return files(out)
+
+
+@pytest.mark.timeout_seconds(120)
+def test_the_library_has_the_same_bytes_on_one_rank_and_on_three(tmp_path):
+    outs = [tmp_path / str(ranks) for ranks in (1, 3)]
+    for ranks, out in zip((1, 3), outs, strict=True):
+        printed, _ = tokenize(ranks, "--tokenizer", "byte", out=out)
+        assert f"{out}: {len(stdlib_files()) - empty_files():,} documents, " in printed
+    one, three = map(files, outs)
+    assert one == three
+    assert len(one) > 10
+
+
+def empty_files():
+    return sum(path.stat().st_size == 0 for path in stdlib_files())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_bytes_on_more_ranks(ranks, some, whole, tmp_path):
+    tokenize(ranks, *some, out=tmp_path / "out")
+    assert files(tmp_path / "out") == whole
+
+
+def start(ranks, flags, out):
+    """A job under way, whose ranks are forked from one that has loaded the package."""
+    environ = clean_environment()
+    command = [*launcher(), "-n", str(ranks), *warm_python(environ), *TOKENIZE, *flags, "--out", str(out)]
+    return subprocess.Popen(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def kill(job):
+    """Kill the launcher and all ranks; the server of warm starts kills a rank whose client is dead."""
+    for process in [job.pid, *descendants(job.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    job.wait()
+
+
+def complete_parts(out):
+    return len(list((out / ".tokenize").glob("[0-9]*.json")))
+
+
+@pytest.mark.timeout_seconds(300)
+def test_killed_at_random_moments_and_started_again_it_has_the_same_bytes(some, whole, tmp_path, quick):
+    """The whole job, at moments of its start, its parts and its end; each time the same command goes on."""
+    draw, out, wanted = random.Random(3), tmp_path / "out", QUICK_KILLS if quick else KILLS
+    begun = time.monotonic()
+    tokenize(2, *some, out=tmp_path / "once")
+    period, kills, in_the_middle = time.monotonic() - begun, 0, 0
+    while kills < wanted:
+        job = start(draw.choice([1, 2, 3]), some, out)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(period * draw.uniform(0.3, 1.1))
+            kills += job.poll() is None
+            kill(job)
+        finally:
+            end(job)
+        in_the_middle += complete_parts(out) > 0 and not (out / "manifest.json").exists()
+        if (out / "manifest.json").exists():
+            tokenize(1, *some, out=out)
+            assert files(out) == whole
+            out = tmp_path / f"out{kills}"
+    assert in_the_middle > wanted // 4
+    tokenize(3, *some, out=out)
+    assert files(out) == whole
+
+
+@pytest.mark.skipif(not hands_sigterm_on(), reason="this launcher kills its ranks")
+def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
+    out = tmp_path / "out"
+    job = start(2, some, out)
+    try:
+        begun = time.monotonic()
+        while complete_parts(out) < 2 and job.poll() is None:
+            assert time.monotonic() - begun < ENOUGH
+            time.sleep(0.001)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(ENOUGH) == 75
+    finally:
+        end(job)
+    assert 2 <= complete_parts(out) < len(whole) // 2
+    tokenize(1, *some, out=out)
+    assert files(out) == whole
+
+
+def test_an_error_of_one_rank_is_one_line_from_all(tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "good"}\n' * 9 + '{"text": 1}\n' * (number == 4))
+    _, errors = tokenize(
+        3, *sorted(tmp_path.glob("*.jsonl")), "--tokenizer", "byte", "--part-mb", "0.001",
+        out=tmp_path / "out", status=2,
+    )  # fmt: skip
+    assert errors.count("\n") == 1
+    assert "4.jsonl, line 10: text: expected a text, found 1; --skip-bad leaves out such lines" in errors
+
+
+def test_a_run_on_the_folder_is_that_on_the_text_and_has_its_tokenizer(some, tmp_path):
+    """From scratch, with no more flags than --data: the same losses, and a checkpoint that makes text."""
+    tokenize(2, some[0], *FLAGS, out=tmp_path / "tokens")
+    flags = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "16", "--batch-size", "3"]
+    flags += ["--micro-batch", "1", "--steps", "3", "--warmup", "1", "--val-fraction", "0", "--sample", "4"]
+    printed = train(2, tmp_path / "ids", "--data", str(tmp_path / "tokens"), *flags)
+    train(1, tmp_path / "text", "--data", some[0], *flags)
+    assert "sample of" in printed
+    assert fields(tmp_path / "ids") == fields(tmp_path / "text")
+    ids, text = (GGUFFile.open(tmp_path / name / "latest" / "model.gguf") for name in ("ids", "text"))
+    keys = [key for key in text.metadata if key.startswith("tokenizer.")]
+    assert [str(ids.metadata[key]) for key in keys] == [str(text.metadata[key]) for key in keys]

@@ -1,0 +1,238 @@
+"""The formats of text that are made tokens of, and how a file is known to be of one: by the end of its name.
+
+A format says what its files weigh, by which work is dealt out, where they may be cut, and gives the texts
+between two places. A new format is a row of `TEXT_FORMATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_mpi.data.arrow_tokens import pyarrow
+from zero_mpi.data.bin_tokens import MEGATRON_MOST
+from zero_mpi.data.file_kinds import HEAD
+from zero_mpi.data.text_documents import Text
+from zero_mpi.data.text_filter import TextFilter
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import quoted, shown
+from zero_mpi.files.json_lines import MOST, is_text
+from zero_mpi.files.open import open_file, reason
+from zero_mpi.files.parse import parse_json
+from zero_mpi.tokenize.text_streams import MOST_UNPACKED, TextStream, length_of, line_number, packing_named
+
+ROWS = 256  # of Parquet, read together
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read: its name among the inputs, where it is, and the name of its format.
+
+    size, changed_at    bytes, and nanoseconds of its last change, when it was looked at
+    """
+
+    name: str
+    path: Path
+    format: str
+    size: int
+    changed_at: int
+
+
+class Reading:
+    """How texts are read, and what was found while they were: for one part, or one look at files.
+
+    field       the field of a line or row that is the text
+    skips       whether lines and rows in error are left out, and counted in `skipped`
+    filter      which files are text, and notes on those that are read as such
+    """
+
+    def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
+        self.field, self.skips, self.filter = field, skips, text_filter
+        self.skipped = 0
+        self._stream: TextStream | None = None
+
+    def begin(self, text_filter: TextFilter) -> None:
+        """Begin another part: nothing is found in it yet."""
+        self.filter, self.skipped = text_filter, 0
+
+    def stream(self, path: Path, first: int) -> TextStream:
+        """The stream of a file, gone as far as the last line read of it where that lies before `first`."""
+        kept = self._stream
+        if kept is None or kept.path != path or not kept.reaches(first):
+            self.close()
+            kept = self._stream = TextStream(path)
+        return kept
+
+    def close(self) -> None:
+        """Close the file that is open, if one is."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def bad(self, path: Path, place: Callable[[], str], problem: object) -> None:
+        """Raise FileError for a line or row in error, or count it."""
+        if not self.skips:
+            raise FileError(
+                f"{shown(path)}, {place()}: {problem}; --skip-bad leaves out such lines and rows"
+            ) from None
+        self.skipped += 1
+
+    def text_of(self, value: Any) -> bytes:
+        """The text of a line's value; ValueError for one that has none."""
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
+        if self.field not in value:
+            found = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
+            raise ValueError(f"expected the field {quoted(self.field)}, found {found}; --field names it")
+        if not is_text(value[self.field]):
+            raise ValueError(f"{self.field}: expected a text, found {quoted(value[self.field])}")
+        text: str = value[self.field]
+        return text.encode()
+
+
+class TextFormat(NamedTuple):
+    """A format of text.
+
+    suffixes    of its files, without that of a packing
+    takes       whether a file is read; raises UsageError for one that was named and cannot be
+    weights     what its pieces weigh, in bytes of text or nearly so: of the whole, or of each row group
+    texts       the names and bytes of the texts of a file between two places
+    divisible   whether places are bytes; if not, they are numbers of weights
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    takes: Callable[[InputFile, Reading], bool]
+    weights: Callable[[InputFile, Reading], list[int]]
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]
+    divisible: bool = False
+
+
+def _always(file: InputFile, reading: Reading) -> bool:
+    return True
+
+
+def _length(file: InputFile, reading: Reading) -> list[int]:
+    return [file.size if packing_named(file.path.name) is None else length_of(file.path)]
+
+
+# ---------------------------------------------------------------------------------------- a text a file
+
+
+def _is_text_file(file: InputFile, reading: Reading) -> bool:
+    with TextStream(file.path) as stream:
+        return reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD))
+
+
+def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
+    packed = packing_named(file.path.name) is not None
+    most = MOST_UNPACKED if packed else MEGATRON_MOST
+    with TextStream(file.path) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise FileError(
+            f"{shown(file.path)}: expected a text of at most {most:,} bytes, which is one document, found "
+            "more: cut it, or write a document a line as JSON Lines"
+        )
+    reading.filter.read(file.name, data)
+    yield file.name, data
+
+
+# --------------------------------------------------------------------------------------- a text a line
+
+
+def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
+    for place, raw in reading.stream(file.path, first).lines(first, stop):
+        if not raw.strip():
+            continue
+        try:
+            if len(raw) > MOST:
+                raise ValueError(f"expected at most {MOST:,} bytes, found more")
+            text = reading.text_of(parse_json(raw))
+        except ValueError as error:
+            reading.bad(file.path, partial(_line, file.path, place), error)
+        else:
+            yield f"{file.name}@{place}", text
+
+
+def _line(path: Path, place: int) -> str:
+    return f"line {line_number(path, place):,}"
+
+
+# ---------------------------------------------------------------------------------------- a text a row
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """An open Parquet file; raises FileError for what goes wrong with it."""
+    library, parquet = pyarrow("Parquet files"), import_module("pyarrow.parquet")
+    with open_file(path, "a Parquet file") as raw:
+        try:
+            yield parquet.ParquetFile(library.PythonFile(raw, mode="r"))
+        except UsageError:
+            raise
+        except (OSError, ValueError, library.lib.ArrowException) as error:
+            raise FileError(
+                f"{shown(path)}: cannot be read as Parquet: {shown(reason(error), 120)}"
+            ) from None
+
+
+def _group_weights(file: InputFile, reading: Reading) -> list[int]:
+    with _parquet(file.path) as found:
+        names = found.schema_arrow.names
+        if reading.field not in names:
+            others = shown(", ".join(names), 100) or "none"
+            problem = f"expected a column {quoted(reading.field)}, found {others}; --field names it"
+            raise FileError(f"{shown(file.path)}: {problem}")
+        kind = str(found.schema_arrow.field(reading.field).type)
+        if kind not in ("string", "large_string"):
+            problem = f"{reading.field}: expected a column of texts, found {shown(kind, 60)}"
+            raise FileError(f"{shown(file.path)}: {problem}")
+        return [
+            _weight(found.metadata.row_group(number), reading.field)
+            for number in range(found.metadata.num_row_groups)
+        ]
+
+
+def _weight(group: Any, field: str) -> int:
+    """Bytes of a column in a row group."""
+    columns = (group.column(place) for place in range(group.num_columns))
+    return sum(max(each.total_uncompressed_size, 0) for each in columns if each.path_in_schema == field)
+
+
+def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
+    with _parquet(file.path) as found:
+        row = sum(found.metadata.row_group(number).num_rows for number in range(first))
+        groups = list(range(first, stop))
+        for batch in found.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                if is_text(value):
+                    yield f"{file.name}@{row}", value.encode()
+                else:
+                    problem = f"{reading.field}: expected a text, found {quoted(value)}"
+                    reading.bad(file.path, partial("row {:,}".format, row), problem)
+
+
+JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _always, _length, _lines, divisible=True)
+PARQUET = TextFormat("Parquet", (".parquet",), _always, _group_weights, _rows)
+TEXT = TextFormat("text", ("",), _is_text_file, _length, _whole)
+TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first that fits
+
+
+def unpacked_name(name: str) -> str:
+    """A file's name without the end that says how it is packed."""
+    packing = packing_named(name)
+    return name if packing is None else name[: -len(packing.suffix)]
+
+
+def format_named(name: str) -> TextFormat:
+    """The format of a file of such a name; text unless another one is known by it."""
+    inner = unpacked_name(name).lower()
+    found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
+    return TEXT if found is PARQUET and inner != name.lower() else found  # it has a packing of its own
