@@ -14,8 +14,8 @@ import pytest
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import FileError, JobError
-from zero_mpi.files.atomic import write_output, write_whole
-from zero_mpi.telemetry.metrics import append_whole, keep_until
+from zero_mpi.files.atomic import append_whole, write_output, write_whole
+from zero_mpi.telemetry.metrics import keep_until
 from zero_mpi.telemetry.status import DONE, Status
 
 CALLS = ("open", "write", "fsync", "replace")

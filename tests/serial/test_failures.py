@@ -198,7 +198,7 @@ def test_records_that_cannot_be_written_end_the_job(flags, tmp_path):
     status, errors = run_script(2, tmp_path, script, *flags, "--steps", "9")
     assert status not in (0, 2, 75)
     assert "File too large" in errors
-    assert "metrics.jsonl" in errors, "the file"
+    assert "proof.jsonl" in errors, "the file: it is longer than that already"
 
 
 @pytest.fixture

@@ -194,7 +194,8 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags):
     assert str(out) in line
     assert "No space left on device" in line
     left = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert left.keys() <= {"status.json", "config.toml", "metrics.jsonl", "events.jsonl"}
+    assert left.keys() <= {"status.json", "config.toml", "metrics.jsonl", "proof.jsonl", "events.jsonl"}
     assert all(left[name] for name in left.keys() & {"status.json", "config.toml"}), "an empty file"
-    assert left.get("metrics.jsonl", b"")[-1:] in (b"", b"\n"), "half a record"
+    for name in ("metrics.jsonl", "proof.jsonl"):
+        assert left.get(name, b"")[-1:] in (b"", b"\n"), "half a line"
     assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"

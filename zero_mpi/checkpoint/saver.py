@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_together
 from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, moments_of, parameters_of
-from zero_mpi.checkpoint.sound import AVERAGE, MODEL, digest_of_files
+from zero_mpi.checkpoint.sound import AVERAGE, ID, MODEL, STATE_DIGEST
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     STATE,
@@ -37,11 +38,15 @@ Parts = dict[str, list[Contribution]]  # by the role of the file
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint; `digest` is of all its tensors, the same at any number of ranks."""
+    """A complete checkpoint; `digest` is of all its tensors, the same at any number of ranks.
+
+    id: stands for all that its files say, digests included; rank 0 knows it, as it knows the digest
+    """
 
     folder: Path
     step: int
     digest: str
+    id: str
     seconds: float
 
 
@@ -126,7 +131,7 @@ class Saver:
         folder = folders.beside(folders.step_folder(self.out, progress.step))
         try:
             on_root(self.comm, partial(folders.begin, self.out, progress.step))
-            digests = self._write_files(progress, parts, folder)
+            said = self._write_files(progress, parts, folder)
             self.tick(f"publishing step {progress.step}")
             is_best = progress.best.is_of(progress.step)
             on_root(self.comm, partial(folders.publish, self.out, progress.step, folder, self.keep, is_best))
@@ -138,9 +143,9 @@ class Saver:
         seconds = time.monotonic() - begun
         self.longest = max(self.longest, seconds)
         final = folders.step_folder(self.out, progress.step)
-        return Saved(final, progress.step, digest_of_files(digests), seconds)
+        return Saved(final, progress.step, said[STATE_DIGEST], said[ID], seconds)
 
-    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> dict[str, Digests]:
+    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> dict[str, Any]:
         return write_files(
             self.comm,
             folder,
@@ -173,10 +178,10 @@ def write_files(
     *,
     parallel: bool = False,
     tick: Callable[[str], None] = lambda what: None,
-) -> dict[str, Digests]:
+) -> dict[str, Any]:
     """Write all files into `folder`: what all ranks hold, and what is `said` of it. Collective.
 
-    Returns the digests of the tensors of each, on rank 0. Raises JobError on all ranks if one fails.
+    Returns the keys of the state, on rank 0. Raises JobError on all ranks if one fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -187,14 +192,14 @@ def write_files(
         else Content(folder / folders.OPTIMIZER, ARCHITECTURE, moment_tensors(optimizer), part)
         for role, part in parts.items()
     ]
-    digests: dict[str, Digests] = {}
+    stamped: dict[str, dict[str, Any]] = {}
 
-    def keys(*found: Digests) -> list[dict[str, object]]:
-        digests.update(zip(parts, found, strict=True))
-        return list(stamp(progress, description, digests).values())
+    def keys(*found: Digests) -> list[dict[str, Any]]:
+        stamped.update(stamp(progress, description, dict(zip(parts, found, strict=True))))
+        return list(stamped.values())
 
     write_together(comm, contents, keys, parallel=parallel, tick=tick)
-    return digests
+    return stamped[STATE]
 
 
 def on_root(comm: Comm, action: Callable[[], object]) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from io import FileIO
 from pathlib import Path
+
+from zero_mpi.errors import naming
 
 # No link is followed, and a pipe is not waited for.
 OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -78,3 +81,14 @@ def write_all(handle: int, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]
+
+
+def append_whole(file: FileIO, line: bytes) -> None:
+    """Add a line, or nothing of it where it cannot be. OSError with the file's name."""
+    before = file.seek(0, os.SEEK_END)
+    with naming(file.name):
+        try:
+            write_all(file.fileno(), line)
+        except OSError:
+            file.truncate(before)
+            raise

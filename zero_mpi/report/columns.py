@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.files.open import read_lines
-from zero_mpi.telemetry.metrics import MARK, MOST_STEPS
+from zero_mpi.telemetry.metrics import MARK
+from zero_mpi.telemetry.proof import MOST_STEPS
 
 LIMIT = 2000  # columns of a run
 PIECE = 1 << 22  # bytes that lines take which are read at a time

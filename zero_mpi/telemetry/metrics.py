@@ -1,7 +1,8 @@
-"""What a run records: a line of `metrics.jsonl` a step, the progress of it, TensorBoard's files; from rank 0.
+"""What a run records: a line of `metrics.jsonl` a step, its progress, TensorBoard's files; from rank 0.
 
-Floats are written in full precision, so two exact runs have the same text. A record that cannot be written
-leaves no part of it, and none comes after it: `problem` says why, for all ranks to end by.
+The chain over both records and checkpoints (`telemetry.proof`) is written along with them. Floats are written
+in full precision, so two exact runs have the same text. A record that cannot be written leaves no part of it,
+and none comes after it: `problem` says why, for all ranks to end by.
 """
 
 from __future__ import annotations
@@ -9,41 +10,53 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from io import FileIO
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import FileError, explain, naming, writing
-from zero_mpi.files.atomic import write_all, write_whole
+from zero_mpi.files.atomic import append_whole, write_whole
 from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.progress_bar import Display
+from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
 from zero_mpi.telemetry.tensorboard import TensorBoard
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
 MARK = b'"step"'  # in every record, and looked for first: a million other lines take no time
-MOST_STEPS = 1 << 52  # a larger number is no step
 
 
 class Records:
-    """Writes the records of a run; on other ranks than 0 `step` and `close` do nothing.
+    """Writes the records of a run; on other ranks than 0 nothing is done.
 
-    Raises JobError where it cannot begin, on rank 0 only.
+    `beginning`: of the chain over the records, where there is to be one. Raises JobError where it cannot
+    begin, on rank 0 only.
     """
 
     def __init__(
-        self, out: Path, rank: int, *, done: int, steps: int, log_every: int, tensorboard: bool = False
+        self,
+        out: Path,
+        rank: int,
+        *,
+        done: int,
+        steps: int,
+        log_every: int,
+        tensorboard: bool = False,
+        beginning: JobStart | None = None,
     ) -> None:
         self._active, self._done, self._steps, self._log_every = rank == 0, done, steps, log_every
         self.problem = ""
+        self._chain: Proof | None = None
         if not self._active:
             return
         with writing(), naming(out / METRICS):
             keep_until(out / METRICS, done)
             self._file = (out / METRICS).open("ab", buffering=0)
             self._board = TensorBoard(out, done) if tensorboard else None
+        with writing(), naming(out / PROOF):
+            self._chain = None if beginning is None else Proof(out / PROOF, beginning)
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
@@ -54,34 +67,55 @@ class Records:
         """Write the record of one step."""
         if not self._active:
             return
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        plain = finite_or_none(record)
+
+        def write() -> None:
+            append_whole(self._file, (json.dumps(plain) + "\n").encode())
+            if self._chain is not None:
+                self._chain.record(plain["step"], plain)
+            if self._board is not None:
+                self._board.step(record)
+
+        self._attempt(write)
+        self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
+
+    def saving(self, step: int) -> None:
+        """The checkpoint of a step is about to be written."""
+        if self._chain is not None:
+            self._attempt(partial(self._chain.saving, step))
+
+    def saved(self, step: int, name: str, state: str) -> None:
+        """The checkpoint of a step is complete: its id, and the digest of its tensors."""
+        if self._chain is not None:
+            self._attempt(partial(self._chain.saved, step, name, state))
+
+    @property
+    def head(self) -> str:
+        """The digest that stands for all that was recorded and saved; empty where there is none."""
+        return "" if self._chain is None else self._chain.head
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        """write(), unless something failed before; why it fails is kept."""
         try:
             if not self.problem:
-                append_whole(self._file, (json.dumps(plain) + "\n").encode())
-                if self._board is not None:
-                    self._board.step(record)
+                write()
         except OSError as error:
             self.problem = explain(error)
-        self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
     def close(self) -> None:
         """End the files and the bar."""
         if self._active:
             self._file.close()
+            if self._chain is not None:
+                self._chain.close()
             if self._board is not None:
                 self._board.close()
             self._display.close()
 
 
-def append_whole(file: FileIO, line: bytes) -> None:
-    """Add a line, or nothing of it where it cannot be. OSError with the file's name."""
-    before = file.seek(0, os.SEEK_END)
-    with naming(file.name):
-        try:
-            write_all(file.fileno(), line)
-        except OSError:
-            file.truncate(before)
-            raise
+def finite_or_none(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as JSON can have it: what is not finite is null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def last_step(path: Path) -> int:
@@ -113,9 +147,10 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def check(out: Path) -> None:
-    """Raise UsageError where something else than a file of records is in its place."""
-    if os.path.lexists(out / METRICS):
-        open_file(out / METRICS, "a file of records").close()
+    """Raise UsageError where something else than a file is in the place of the records or their chain."""
+    for name in (METRICS, PROOF):
+        if os.path.lexists(out / name):
+            open_file(out / name, "a file of records").close()
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -98,6 +98,11 @@ class RunSpec:
     no_room: str = ""
 
     @property
+    def weights(self) -> dict[str, WeightSource | None]:
+        """The files that the run begins from, by their settings."""
+        return {"init": self.init, "lora_init": self.adapter}
+
+    @property
     def out(self) -> Path:
         """The directory of this run."""
         return Path(self.config.out)

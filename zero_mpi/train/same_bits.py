@@ -95,7 +95,7 @@ def names(mine: Machine, usual: Machine) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------- at a resume
 
 
-def changes(before: Machine, now: Machine) -> Iterator[str]:
+def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
     """What differs from the machine of a checkpoint and may change the last bits, in a line or none."""
     other = before.get(TRIAL) != now.get(TRIAL)
     keys = [
@@ -109,4 +109,4 @@ def changes(before: Machine, now: Machine) -> Iterator[str]:
     elif other and not keys:
         made = "operations of other bits by a trial, under the same names of processor and libraries"
     if made:
-        yield f"the checkpoint was made with {made}: the last bits may change"
+        yield f"{what} was made with {made}: the last bits may change"

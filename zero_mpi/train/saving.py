@@ -12,6 +12,7 @@ from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
+from zero_mpi.telemetry.metrics import Records
 from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
@@ -25,7 +26,7 @@ SLOW_DISK = 200e6  # bytes a second; what the first save is taken to write
 class Saving(Observer):
     """Writes checkpoints, keeps the watchdog quiet meanwhile, and announces those that are complete."""
 
-    def __init__(self, session: Session, watchdog: Watchdog, told: Events) -> None:
+    def __init__(self, session: Session, watchdog: Watchdog, told: Events, records: Records) -> None:
         config = session.config
         self.saver = Saver(
             session.out,
@@ -37,6 +38,7 @@ class Saving(Observer):
             tick=self._tick,
         )
         self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, told
+        self._records = records
         self._runs_wait = False
         self.saved_step = session.progress.step or -1
         self._saved_at, self.time_has_come = time.monotonic(), False
@@ -63,6 +65,7 @@ class Saving(Observer):
 
     def save(self, progress: TrainingProgress) -> None:
         """Write a checkpoint of the step just done, or begin to. Collective."""
+        self._records.saving(progress.step)
         with self._waiting(progress.step):
             self.saver.save(progress)
         self.saved_step, self._saved_at = progress.step, time.monotonic()
@@ -89,6 +92,7 @@ class Saving(Observer):
     def announce(self) -> None:
         """Say which checkpoints are complete."""
         for saved in self.saver.finished():
+            self._records.saved(saved.step, saved.id, saved.digest)
             log.info("saved %s in %.1f s, state %s", saved.folder, saved.seconds, saved.digest[:16])
             self._events.note(
                 events.SAVED,

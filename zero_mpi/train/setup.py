@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_mpi.checkpoint.blocks import finite_blocks
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config.bounds import rate_scales
@@ -34,6 +36,7 @@ class Session:
     transport   what carries between ranks, for people; empty for a lone rank
     nodes       that the transport tells apart, 0 where it does not
     resumed     the checkpoint's folder, if the run goes on from one
+    weights     the files that it begins from, by their settings
     """
 
     config: Config
@@ -52,6 +55,7 @@ class Session:
     transport: str = ""
     nodes: int = 0
     resumed: Path | None = None
+    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
 
 
 def build(world: World, spec: RunSpec) -> Session:
@@ -89,6 +93,7 @@ def build(world: World, spec: RunSpec) -> Session:
         transport=chosen.text,
         nodes=0 if nodes is None else nodes.nodes,
         resumed=None if spec.checkpoint is None else spec.checkpoint.folder,
+        weights=spec.weights,
     )
 
 

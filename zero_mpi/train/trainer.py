@@ -1,22 +1,18 @@
-"""The steps of a run: `Trainer.step` is data, accumulation, totals, optimizer.
+"""A run from its first step to its last: `Trainer.run` goes on until then, or until the run is told to stop.
 
-Whatever else happens at a step is an observer's work (`observers`, `saving`); `Trainer.run` goes on until the
-last step, or until the run is told to stop.
+What a step is stands in `steps`; whatever else happens at one is an observer's work (`observers`, `saving`).
 """
 
 from __future__ import annotations
 
 import platform
-import time
 from dataclasses import replace
 from functools import partial
 
 from zero_mpi import device
-from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.step_range import step_range
-from zero_mpi.data import Batch, EvalLoader, Windows
-from zero_mpi.device.types import Array
+from zero_mpi.data import Windows
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -24,43 +20,36 @@ from zero_mpi.launch.stopping import OVER, STEPS, signals
 from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.sharding.evaluation import evaluate
-from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.witness import Digest, compute_again
-from zero_mpi.telemetry import log, spans
+from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import audit, mfu, observers
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
-from zero_mpi.train.lr_schedule import schedule_of
-from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
+from zero_mpi.train.identity import start_of
+from zero_mpi.train.observers import HeldOutLoss, Observer
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.rank_figures import RankFigures
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
 from zero_mpi.train.setup import Session
 from zero_mpi.train.slow_ranks import SlowRanks
+from zero_mpi.train.steps import Steps, with_loss
 from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
 
 
-class Trainer:
+class Trainer(Steps):
     """Runs a session to its last step."""
 
     def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
+        super().__init__(session)
         config = session.config
-        self.world, self.session = world, session
-        self.watchdog, self.outcome = watchdog, outcome
-        self.progress = session.progress
+        self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
-        self.accumulator = GradAccum(session.module, session.loader.micro_batches)
-        self.rate = schedule_of(config)
-        numbers = {"done": self.progress.step, "steps": config.steps, "log_every": config.log_every}
-        begin = partial(Records, session.out, world.rank, **numbers, tensorboard=config.tensorboard)
-        self.records: Records = world.together(begin)
+        self.records: Records = world.together(partial(begin_records, session, world.rank))
         self.divergence = Divergence()
-        self.saving = Saving(session, watchdog, outcome.events)
+        self.saving = Saving(session, watchdog, outcome.events, self.records)
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
 
@@ -69,6 +58,7 @@ class Trainer:
         session, scale = self.session, self.session.module.loss_scale
         meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
+        self.pace = self.rank_figures.pace
         self.costs = observers.Costs(meter, session.loader.positions_per_step)
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
@@ -110,6 +100,8 @@ class Trainer:
         self.saving.announce()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
+        if self.records.head:
+            log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - before)
         if stopped and not self.is_done():
             self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
@@ -123,42 +115,14 @@ class Trainer:
         return 0
 
     def step(self) -> bool:
-        """One optimizer step. Returns whether to stop; all ranks agree."""
-        number = self.progress.step
-        for observer in self.observers:
-            observer.begins(number + 1)
-        begun = time.perf_counter()
-        self.rounds(number)
-        for observer in self.observers:
-            observer.computed(number + 1)
-        loss, stop = self.totals()
-        lr = self.rate(number)
-        result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
-        self.progress = self.after_a_step()
-        record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
-        record["tokens"] = self.progress.tokens
-        made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
-        for observer in self.observers:
-            observer.ends(made)
+        """One optimizer step, and what it was of the best evaluation. Returns whether to stop."""
+        stop = super().step()
         self.progress = replace(self.progress, best=self.early_stop.best)
         return stop
 
     def is_done(self) -> bool:
         """Whether the last step was made, or the run stops early; all ranks agree."""
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
-
-    def rounds(self, number: int) -> None:
-        """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
-        loader = self.session.loader
-        scale = 1.0 / loader.counted(number)
-        for mine in self.accumulator:
-            if mine is None:
-                self.accumulator.accumulate(None)
-            else:
-                with self.rank_figures.pace:
-                    with spans.during(spans.DATA, "read"):
-                        batch = loader.micro(number, mine)
-                    self.accumulator.accumulate(*with_loss(batch, scale))
 
     def audits(self) -> list[Observer]:
         """Who holds what ranks compute against each other, if that is wanted. Collective."""
@@ -205,39 +169,10 @@ class Trainer:
             self.saving.saver.wait()  # raises on all ranks what failed in the background
         return loss, stop > 0
 
-    def after_a_step(self) -> TrainingProgress:
-        """The counters of the run once the optimizer has made a step."""
-        loader, optimizer = self.session.loader, self.session.optimizer
-        scale = self.session.module.loss_scale
-        return replace(
-            self.progress,
-            step=self.progress.step + 1,
-            tokens=self.progress.tokens + loader.counted(self.progress.step),
-            skipped=optimizer.skipped,
-            updates=optimizer.steps,
-            samples=self.progress.samples + loader.batch_size,
-            scale_exponent=scale.exponent,
-            scale_steps=scale.good_steps,
-        )
-
     def evaluate(self) -> HeldOutLoss | None:
-        """The held-out loss in nats per token; None where nothing is held out. Collective."""
-        held_out = self.session.held_out
-        if not held_out:
-            return None
+        """The held-out loss, on the way to which the watchdog has a sign of life. Collective."""
         self.watchdog.beat("evaluation")
-        losses = {
-            name: self.loss_of(loader) for name, loader in held_out.loaders.items() if loader.micro_batches
-        }
-        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
-
-    def loss_of(self, held_out: EvalLoader) -> float:
-        """The mean loss of held-out windows. Collective."""
-        return evaluate(
-            self.session.module,
-            held_out.micro_batches,
-            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.counted),
-        )
+        return super().evaluate()
 
     def wants_to_stop(self) -> bool:
         """Whether this rank was signalled, or rank 0 sees the time run out."""
@@ -288,7 +223,15 @@ class Trainer:
         self.session.comm.barrier()
 
 
-def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """What the model is given, and the criterion that holds its output against the targets."""
-    x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
-    return x, CrossEntropy(batch.targets, scale)
+def begin_records(session: Session, rank: int) -> Records:
+    """What a session writes of its steps; raises JobError, or FileError for what it begins from."""
+    config, done = session.config, session.progress.step
+    return Records(
+        session.out,
+        rank,
+        done=done,
+        steps=config.steps,
+        log_every=config.log_every,
+        tensorboard=config.tensorboard,
+        beginning=start_of(session) if rank == 0 else None,
+    )
