@@ -24,6 +24,7 @@ ORDER = (
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",
     "inspect", "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate",
+    "verify",
     "hostfile", "completion", "__main__",
 )  # fmt: skip
 

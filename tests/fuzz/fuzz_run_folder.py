@@ -1,4 +1,4 @@
-"""Run folders whose files lie, given to `report`, `report --text`, `train` (a resume) and `inspect`.
+"""Run folders whose files lie, given to `report`, with and without `--text`, `verify`, `train` and `inspect`.
 
 One small run is made by training when this module is imported; each case writes it anew and spoils it.
 """
@@ -17,10 +17,13 @@ from random import Random
 import wild
 from fuzz_toml import as_toml, clean
 
+from zero_mpi.telemetry.proof import FIRST, digest_after
+
 SIZES = ["--layers", "1", "--dim", "8", "--heads", "1", "--ffn", "8", "--context", "8", "--batch-size", "2"]
 TRAIN = ["-m", "zero_mpi.train", "--data", "text.txt", "--out", "run", "--sample", "0", "--eval-windows", "1"]
 TRAIN += [*SIZES, "--device", "cpu", "--log-every", "1", "--save-every", "2", "--timeout", "0"]
-RECORDS = ("metrics.jsonl", "events.jsonl")
+VERIFY = ["-m", "zero_mpi.verify", "run", "--data", "text.txt", "--timeout", "0"]
+RECORDS = ("metrics.jsonl", "events.jsonl", "proof.jsonl")
 OBJECTS = ("status.json", "config.toml")
 FILES = (*RECORDS, *OBJECTS)
 
@@ -61,6 +64,7 @@ def command(random: Random, *others: str) -> list[str]:
     kinds = [
         ["-m", "zero_mpi.report", "run", *others],
         ["-m", "zero_mpi.report", "run", *others, "--text"],
+        VERIFY,
         [*TRAIN, "--steps", "5"],
         [*TRAIN, "--steps", "5", "--config", "run/config.toml"],
     ]
@@ -103,6 +107,24 @@ def numbers(random: Random, folder: Path) -> list[str]:
             row[key] = random.choice([value, [value] * random.choice([0, 1, many])])
     (run / name).write_bytes(b"".join(wild.as_text(row, random) + b"\n" for row in rows))
     return command(random)
+
+
+def signed(random: Random, folder: Path) -> list[str]:
+    """A chain whose lines lie, each with the digest that it must have."""
+    run, head, lines = write_run(folder), FIRST, list[bytes]()
+    rows = lines_of((run / "proof.jsonl").read_bytes())
+    for place in random.sample(range(len(rows)), random.choice([0, 1, 1, 3])):
+        rows[place] = wild.changed_json(random, rows[place])
+    if random.random() < 0.3:
+        random.shuffle(rows)
+    small = len(wild.as_text(rows, random)) < 20_000  # files that can be written in time
+    for row in rows * random.choice([1, 1, 1, 2, 500 if small else 2]):
+        chained = {key: value for key, value in row.items() if key != "chain"} if type(row) is dict else row
+        body = wild.as_text(chained, random)
+        head = digest_after(head, body)
+        lines.append(body[:-1] + f', "chain": "{head}"}}\n'.encode())
+    (run / "proof.jsonl").write_bytes(b"".join(lines))
+    return random.choice([VERIFY, VERIFY, command(random)])
 
 
 def broken(random: Random, folder: Path) -> list[str]:
@@ -202,6 +224,7 @@ CASES = {
     "sound": sound,
     "types": types,
     "numbers": numbers,
+    "signed": signed,
     "broken": broken,
     "places": places,
     "checkpoints": checkpoints,

@@ -41,7 +41,7 @@ SETTINGS = {  # one process with one thread, and no compiled operations: they ta
     "TOKENIZERS_PARALLELISM": "false",  # the library warns of threads after a fork
 }
 COMMANDS = ("train", "inspect", "export", "generate", "plan", "report", "trace", "evaluate", "samples")
-COMMANDS += ("tokenize",)
+COMMANDS += ("tokenize", "verify")
 
 Case = Callable[[Random, Path], list[str]]
 

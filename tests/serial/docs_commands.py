@@ -131,6 +131,9 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 400 --eval-every 20 --patience 3 --out runs/patient": Run(
         f"{TINY} --eval-every 2", "best validation loss is .*: runs/patient/best"
     ),
+    "mpirun -n 4 python -m zero_mpi.train --steps 60 --save-every 20 --out runs/proved": Run(
+        f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
+    ),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),
@@ -186,6 +189,11 @@ LOOKING: dict[str, How] = {
     "python -m zero_mpi.inspect MODEL.gguf": Run(says="llama"),
     "python -m zero_mpi.inspect model.gguf": Run(says="F16"),
     "python -m zero_mpi.inspect runs/saved/latest": Run(says="sound"),
+    "mpirun -n 3 python -m zero_mpi.verify runs/proved --strategy no-shard --transport mpi": Run(
+        says="yes: .* steps 1-12 have the same bits, computed again on 3 ranks"
+    ),
+    "python -m zero_mpi.verify runs/proved --sample 1": Run(says="yes: .* have the same bits"),
+    "python -m zero_mpi.verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
     "python -m zero_mpi.inspect runs/saved/latest --tensors --keys": Run(says="blk.0.attn_q.weight"),
     "python -m zero_mpi.inspect runs/saved/latest runs/again/latest": Run(says="verdict +the same"),
     "python -m zero_mpi.inspect runs/one/latest runs/three/latest": Run(says="verdict +the same"),

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
     "tokenize": "text into token files, in parallel, with an index of documents",
     "evaluate": "loss and perplexity of a text, right answers to questions",
+    "verify": "whether a run is what its folder says, by computing it again",
     "generate": "text from a GGUF model",
     "samples": "conversations as training reads them, and which of their tokens count",
     "inspect": "what a model file or checkpoint holds, and whether it is sound",

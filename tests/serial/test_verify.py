@@ -1,0 +1,504 @@
+"""`zero_mpi.verify`: yes for runs as they were, on other ranks too, and the first difference of others.
+
+A run of six steps on three ranks is made once and copied; most cases spoil a copy and verify it on the one
+rank of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import run_job
+from test_command_bits import needs_mpiexec, train, write_text
+from test_generate import LLAMA, write_model
+from thinned import thinned
+
+from zero_mpi.checkpoint.checksum import as_lines, digest, from_lines
+from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.sound import (
+    DIGESTS,
+    ID,
+    MODEL,
+    STATE_DIGEST,
+    TENSOR_DIGESTS,
+    digest_of_files,
+    signature,
+)
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry.proof import FIRST, digest_after, read_proof
+from zero_mpi.verify.command import command
+from zero_mpi.verify.findings import Differs
+from zero_mpi.verify.stretches import Story, Stretch, between, drawn
+
+SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
+SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0", "--device", "cpu"]
+OFTEN = ["--steps", "6", "--save-every", "2", "--eval-every", "3", "--eval-windows", "4"]
+pytestmark = needs_mpiexec
+Verify = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Data of several documents."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on three ranks over messages, with the checkpoints of steps 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    where = ["--strategy", "no-shard", "--transport", "mpi", "--async-save"]
+    train(3, out, *SMALL, *OFTEN, *where, "--data", *text)
+    return out
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+
+
+@pytest.fixture
+def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
+    """Verifies in this process, up to where steps are computed: the exit status, and what was printed."""
+
+    def run_it(*arguments: object) -> tuple[int, list[str]]:
+        capfd.readouterr()
+        status = command(World(0, 1), [*map(str, arguments), "--timeout", "0"])
+        return status, capfd.readouterr().out.splitlines()
+
+    return run_it
+
+
+def compute(run: Path, *arguments: object, ranks: int = 1) -> tuple[int, list[str]]:
+    """Verifies in a job of its own, with the operations of the runs: the same."""
+    job = ["-m", "zero_mpi.verify", str(run), *map(str, arguments)]
+    status, printed, errors = run_job(ranks, job, timeout=50)
+    assert "error" not in errors, errors
+    return status, printed.splitlines()
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """All that is in a folder, with times."""
+    return {
+        str(path): os.readlink(path) if path.is_symlink() else (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def head(run: Path) -> str:
+    """The digest of the last line of the chain."""
+    return list(read_proof(run / "proof.jsonl"))[-1].head
+
+
+# ------------------------------------------------------------------------------------------------------ yes
+
+
+def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_head(whole, text, tmp_path):
+    printed = train(1, tmp_path / "out", *SMALL, *OFTEN, "--data", *text)
+    assert (tmp_path / "out" / "proof.jsonl").read_bytes() == (whole / "proof.jsonl").read_bytes()
+    assert f"proof: {head(whole)}" in printed.splitlines()
+
+
+def test_yes_on_one_rank(whole):
+    """Each stretch is named, nothing is written into the folder, the published head is that of the chain."""
+    before = content(whole)
+    status, lines = compute(whole, "--expect", head(whole), "--strategy", "full-shard", "--transport", "auto")
+    assert status == 0
+    assert lines[0] == f"chain: whole up to step 6, proof {head(whole)}"
+    assert lines[1] == "files: sound, the tensors of 3 checkpoints too"
+    assert [line.partition(":")[0] for line in lines[2:5]] == [
+        f"steps {n}" for n in ("1 to 2", "3 to 4", "5 to 6")
+    ]
+    assert lines[5] == (
+        "yes: its files are those that it has written; steps 1-6 have the same bits, computed again on 1 rank"
+    )
+    assert content(whole) == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--prefetch", "0"]),
+        pytest.param(3, ["--transport", "mpi", "--strategy", "full-shard"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_yes_and_no_on_other_ranks_strategies_and_transports(ranks, flags, run):
+    status, lines = compute(run, *flags, ranks=ranks)
+    assert status == 0, lines
+    assert lines[-1].endswith(f"steps 1-6 have the same bits, computed again on {ranks} ranks")
+    forge_record(run, 4)
+    status, lines = compute(run, *flags, ranks=ranks)
+    assert status == 1
+    assert lines[-1].startswith("no: step 4: loss is 4.25 in the records, and ")
+    assert not any("3 to 4" in line for line in lines), "a stretch that differs is not called the same"
+
+
+def test_a_resume_on_other_ranks_leaves_the_chain_of_the_unbroken_run(run, whole, text):
+    """A job was killed after step 3: half a line in both files, a checkpoint of step 2, no word of an end."""
+    for step in (4, 6):
+        shutil.rmtree(run / f"step-{step:08d}")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("step-00000002")
+    for name, lines in (("metrics.jsonl", 3), ("proof.jsonl", 5)):
+        rows = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join(rows[:lines]) + rows[lines][:40])
+    (run / "status.json").write_text('{"state": "running"}')
+    status, lines = compute(run)
+    assert status == 0
+    assert "note: the last line of proof.jsonl was cut off, as by a kill" in lines
+    assert lines[-1].startswith("yes: its files are those that it has written; steps 1-3 have the same bits")
+    train(2, run, *SMALL, *OFTEN, "--data", *text)
+    assert (run / "proof.jsonl").read_bytes() == (whole / "proof.jsonl").read_bytes()
+
+
+def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(text, tmp_path):
+    """A cosine over 3 steps, then one over 5 with another rate: both jobs are in the chain."""
+    out = tmp_path / "out"
+    flags = [*SMALL, "--save-every", "3", "--eval-windows", "4", "--data", *text]
+    train(2, out, *flags, "--steps", "3")
+    train(1, out, *flags, "--steps", "5", "--lr", "1e-3")
+    status, lines = compute(out)
+    assert status == 0, lines
+    assert [line.partition(":")[0] for line in lines if line.startswith("steps")] == [
+        "steps 1 to 3",
+        "steps 4 to 5",
+    ]
+    shutil.rmtree(out / "step-00000003")
+    status, lines = compute(out)
+    assert status == 0, lines
+    assert "note: 1 of 2 checkpoints are not there any more" in lines
+    assert lines[-1].endswith("; steps 4-5 cannot be, for the state before them is not there")
+
+
+OTHERS = {
+    "keep": ["--keep", "1"],
+    "low precision and an average": ["--precision", "bf16", "--ema", "0.9"],
+    "adapters": ["--lora", "2", "--init", "model.gguf", "--context", "16"],
+    "parallel, patience": ["--checkpoint-io", "parallel", "--patience", "2"],
+}
+
+
+@pytest.mark.parametrize("kind", thinned(OTHERS, 3))
+def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
+    """--keep 1 leaves the last checkpoint, to which one stretch leads from the first weights."""
+    write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=32, value_length=4))
+    sizes = SMALL[10:] if kind == "adapters" else SMALL
+    train(2, tmp_path / "out", *sizes, *OFTEN, *OTHERS[kind], "--data", *text)
+    status, lines = compute(tmp_path / "out")
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+    told = [line for line in lines if line.startswith("steps ")]
+    assert len(told) == (1 if kind == "keep" else 3)
+
+
+def test_a_run_without_a_chain_is_computed_and_says_so(run, verify):
+    (run / "proof.jsonl").unlink()
+    status, lines = compute(run)
+    assert status == 0
+    assert (
+        lines[0]
+        == "note: there is no proof.jsonl: the run has no chain, so records are held to computing alone"
+    )
+    assert lines[-1].startswith("yes: its files agree; steps 1-6 have the same bits")
+    change(run / "metrics.jsonl", 4, loss=4.25)
+    assert compute(run)[1][-1].startswith("no: step 5: loss is 4.25 in the records, and ")
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UsageError, match="nothing to verify"):
+        verify(run)
+
+
+def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
+    moved = [shutil.copy(path, tmp_path) for path in text]
+    replace_in(run / "config.toml", str(Path(text[0]).parent), "/nowhere")
+    with pytest.raises(UsageError, match="/nowhere"):
+        verify(run)
+    assert compute(run, "--data", *moved, "--from", 4)[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- no
+
+
+def change(path: Path, place: int, **values: object) -> None:
+    """Other values in a line of JSON."""
+    rows = path.read_text().splitlines()
+    rows[place] = json.dumps(json.loads(rows[place]) | values)
+    path.write_text("".join(f"{row}\n" for row in rows))
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    """Another text in a file, which must have had the old one."""
+    before = path.read_text()
+    assert old in before
+    path.write_text(before.replace(old, new))
+
+
+def rows_of(path: Path, order: Callable[[list[bytes]], list[bytes]]) -> None:
+    """Other lines, or another order of them."""
+    path.write_bytes(b"".join(order(path.read_bytes().splitlines(keepends=True))))
+
+
+def flip(path: Path, place: int) -> None:
+    """Another bit in a byte, counted from the end."""
+    raw = bytearray(path.read_bytes())
+    raw[-place] ^= 16
+    path.write_bytes(raw)
+
+
+def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
+    """The chain with other lines, its digests made anew: what somebody does who knows how it is made."""
+    before, lines = FIRST, ""
+    for raw in (run / "proof.jsonl").read_text().splitlines():
+        entry = json.loads(raw)
+        del entry["chain"]
+        alter(entry)
+        body = json.dumps(entry)
+        before = digest_after(before, body.encode())
+        lines += f'{body[:-1]}, "chain": "{before}"}}\n'
+    (run / "proof.jsonl").write_text(lines)
+
+
+def forge_record(run: Path, step: int) -> None:
+    """Another loss of a step, in both files, signed."""
+    change(run / "metrics.jsonl", step - 1, loss=4.25)
+    sign(
+        run,
+        lambda entry: (
+            entry["record"].update(loss=4.25) if entry["step"] == step and "record" in entry else None
+        ),
+    )
+
+
+def forge_model(run: Path, step: int) -> None:
+    """Another number in a checkpoint, signed as our own writer signs, in its files and in the chain."""
+    folder = run / f"step-{step:08d}"
+    files = {name: GGUFFile.open(folder / name) for name in ("model.gguf", "optimizer.gguf")}
+    keys = {name: dict(file.metadata) for name, file in files.items()}
+    model, state = keys.values()
+    arrays = {name: np.array(files["model.gguf"].tensor(name)) for name in files["model.gguf"].tensors}
+    arrays["blk.0.ffn_up.weight"].flat[7] += 0.5
+    lines = as_lines({name: digest(array) for name, array in arrays.items()})
+    model[TENSOR_DIGESTS] = state[DIGESTS[MODEL]] = lines
+    told = {MODEL: from_lines(lines), "optimizer": from_lines(state[TENSOR_DIGESTS])}
+    model[STATE_DIGEST] = state[STATE_DIGEST] = digest_of_files(told)
+    model[ID] = state[ID] = signature(model, state)
+    raw = {name: path.read_bytes() for name in files if (path := folder / name)}
+    for name, made in keys.items():
+        table = [(spec.name, spec.shape) for spec in files[name].tensors.values()]
+        header, _, _ = pack_file(made["general.architecture"], made, table)
+        raw[name] = header + raw[name][len(header) :]
+        if name == "model.gguf":
+            raw[name] = header + b"".join(a.tobytes() + bytes(-a.nbytes % 32) for a in arrays.values())
+        (folder / name).write_bytes(raw[name])
+    sign(
+        run,
+        lambda entry: (
+            entry["checkpoint"].update(id=state[ID], state=state[STATE_DIGEST])
+            if entry["step"] == step and "checkpoint" in entry
+            else None
+        ),
+    )
+
+
+def other_seed(run: Path) -> None:
+    replace_in(run / "config.toml", "seed = 0", "seed = 1")
+
+
+P, M = "proof.jsonl", "metrics.jsonl"
+DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "model": (
+        lambda run: flip(run / "step-00000004" / "model.gguf", 900),
+        "step-00000004/model.gguf: tensor 'output.weight' is not the one that was written",
+    ),
+    "moments": (
+        lambda run: flip(run / "step-00000002" / "optimizer.gguf", 900),
+        "step-00000002/optimizer.gguf: tensor 'optimizer.adam.second_moments.output.weight' is not",
+    ),
+    "checkpoint of another step": (
+        lambda run: shutil.copytree(run / "step-00000002", run / "step-00000004", dirs_exist_ok=True),
+        "proof.jsonl, line 7: the checkpoint of step 4 has the id '",
+    ),
+    "loss": (
+        lambda run: change(run / M, 2, loss=1.5),
+        "proof.jsonl, line 5: step 3: metrics.jsonl has loss 1.5",
+    ),
+    "held-out loss": (
+        lambda run: change(run / M, 2, val_loss=1.5),
+        "proof.jsonl, line 5: step 3: metrics.jsonl has val_loss 1.5, the chain ",
+    ),
+    "record removed": (
+        lambda run: rows_of(run / M, lambda rows: [*rows[:3], *rows[4:]]),
+        "proof.jsonl, line 6: expected a record of step 4 in metrics.jsonl, found one of step 5",
+    ),
+    "records cut off": (
+        lambda run: rows_of(run / M, lambda rows: rows[:5]),
+        "proof.jsonl, line 9: expected a record of step 6 in metrics.jsonl, found the end",
+    ),
+    "record appended": (
+        lambda run: rows_of(run / M, lambda rows: [*rows, rows[-1].replace(b'"step": 6', b'"step": 7')]),
+        "metrics.jsonl has a record of step 7 after the last of proof.jsonl, step 6",
+    ),
+    "chain cut off": (
+        lambda run: rows_of(run / P, lambda rows: rows[:6]),
+        "metrics.jsonl has a record of step 5 after the last of proof.jsonl, step 4",
+    ),
+    "last line cut off": (
+        lambda run: rows_of(run / P, lambda rows: rows[:-1]),
+        "latest names step-00000006, which the records do not tell of",
+    ),
+    "half a line": (
+        lambda run: rows_of(run / P, lambda rows: [*rows[:-1], rows[-1][:50]]),
+        "line 10: it has no end",
+    ),
+    "no line": (lambda run: rows_of(run / P, lambda rows: []), "proof.jsonl has no line"),
+    "line removed": (
+        lambda run: rows_of(run / P, lambda rows: [*rows[:4], *rows[5:]]),
+        "proof.jsonl, line 5: it is not",
+    ),
+    "lines exchanged": (
+        lambda run: rows_of(run / P, lambda rows: [*rows[:4], rows[5], rows[4], *rows[6:]]),
+        "proof.jsonl, line 5: it is not the one that followed",
+    ),
+    "line appended": (
+        lambda run: rows_of(run / P, lambda rows: [*rows, rows[-1]]),
+        "proof.jsonl, line 11: it is not",
+    ),
+    "seed": (other_seed, "--seed is 1 in config.toml, and 0 in the chain in proof.jsonl"),
+    "rate": (
+        lambda run: replace_in(run / "config.toml", "lr = 0.004", "lr = 0.005"),
+        "--lr is 0.005 in config.toml, and 0.004 in the chain",
+    ),
+    "seed, signed": (
+        lambda run: (
+            other_seed(run),
+            sign(run, lambda e: "run" in e and e["run"]["settings"].update(seed=1)),
+        ),
+        "--seed is 1 here, and 0 in the checkpoint of step 2",
+    ),
+    "loss, signed": (lambda run: forge_record(run, 4), "step 4: loss is 4.25 in the records, and "),
+    "model, signed": (lambda run: forge_model(run, 4), "step 4: element 7 of blk.0.ffn_up.weight is "),
+}
+
+
+@pytest.mark.parametrize("what", DOCTORED)
+def test_what_was_doctored_is_named(what, run, verify):
+    spoil, expected = DOCTORED[what]
+    spoil(run)
+    status, lines = (compute if what.endswith(", signed") else verify)(run)
+    assert status == 1
+    assert lines[-1].startswith("no: ")
+    assert expected in lines[-1], lines[-1]
+    assert not any(line.startswith("yes") for line in lines)
+
+
+def test_other_data_are_named(run, text, tmp_path):
+    moved = [shutil.copy(path, tmp_path) for path in text]
+    flip(Path(moved[2]), 8)
+    status, lines = compute(run, "--data", *moved)
+    assert status == 1
+    assert lines[-1].startswith("no: the text of --data and --val-data, or what --chat-template")
+    assert "and '" in lines[-1]
+
+
+def test_another_head_than_the_published_one_is_named(run, verify):
+    """Who doctors all files and signs them cannot sign what was published."""
+    published = head(run)
+    forge_record(run, 4)
+    assert verify(run, "--expect", published)[1][-1] == (
+        f"no: proof.jsonl ends in {head(run)}, expected {published}"
+    )
+
+
+# ----------------------------------------------------------------------------------------- what is computed
+
+
+def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):
+    lines = compute(run, "--from", 3, "--to", 4)[1]
+    assert lines[2] == "from step 2 to step 4, which are states that are there"
+    assert lines[-1].endswith("steps 3-4 have the same bits, computed again on 1 rank")
+    lines = compute(run, "--sample", 2, "--seed", 5)[1]
+    assert lines[2] == "sample: 2 of 3 stretches, by --seed 5"
+    assert [line.startswith("steps ") for line in lines].count(True) == 2
+    assert compute(run, "--sample", 0)[1][-1].endswith("; no step was computed again")
+
+
+def test_bounds_without_a_step_are_bad_usage(run, verify):
+    with pytest.raises(UsageError, match="--from 6 --to 6: no step between them can be"):
+        verify(run, "--from", 6)
+
+
+def test_stretches_between_states_and_drawn():
+    all_of = [Stretch(start, start + 10, True, 0) for start in (0, 10, 20, 30)]
+    assert between(all_of, None, None) == all_of
+    assert between(all_of, 10, 30) == all_of[1:3]
+    assert between(all_of, 11, 29) == all_of[1:3]
+    assert drawn(all_of, 9, 1) == all_of
+    assert drawn(all_of, 2, 1) == drawn(all_of, 2, 1)
+    assert len({tuple(one.start for one in drawn(all_of, 2, seed)) for seed in range(99)}) == 6
+
+
+def test_a_story_that_cannot_be_is_refused():
+    """Lines that are signed, and do not follow on each other."""
+    run = {"from": None, "settings": {}}
+
+    def story() -> Story:
+        told = Story({2: "two"}.get)
+        told.begin(0, run)
+        told.record(1)
+        told.record(2)
+        return told
+
+    for wrong in (
+        lambda told: told.record(4),
+        lambda told: told.record(2),
+        lambda told: told.save(1, "one"),
+        lambda told: told.save(2, "another"),
+        lambda told: told.begin(1, {"from": "x"}),
+        lambda told: told.begin(0, run),
+        lambda told: told.begin(3, {"from": None}),
+    ):
+        with pytest.raises(Differs):
+            wrong(story())
+
+
+def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, verify):
+    """A run of an older version that went on: its first steps have records, of which no chain tells."""
+    rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
+    (saved,) = [row["checkpoint"]["id"] for row in rows if row["step"] == 4 and "checkpoint" in row]
+    began = {"step": 4, "run": {**rows[0]["run"], "from": saved}}
+    left = [row for row in rows if row["step"] > 4]
+    (run / "proof.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in [{**began, "chain": ""}, *left])
+    )
+    sign(run, lambda entry: None)
+    status, lines = verify(run, "--sample", 0)
+    assert status == 0
+    assert lines[1:3] == [
+        "note: steps 1 to 4 are not in proof.jsonl: they are held to nothing",
+        "note: not of this run, or given up by it: step-00000002",
+    ]
+    flip(run / "step-00000004" / "model.gguf", 900)
+    assert verify(run)[1][-1].startswith("no: ")
+
+
+def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
+    with pytest.raises(UsageError, match=r"expected a run folder.*no config.toml"):
+        verify(tmp_path)
+    with pytest.raises(UsageError, match="--sample -1"):
+        verify(run, "--sample", -1)
+    replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
+    (run / "proof.jsonl").unlink()
+    with pytest.raises(UsageError, match="--reduction fast: its sums depend on ranks"):
+        verify(run)
+    assert verify(run, "--sample", 0)[0] == 0
