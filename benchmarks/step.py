@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
-from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule, ops
+from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule, ops, portable
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import recycled_stats
+from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
@@ -54,6 +55,9 @@ def make_parser() -> Parser:
     parser.add_argument("--transport", nargs="+", choices=("auto", "mpi", "shared"), default=["auto"])
     parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
     parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["fp32"])
+    parser.add_argument(
+        "--bits", choices=portable.CHOICES, default=portable.asked(), help="one for all variants of a run"
+    )
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--threads", help="threads a rank, or auto")
@@ -122,6 +126,7 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
             reduction=reduction,
             strategy=strategy,
             precision=precision,
+            bits=options.bits,
             prefetch=options.prefetch,
             recompute=options.recompute,
         )
@@ -190,6 +195,7 @@ def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) 
         "transport": variant.name[1],
         "reduction": variant.name[2],
         "precision": variant.name[3],
+        "bits": portable.PORTABLE if portable.active else portable.NATIVE,
         "ranks": variant.comm.size,
         "ms": 1e3 * slowest,
         "tokens_per_second": variant.comm.size * workload.tokens / slowest,
@@ -207,6 +213,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print."""
     options = world.together(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
+    if options.bits == portable.PORTABLE:
+        world.together(check_pins)
     results = measure(world, options)
     if world.rank == 0:
         for line in results if options.json else ():
@@ -220,12 +228,13 @@ def print_table(workload: str, results: list[dict[str, object]]) -> None:
     """For people."""
     head = results[0]
     print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s a rank")
-    names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9}"
+    names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9} {'bits':8}"
     columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>10} {'wait ms':>8} {'sent MB':>8} {'RSS MB':>7}"
     print(f"{names} {columns} {'PSS of all':>10} {'activations':>11}")
     for line in results:
         print(
             f"{line['strategy']:14} {line['transport']:10} {line['reduction']:10} {line['precision']:9} "
+            f"{line['bits']:8} "
             f"{line['ms']:9.1f} "
             f"{line['tokens_per_second']:9.0f} {line['gemm_share']:10.2f} {line['wait_ms']:8.1f} "
             f"{line['sent_mb']:8.1f} {line['rss_mb']:7.0f} {line['pss_of_all_mb']:10.0f} "
@@ -234,4 +243,5 @@ def print_table(workload: str, results: list[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
+    portable.claim(portable.flag_of(sys.argv[1:]))
     run("step", command, sys.argv[1:])

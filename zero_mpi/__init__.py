@@ -15,9 +15,10 @@ elif interrupts.program:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi import environment
+from zero_mpi import environment, portable
 
 environment.prepare()  # before numpy is imported and MPI starts
+portable.prepare()
 
 __version__ = "0.1.0"
 

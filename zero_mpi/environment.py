@@ -35,6 +35,7 @@ YIELDING = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
+as_started = dict(os.environ)  # as whoever started this process made it
 threads_were_set = any(name in os.environ for name in THREADS)
 
 

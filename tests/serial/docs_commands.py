@@ -143,6 +143,9 @@ TRAINING: dict[str, How] = {
     "mpirun -n 1 python -m zero_mpi.train --steps 20 --out runs/one": Run(TINY, SAVED),
     "mpirun -n 3 python -m zero_mpi.train --steps 20 --out runs/three --strategy no-shard "
     "--transport mpi": Run(TINY, SAVED),
+    "mpirun -n 2 python -m zero_mpi.train --bits portable --steps 20 --out runs/portable": ByTest(
+        "tests/serial/test_portable.py::test_unlike_hosts_train_together_and_a_resume_keeps_the_bits"
+    ),
 }
 
 MAKING: dict[str, How] = {

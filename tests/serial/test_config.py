@@ -143,6 +143,7 @@ def test_every_setting_goes_through_the_file_and_back(tmp_path):
     others = {name: other_value(name) for name in FIELDS if name != "epochs"} | {
         "offload": "none",  # beside ema
         "reduction": "exact",  # beside audit
+        "precision": "fp32",  # beside bits
     }
     config = Config(**others)
     assert from_file(tmp_path, write_toml(config)) == config

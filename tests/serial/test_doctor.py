@@ -297,6 +297,23 @@ def test_a_library_that_is_held_below_the_processor_is_named():
     assert row.remedy.startswith("take OPENBLAS_CORETYPE out of the environment")
 
 
+def test_the_bits_of_a_job_are_told_with_the_digest_of_its_trial(monkeypatch):
+    row = kernels.bits_row(["0a", "0a"], "openblas 1 Zen", "")
+    assert (row.verdict, row.value) == (OK, "native, the best code for each processor; trial 0a")
+    row = kernels.bits_row(["0a", "0b", "0b"], "openblas 1 Zen", "")
+    assert row.verdict == NOTE
+    assert row.value == "native, the best code for each processor; trial 0a and 1 other among the ranks"
+    assert "give --bits portable" in row.remedy
+    assert kernels.pins_fault() == ""
+    monkeypatch.setenv("ZERO_MPI_BITS", "portable")
+    row = kernels.bits_row(["0a"], "openblas 1 Haswell", "")
+    told = "portable, x86-64-v3 (openblas 1 Haswell, compiled for haswell); trial 0a"
+    assert (row.verdict, row.value) == (OK, told)
+    assert kernels.pins_fault().startswith("--bits portable: NumPy was imported before zero_mpi")
+    row = kernels.bits_row(["0a"], "openblas 1 Zen", kernels.pins_fault())
+    assert (row.verdict, row.value) == (NOTE, kernels.pins_fault())
+
+
 def test_a_clock_that_is_off_is_named():
     row = only(clocks.rows([(0.001, 1e-5), (-7.25, 2e-5), (3.0, 1e-5)], ("b", "c", "d")))
     assert (row.verdict, row.value) == (NOTE, "at most 7.2 s apart: c (known to 20 us)")

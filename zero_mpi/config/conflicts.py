@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero_mpi import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
+from zero_mpi.portable import NATIVE, PORTABLE
 
 if TYPE_CHECKING:
     from zero_mpi.config.settings import Config
@@ -56,6 +58,26 @@ CONTRADICTIONS = (
         "audit",
         lambda c: c.reduction != "exact",
         "--reduction {reduction} has no bits to compare: give --reduction exact",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == NATIVE and portable.active,
+        "this process is pinned: take ZERO_MPI_BITS out of the environment",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == PORTABLE and c.precision != "fp32",
+        "cannot be had with --precision {precision}, whose products are the processor's own: give fp32",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == PORTABLE and c.reduction != "exact",
+        "--reduction {reduction} has no bits to keep: give --reduction exact",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == PORTABLE and c.device == "cuda",
+        "cannot be had on a GPU: give --device cpu",
     ),
     Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 holds nothing out"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi import portable
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import STEPS, defaults
 from zero_mpi.data.control_tokens import READINGS
@@ -174,13 +175,7 @@ class Config:
         "On a GPU, mpi: straight from it; staged: through host memory; nccl; auto: mpi where MPI can do it",
         choices=CHOICES,
     )
-    device: str = flag(
-        "auto",
-        str,
-        "machine",
-        "where arrays live",
-        choices=("auto", "cpu", "cuda"),
-    )
+    device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu", "cuda"))
     precision: str = flag(
         "fp32",
         str,
@@ -197,6 +192,15 @@ class Config:
         "machine",
         "from the GPU to the host's memory: moments; or state, with the fp32 parameters of bf16",
         choices=("none", "moments", "state"),
+    )
+    bits: str = flag(
+        None,
+        str,
+        "machine",
+        "native: of the best code for the processor; portable: the same on any with AVX2, of Intel or AMD "
+        "(default: native, or what ZERO_MPI_BITS says)",
+        fixed=True,
+        choices=portable.CHOICES,
     )
     threads: str | None = flag(None, str, "machine", "per rank, auto: its cores (default: 1)")
 
@@ -250,6 +254,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        self.bits = self.bits or portable.asked()
         steps = {} if self.epochs is not None else STEPS
         for name, value in (defaults(self.init, self.lora) | steps).items():
             if getattr(self, name) is None:

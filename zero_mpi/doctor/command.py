@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import __version__
+from zero_mpi import __version__, portable
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import plural, write
 from zero_mpi.config.settings import Config
@@ -105,6 +105,7 @@ def make_parser() -> Parser:
         metavar="N",
         help=f"largest buffer to gather and reduce, in MiB (default: {MOST_MB:g}, with --quick {QUICK_MB:g})",
     )
+    parser.add_argument("--bits", choices=portable.CHOICES, help="as of the job (default: native)")
     parser.add_argument(
         "--json", metavar="FILE", help="write rows and figures there; zero_mpi.plan reads them"
     )
@@ -213,4 +214,5 @@ def keep(found: Examination) -> None:
 
 def main() -> None:
     """Entry point."""
+    portable.claim(portable.flag_of(sys.argv[1:]))
     run("doctor", command, sys.argv[1:])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from zero_mpi import device
 from zero_mpi.cli.text import write
 from zero_mpi.device.types import Array
 from zero_mpi.evaluate.candidate import Candidate, Opened, look
@@ -25,7 +24,7 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.size import parameter_count
 from zero_mpi.telemetry import log
-from zero_mpi.train.command import wanted_device
+from zero_mpi.train.command import obey_early
 from zero_mpi.train.resolve import try_operations
 
 __all__ = ["command", "main", "make_parser"]
@@ -120,5 +119,5 @@ def tell(task: Task, figures: Figures) -> None:
 
 def main() -> None:
     """Entry point of the command."""
-    device.claim(wanted_device(sys.argv[1:], lambda arguments: read_task(arguments).config))
+    obey_early(sys.argv[1:], lambda arguments: read_task(arguments).config)
     run("evaluate", command, sys.argv[1:])

@@ -26,6 +26,7 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
     "transport": "",
     "device": "",
     "precision": "",
+    "bits": "",
     "threads": "",
     "timeout": "",
 }

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from zero_mpi import ops
+from zero_mpi import ops, portable
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm
 from zero_mpi.comm.serial import SerialComm
+from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
 from zero_mpi.launch.hang_report import RankReports
 from zero_mpi.launch.lookout import Lookout, Notes
@@ -52,10 +53,13 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     check     compare each collective with those of the other ranks before it starts: slower, and the first
               that differs is an error on all ranks, with its sizes and types
 
+    With the variable ZERO_MPI_BITS=portable, set before the program starts, bits are those of `--bits
+    portable`.
+
     From now on an exception that nobody catches ends all ranks, and so does a rank that ends, by whatever
     status, while others wait for it. The collectives are those of one thread: in another one they raise
     UsageError. Raises UsageError if a launcher has started this process and there is no MPI, or no room for
-    it in /dev/shm; ValueError for a timeout that is no number of seconds.
+    it in /dev/shm, and where bits cannot be portable; ValueError for a timeout that is no number of seconds.
     """
     ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
@@ -77,8 +81,12 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
     """The limit of a wait in seconds, and what ranks must share; raises ValueError."""
     instance("connect: check", check, bool, "True or False")
-    limit = time_limit(timeout)
-    return limit, {"timeout": limit, "check": check}
+    limit, bits = time_limit(timeout), portable.asked()
+    if bits not in portable.CHOICES:
+        raise ValueError(f"{portable.VARIABLE}={bits}: expected one of {', '.join(portable.CHOICES)}")
+    if bits == portable.PORTABLE:
+        check_pins()
+    return limit, {"timeout": limit, "check": check, portable.VARIABLE: bits}
 
 
 def time_limit(timeout: Any) -> float:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from zero_mpi import __version__, environment, ops
+from zero_mpi import __version__, device, environment, ops, portable
 from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
 from zero_mpi.comm.base import Comm
 from zero_mpi.errors import UsageError
@@ -63,7 +63,8 @@ def short(value: str) -> str:
 
 def check_installation(world: World) -> None:
     """The programs that all ranks run. Collective; raises UsageError."""
-    check(world.comm, installation(world), "use the same environment on all hosts")
+    remedy = "use the same environment on all hosts, and on unlike processors --bits portable"
+    check(world.comm, installation(world), remedy)
 
 
 def installation(world: World) -> dict[str, str]:
@@ -89,6 +90,14 @@ def blas() -> str:
         return "unknown"
     about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
     return " ".join(str(part) for part in about if part)
+
+
+def check_pins() -> None:
+    """Raise UsageError where this process does not compute as `--bits portable` has it."""
+    device_found = "it is of processors: give --device cpu" if device.in_use().name != "cpu" else ""
+    found = device_found or portable.fault(blas(), ops.compiled_for())
+    if found:
+        raise UsageError(f"--bits portable: {found}")
 
 
 def source_digest(folder: Path) -> str:

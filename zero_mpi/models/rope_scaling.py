@@ -17,6 +17,7 @@ import numpy as np
 
 from zero_mpi.errors import UsageError
 from zero_mpi.models.model_config import ModelKeys, Read
+from zero_mpi.ops.elementary import log
 
 ROPE_FREQS = "rope_freqs.weight"
 NONE, LINEAR, YARN = "none", "linear", "yarn"
@@ -84,15 +85,14 @@ class RopeScaling:
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
         """The pair up to which frequencies are quick, and that from which on they are slow."""
         places = [
-            width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
-            for turns in (FAST, SLOW)
+            width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
         return max(0.0, math.floor(places[0])), min(width - 1.0, math.ceil(places[1]))
 
     @property
     def magnitude(self) -> float:
         """What queries and keys are multiplied by as they are turned."""
-        return 1.0 + 0.1 * math.log(self.factor) if self.kind == YARN else 1.0
+        return 1.0 + 0.1 * log(self.factor) if self.kind == YARN else 1.0
 
 
 def read_factors(

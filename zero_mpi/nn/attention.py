@@ -22,6 +22,7 @@ from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
 from zero_mpi.nn.packed import documents, first_in_window
+from zero_mpi.ops.elementary import cosines, power, sines
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Frequencies:
 
     def of(self, width: int) -> Any:
         """The frequencies (width / 2,) of heads of a width."""
-        found = self.base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        found = power(self.base, -np.arange(0, width, 2, dtype=np.float64) / width)
         return found / self.factors if self.factors else found
 
 
@@ -177,7 +178,7 @@ def rope_table(
     """Magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
     place, much = device.in_use() if on_gpu else device.HOST, frequencies.magnitude
     angles = sign * np.outer(np.arange(positions), frequencies.of(width))
-    cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (np.cos, np.sin))
+    cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (cosines, sines))
     return cos, sin
 
 

@@ -18,6 +18,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from zero_mpi import portable
+
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
 COMPLETE = "complete-{}"  # a file that says that all kernels of a type are there
@@ -32,7 +34,9 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """What code is compiled for: what is pinned, or the processor's name as far as the system tells."""
+    if portable.active:
+        return f"{portable.TARGET} {portable.FEATURES}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -53,7 +57,7 @@ def key() -> str:
         *map(installed, PACKAGES),
     ):
         digest.update(text.encode() + b"\0")
-    beside = [SOURCES.parent / name for name in ("reference.py", "rowsums.py")]
+    beside = [SOURCES.parent / name for name in ("elementary.py", "reference.py", "rowsums.py")]
     for path in [*beside, *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.read_bytes() + b"\0")
     return f"numba-{installed('numba')}-{digest.hexdigest()[:12]}"

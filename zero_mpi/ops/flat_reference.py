@@ -6,6 +6,7 @@ import math
 
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.elementary import power
 from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
@@ -35,8 +36,8 @@ def adamw(
     stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
     """
     xp = namespace(p)
-    root_c2 = math.sqrt(1.0 - beta2**step)
-    rate = lr / (1.0 - beta1**step)
+    root_c2 = math.sqrt(1.0 - power(beta2, step))
+    rate = lr / (1.0 - power(beta1, step))
     keep, run = (1.0 - lr * decay).astype(p.dtype), run_length(p, decay)
     for start in range(0, p.size, ADAMW_BLOCK):
         part = slice(start, start + ADAMW_BLOCK)

@@ -13,6 +13,7 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
+from zero_mpi.ops.elementary import normals
 
 DRAW_BLOCK = 1 << 16  # elements
 
@@ -38,4 +39,4 @@ def draw_block(name: str, seed: int, block: int) -> Array:
     """Standard normal numbers (DRAW_BLOCK,) of one block of a parameter."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
-    return generator.standard_normal(DRAW_BLOCK, np.float32)
+    return normals(generator, DRAW_BLOCK)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from zero_mpi import device, environment
+from zero_mpi import device, environment, portable
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
@@ -88,14 +88,16 @@ def removed_at_start(world: World) -> list[str]:
     return [f"removed {removed.text}"] if removed.files else []
 
 
-def wanted_device(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> str:
-    """What `--device` will be; flags that are wrong are complained about later, by one rank."""
+def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
+    """Pin bits and claim a GPU before MPI starts, as flags ask; wrong ones are told later, by one rank."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:
-            return read(arguments).device
+            config = read(arguments)
         except (UsageError, SystemExit):
-            return "cpu"
+            return
+    portable.claim(config.bits)
+    device.claim(config.device)
 
 
 def main() -> None:
@@ -103,5 +105,5 @@ def main() -> None:
     signals.listen()
     if not environment.local_rank():
         leftovers.sweep()
-    device.claim(wanted_device(sys.argv[1:]))  # MPI starts in `run`
+    obey_early(sys.argv[1:])  # MPI starts in `run`
     run("train", command, sys.argv[1:])

@@ -24,7 +24,8 @@ from zero_mpi.telemetry.proof import JobStart
 from zero_mpi.train.setup import Session
 
 GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # of settings, all of which move bits
-OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "eval_every", "eval_windows", "patience")
+EVALUATIONS = ("eval_every", "eval_windows", "patience")
+OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
 NAMES = tuple(
     name
     for name, field in FIELDS.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
+from zero_mpi.ops.elementary import cosine
 
 Schedule = Callable[[int], float]
 
@@ -33,7 +34,7 @@ def make_schedule(
     in these. Raises UsageError for another name.
     """
     shapes: dict[str, Callable[[float], float]] = {
-        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+        "cosine": lambda done: 0.5 * (1.0 + cosine(math.pi * done)),
         "linear": lambda done: 1.0 - done,
         "constant": lambda done: 1.0,
         "wsd": lambda done: 1.0 - done,

@@ -53,10 +53,11 @@ from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Stream
 from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.consistency import SAME_FILES, same, short_digest
+from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.portable import PORTABLE
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.sharding.rates import check_scales
@@ -270,6 +271,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     UsageError on all ranks where bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
+    if config.bits == PORTABLE:
+        world.together(check_pins)
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
     same_bits.check_bits(machines, config.reduction == "exact", notes)

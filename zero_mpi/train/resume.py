@@ -25,11 +25,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
+from zero_mpi.portable import NATIVE
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
 
 CORPUS = "the text of --data and --val-data, or what --chat-template and --loss-on make of it (sha256)"
-SINCE = {"control_tokens": PLAIN, "packing": NONE}  # settings that older checkpoints lack, as they were
+# Settings that older checkpoints lack, as they were.
+SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from zero_mpi.telemetry import log
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
 EXPLAINING = ("BLAS", "code for", "processor")  # names that matter where the trial differs, and else not
-REMEDY = "give all ranks the same threads (--threads N) and kind of processor, or use --reduction fast"
+REMEDY = (
+    "give all ranks the same threads (--threads N) and kind of processor (or --bits portable), or use "
+    "--reduction fast"
+)
 
 
 def machine(threads: int, kind: Any) -> dict[str, Any]:

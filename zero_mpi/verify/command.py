@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
-from zero_mpi import device
 from zero_mpi.cli.text import few, plural, write
 from zero_mpi.launch.consistency import check, check_installation, check_not_alone
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.command import wanted_device
+from zero_mpi.train.command import obey_early
 from zero_mpi.train.identity import SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.verify.claim import Claim, check_tensors, examine
@@ -132,5 +131,5 @@ def say(world: World, *texts: str) -> None:
 
 def main() -> None:
     """Entry point of the command."""
-    device.claim(wanted_device(sys.argv[1:], lambda arguments: read_request(arguments).config))
+    obey_early(sys.argv[1:], lambda arguments: read_request(arguments).config)
     run("verify", command, sys.argv[1:])

@@ -18,6 +18,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.parse import parse_json
+from zero_mpi.ops.elementary import log, power
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # how far back a layer sees
 MAX_HEAD = 1 << 14  # elements of a head; tables of its rotary positions are made before a tensor is read
@@ -107,7 +108,7 @@ def scaling_keys(settings: Settings) -> Metadata:
     if kind == "linear":
         return keys
     rope.only(ONLY_YARN)
-    usual = 1.0 + 0.1 * math.log(max(factor, 1.0))
+    usual = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
         raise rope.fault("attention_factor", f"{usual:.6g} (only), as its factor makes it")
     keys["rope.scaling.original_context_length"] = np.uint32(
@@ -124,7 +125,7 @@ def longrope_keys(settings: Settings) -> Metadata:
     values = Settings({**settings.values, **rope.values})
     former = values.size("original_max_position_embeddings", context)
     times = values.number("factor", context / former)
-    usual = 1.0 if times <= 1 else math.sqrt(1 + math.log(times) / math.log(max(former, 2)))
+    usual = 1.0 if times <= 1 else math.sqrt(1 + log(times) / log(max(former, 2)))
     found: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", usual))}
     return found if former == context else found | {"rope.scaling.original_context_length": np.uint32(former)}
 
@@ -191,7 +192,7 @@ def _llama3_factors(
     base: float, width: int, factor: float, low_freq_factor: float, high_freq_factor: float, former: float
 ) -> npt.NDArray[np.float32]:
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    waves = np.float32(2 * np.pi) * np.float32(base) ** exponents
+    waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
     context, steps = np.float32(former), high_freq_factor - low_freq_factor
     smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
     between = 1 / ((1 - smooth) / np.float32(factor) + smooth)

@@ -32,6 +32,7 @@ from zero_mpi.ops.cpu.jit import (
     given,
     helper,
     kernel,
+    log_single,
     row_most,
     single,
 )
@@ -89,7 +90,7 @@ def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
         share = ONE / weight
         for j in range(m):
             row[j] *= share
-        sums[i] = most + np.log(weight)
+        sums[i] = most + log_single(weight)
 
 
 @helper

@@ -35,6 +35,7 @@ from zero_mpi.ops.cpu.jit import (
     filled,
     given,
     kernel,
+    log_single,
     narrow,
     row_most,
     wide,
@@ -76,7 +77,7 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
                         row[j] = e
                         weight += e
                     share = ONE / weight
-                    sums[b, h, i] = most + np.log(weight)
+                    sums[b, h, i] = most + log_single(weight)
                 for j in range(end):
                     weights[j] = narrow(weights, row[j] * share)
                 weights[end:] = 0

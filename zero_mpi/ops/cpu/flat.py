@@ -25,6 +25,7 @@ from zero_mpi.ops.cpu.jit import (
     narrow,
     single,
 )
+from zero_mpi.ops.elementary import power
 from zero_mpi.ops.sizes import run_length
 from zero_mpi.ops.threads import in_parts
 
@@ -110,8 +111,8 @@ def adamw(
         reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
         return
     run_length(p, decay)
-    root_c2 = math.sqrt(1.0 - beta2**step)
-    rate = lr / (1.0 - beta1**step)
+    root_c2 = math.sqrt(1.0 - power(beta2, step))
+    rate = lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
     kept = (1.0 - lr * decay).astype(np.float32)
     by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous

@@ -25,15 +25,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from zero_mpi import portable
 from zero_mpi.device.types import Array
 from zero_mpi.ops import code_cache
+from zero_mpi.ops.elementary import ROOT_HALF, log_of_parts
 from zero_mpi.ops.rowsums import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _for_low: list[Callable[[], None]] = []  # what compiles a kernel for bfloat16
 
-LIBERTIES = {"reassoc", "contract", "arcp", "nsz", "afn"}
+# Reciprocals by arcp, roots by afn may be estimates of the processor, of which each maker has its own.
+LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
 LOW = types.uint16  # the bits of a bfloat16
 WORD = ir.IntType(32)
@@ -210,6 +213,29 @@ def exponential(x: Any) -> Any:
     y = y * r + f4(5.0000001201e-1)
     y = y * r * r + r + ONE
     return y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+own_log_of_parts = fixed_helper(log_of_parts)
+
+
+@fixed_helper
+def portable_log(x: Any) -> Any:
+    """The logarithm of a float64, by `elementary.log_of_parts`."""
+    if not ZERO < x < np.inf:
+        return -np.inf if x == ZERO else x if x > ZERO else np.nan
+    m, e = math.frexp(x)
+    if m < ROOT_HALF:
+        m, e = m + m, e - 1
+    return own_log_of_parts(m, np.float64(e))
+
+
+@fixed_helper
+def portable_log_single(x: Any) -> Any:
+    """The logarithm of a float32."""
+    return f4(portable_log(np.float64(x)))
+
+
+log_double, log_single = (portable_log, portable_log_single) if portable.active else (np.log, np.log)
 
 
 @helper

@@ -30,6 +30,7 @@ from zero_mpi.ops.cpu.jit import (
     flat,
     given,
     kernel,
+    log_double,
     narrow,
     row_most,
     single,
@@ -79,7 +80,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
         else:
             for j in range(width):
                 weight += exponential(row[j] - most)
-        total += np.log(np.float64(weight)) - picked
+        total += log_double(np.float64(weight)) - picked
     return total
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from zero_mpi import portable
 from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.blas import times
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
@@ -267,9 +268,7 @@ class OneDNN:
 
 def share_threads() -> None:
     """Give the library as many threads as BLAS has, in products that this thread starts: it was not told.
-
-    The least of several BLAS: one that was loaded later (SciPy's) was not told either.
-    """
+    The least of several BLAS: one that was loaded later (SciPy's) was not told either."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 
@@ -289,6 +288,8 @@ def candidates() -> Iterator[str]:
 @cache
 def load() -> tuple[OneDNN | None, str]:
     """(the library, ""), or (None, why there is none), once for the process."""
+    if portable.active:
+        return None, "under --bits portable OpenBLAS multiplies, on float32 copies"
     reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or name a library by {VARIABLE}"
     for path in candidates():
         try:

@@ -1,0 +1,359 @@
+"""`--bits portable`: own functions in the place of libraries', pins before these load, and what is refused.
+
+That other processors give the same bits is shown by emulated ones, in tests/cluster/test_processors.py.
+"""
+
+import ast
+import os
+import platform
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import COMPILED, clean_environment, launcher, run_command, run_job
+from test_command_bits import needs_mpiexec, write_text
+from test_consistency import FLAGS, RUN
+
+from zero_mpi import portable
+from zero_mpi.config.command_line import parse
+from zero_mpi.errors import UsageError
+from zero_mpi.launch import consistency
+from zero_mpi.ops import elementary
+
+PACKAGE = Path(portable.__file__).parent
+ROOT = PACKAGE.parent
+PINNED = COMPILED | {portable.VARIABLE: portable.PORTABLE}
+fitting = pytest.mark.skipif(
+    bool(portable.unfit(platform.machine(), portable.environment.of_processor("flags"))),
+    reason=f"this processor is not {portable.LEVEL}",
+)
+
+
+def ulps(found, exact):
+    """The largest error in units of the last place; `exact`: of more bits than float64."""
+    place = np.spacing(np.abs(exact.astype(found.dtype))).astype(np.longdouble)
+    return float((np.abs(found.astype(np.longdouble) - exact) / place).max())
+
+
+# own functions
+
+
+def many_positive():
+    """Numbers above 0 of all sizes, subnormal ones too, and many around 1."""
+    draw = np.random.default_rng(1)
+    sizes = np.ldexp(draw.uniform(1, 2, 100000), draw.integers(-1074, 1023, 100000))
+    return np.concatenate([sizes, draw.uniform(0.5, 2, 100000), 1 + draw.uniform(-1, 1, 10000) * 1e-6])
+
+
+def test_logarithms_are_right_to_the_last_place():
+    x = many_positive()
+    assert ulps(elementary.log_of_array(x), np.log(x.astype(np.longdouble))) < 1
+    assert elementary.decimal_log(7.5) == float(Decimal("7.5").ln())
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        elementary.decimal_log(0.0)
+
+
+def test_cosines_and_sines_are_right_over_long_contexts():
+    draw = np.random.default_rng(2)
+    x = np.concatenate([draw.uniform(-10, 10, 50000), draw.uniform(-1e6, 1e6, 50000), np.arange(1e5)])
+    for own, library in ((elementary.sine_of_array, np.sin), (elementary.cosine_of_array, np.cos)):
+        exact = library(x.astype(np.longdouble))
+        assert np.abs(own(x) - exact).max() < 2.0**-52
+        assert (own(x).astype(np.float32) == exact.astype(np.float32)).mean() > 0.9999
+    assert elementary.cosine_of_number(0.0) == 1.0
+    assert (
+        np.signbit(elementary.sine_of_array(np.array([-0.0]))).all() or elementary.sine_of_array([0.0]) == 0
+    )
+    with pytest.raises(AssertionError, match="a larger angle"):
+        elementary.cosine_of_array(np.array([2.0**21]))
+
+
+def test_powers_are_rounded_once():
+    exponents = -np.arange(0, 64, 2) / 64
+    found = elementary.power_by_decimal(10000.0, exponents)
+    assert ulps(found, np.longdouble(10000) ** exponents.astype(np.longdouble)) < 0.51
+    assert elementary.power_by_decimal(0.5, 3) == 0.125
+    assert [elementary.power_by_decimal(x, y) for x, y in ((0.0, 3), (0.0, 0), (0.9, 0), (0.999, 10**7))] == [
+        0.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
+
+
+def test_normal_numbers_are_normal():
+    drawn = elementary.normals_by_turns(np.random.Generator(np.random.Philox(key=3)), 1 << 18)
+    assert drawn.dtype == np.float32
+    assert np.isfinite(drawn).all()
+    moments = [float((drawn.astype(np.float64) ** n).mean()) for n in (1, 2, 3, 4)]
+    np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
+    assert 4.2 < np.abs(drawn).max() < 6.5
+    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # a pair shares a radius, and nothing else
+
+
+@pytest.mark.timeout_seconds(300)
+def test_functions_of_kernels_are_right_and_pass_on_what_is_not_finite():
+    jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
+    x = many_positive()[::7]
+    found = np.array([jit.portable_log(each) for each in x])
+    assert ulps(found, np.log(x.astype(np.longdouble))) < 1
+    single = x[(x > 1e-44) & (x < 3e38)].astype(np.float32)
+    found = np.array([jit.portable_log_single(each) for each in single], np.float32)
+    assert ulps(found, np.log(single.astype(np.longdouble))) < 0.51
+    odd = [np.inf, np.nan, 0.0, -0.0, -1.0, -np.inf]
+    expected = [np.inf, np.nan, -np.inf, -np.inf, np.nan, np.nan]
+    for log in (jit.portable_log, jit.portable_log_single):
+        np.testing.assert_array_equal([log(np.float32(each)) for each in odd], np.array(expected))
+
+
+@pytest.mark.timeout_seconds(300)
+def test_the_exponential_of_kernels_is_right_to_two_places():
+    jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
+    import numba
+
+    @numba.njit(fastmath=jit.LIBERTIES, error_model="numpy")
+    def over(x, out):
+        for i in range(x.size):
+            out[i] = jit.exponential(x[i])
+
+    x = np.linspace(-87.3, 88.2, 2_000_001, dtype=np.float32)
+    odd = np.array([-200, -np.inf, 89, np.inf, np.nan, 0, -0.0, 1e-40], np.float32)
+    out, at_odd = np.zeros_like(x), np.zeros_like(odd)
+    over(x, out)
+    over(odd, at_odd)
+    assert ulps(out, np.exp(x.astype(np.longdouble))) < 2
+    np.testing.assert_array_equal(at_odd, np.array([0, 0, np.inf, np.inf, np.nan, 1, 1, 1], np.float32))
+
+
+# Where a training computes. `ops.reference` is left out: in float32 kernels compute what it defines.
+OF_TRAINING = ("ops/cpu", "nn", "models", "sharding", "checkpoint/huggingface", "ops/flat_reference.py")
+OF_TRAINING += ("train/lr_schedule.py", "train/trainer.py", "device/ordered_sum.py")
+OF_LIBRARIES = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh"}
+OF_LIBRARIES |= {"cosh", "atan", "arctan", "atan2", "arctan2", "pow", "power", "float_power", "hypot", "cbrt"}
+OF_LIBRARIES |= {"erf", "gamma", "lgamma", "sigmoid", "standard_normal", "normal", "exponential", "logaddexp"}
+
+
+def is_constant(node):
+    """Whether an exponent is written as a number."""
+    return isinstance(node, ast.Constant | ast.UnaryOp)
+
+
+def of_libraries(path):
+    """Calls in a file of functions whose last bit a library decides, and powers that are no constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in OF_LIBRARIES:
+            if isinstance(node.value, ast.Name) and node.value.id in ("np", "math", "xp", "generator"):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value.id}.{node.attr}"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not is_constant(node.right):
+            yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+
+
+# The names of the libraries' own functions stand here alone, for native bits.
+CHOSEN = {"ops/cpu/jit.py: np.log"}
+
+
+def test_what_trains_takes_no_function_from_a_library():
+    places = [PACKAGE / name for name in OF_TRAINING]
+    files = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])]
+    found = [text for path in files for text in of_libraries(path)]
+    found = [text for text in found if f"{text.split(':')[0]}: {text.split()[-1]}" not in CHOSEN]
+    assert not found, "take these from ops.elementary, or of kernels from ops.cpu.jit"
+
+
+# pins
+
+
+def test_a_process_is_pinned_by_its_environment_and_before_numpy_alone(monkeypatch):
+    monkeypatch.setattr(portable, "active", False)
+    late = {portable.VARIABLE: portable.PORTABLE}
+    portable.prepare(late)
+    assert late == {portable.VARIABLE: portable.PORTABLE}  # NumPy is here
+    assert not portable.active
+    portable.prepare(late | portable.pins())  # and was loaded under them
+    assert portable.active
+    monkeypatch.setattr(portable, "active", False)
+    monkeypatch.delitem(sys.modules, "numpy")
+    untouched = {"OPENBLAS_CORETYPE": "Zen"}
+    portable.prepare(untouched)
+    assert untouched == {"OPENBLAS_CORETYPE": "Zen"}
+    pinned = {portable.VARIABLE: portable.PORTABLE, "OPENBLAS_CORETYPE": "Zen"}
+    portable.prepare(pinned)
+    assert pinned.items() >= portable.pins().items()
+    assert portable.active
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "said"),
+    [
+        ("x86_64", " ".join(portable.MUST_HAVE), ""),
+        ("x86_64", "", ""),
+        ("x86_64", "avx f16c", "lacks avx2, bmi1, bmi2, fma, movbe, abm"),
+        ("aarch64", "asimd", "this processor is aarch64, for which nothing was tried"),
+    ],
+)
+def test_other_processors_are_refused(machine, flags, said):
+    assert portable.unfit(machine, flags).endswith(said)
+    assert bool(said) == bool(portable.unfit(machine, flags))
+
+
+def test_what_is_not_pinned_is_one_line(monkeypatch):
+    monkeypatch.setattr(portable, "unfit", lambda *about: "")
+    monkeypatch.setattr(portable, "active", False)
+    assert "NumPy was imported before zero_mpi" in portable.fault("openblas 1 Haswell", "haswell")
+    monkeypatch.setattr(portable, "active", True)
+    assert portable.fault("openblas 1 Haswell", "").startswith("it needs the compiled operations")
+    assert portable.fault("openblas 1 Zen", "haswell").endswith("and NumPy has openblas 1 Zen")
+    assert portable.fault("mkl 2024", "haswell").endswith("and NumPy has mkl 2024")
+    for name, value in portable.pins().items():
+        monkeypatch.setenv(name, value)
+    assert portable.fault("openblas 1 Haswell", "haswell") == ""
+    monkeypatch.setenv("NUMBA_CPU_NAME", "znver4")
+    assert (
+        portable.fault("openblas 1 Haswell", "haswell") == "NUMBA_CPU_NAME changed since this program began"
+    )
+    monkeypatch.setattr(portable, "active", False)
+    with pytest.raises(UsageError, match=r"^--bits portable: NumPy was imported"):
+        consistency.check_pins()
+
+
+def test_a_program_begins_again_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
+    monkeypatch.delenv(portable.VARIABLE, raising=False)
+    portable.claim(portable.NATIVE)
+    assert not calls
+    portable.claim(portable.PORTABLE)
+    ((program, arguments, environ),) = calls
+    assert (program, arguments[1:]) == (sys.executable, sys.orig_argv[1:])
+    assert environ.items() >= {portable.VARIABLE: portable.PORTABLE, **portable.pins()}.items()
+    monkeypatch.setenv(portable.VARIABLE, portable.PORTABLE)
+    portable.claim(portable.PORTABLE)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bits"),
+    [([], "native"), (["--bits", "portable", "x"], "portable"), (["--x", "--bits=portable"], "portable"),
+     (["--bits"], "native")],
+)  # fmt: skip
+def test_the_flag_is_found_among_others(arguments, bits):
+    assert portable.flag_of(arguments) == bits
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--precision", "bf16"], "cannot be had with --precision bf16"),
+        (["--reduction", "fast"], "--reduction fast has no bits to keep"),
+        (["--device", "cuda"], "cannot be had on a GPU: give --device cpu"),
+    ],
+)
+def test_what_cannot_be_portable_is_refused(flags, said):
+    with pytest.raises(UsageError, match=f"^--bits portable: {said}"):
+        parse(["--bits", "portable", *flags])
+
+
+def test_the_variable_stands_for_the_flag(monkeypatch):
+    assert parse([]).bits == "native"
+    assert parse([]).fixed()["bits"] == "native"
+    monkeypatch.setenv(portable.VARIABLE, "portable")
+    assert parse([]).bits == "portable"
+    monkeypatch.setenv(portable.VARIABLE, "some")
+    with pytest.raises(UsageError, match=r"^--bits some: expected one of native, portable"):
+        parse([])
+    monkeypatch.setattr(portable, "active", True)
+    with pytest.raises(UsageError, match=r"^--bits native: this process is pinned: take ZERO_MPI_BITS out"):
+        parse(["--bits", "native"])
+
+
+# in jobs
+
+# What another host might have: kernels, caches and a target of its own, and a C library without FMA.
+OTHER_HOST = {
+    "OPENBLAS_CORETYPE": "Nehalem",
+    "OPENBLAS_L2_SIZE": "2048",
+    "NUMBA_CPU_NAME": "nehalem",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX2,-FMA,-FMA4",
+}
+
+
+def digests(*names, **variables):
+    """The lines of portable_steps.py in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/portable_steps.py"), *names],
+        env=clean_environment() | PINNED | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@fitting
+@pytest.mark.timeout_seconds(300)
+def test_neither_variables_nor_the_c_library_move_a_bit():
+    """Of the least architectures with all kernels; the others are tried on other processors."""
+    names = "gpt2", "gemma3"
+    here = digests(*names)
+    assert [line.split()[0] for line in here] == ["functions", *names, "trial"]
+    assert digests(*names, **OTHER_HOST) == here
+
+
+@needs_mpiexec
+@fitting
+@pytest.mark.timeout_seconds(300)
+def test_unlike_hosts_train_together_and_a_resume_keeps_the_bits(tmp_path):
+    """By the flag, or by a file of settings."""
+    (tmp_path / "run.toml").write_text('bits = "portable"\n')
+    flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out"]
+    here, there = ([*RUN, *flags, *said] for said in (("--bits", "portable"), ("--config", "run.toml")))
+    other = ["env", *(f"{name}={value}" for name, value in OTHER_HOST.items()), *there]
+    command = [*launcher(), "-n", "1", *here, ":", "-n", "1", *other]
+    status, printed, errors = run_command(command, timeout=200, cwd=tmp_path, env=COMPILED)
+    assert status == 0, f"{printed}\n{errors}"
+    (state,) = tmp_path.glob("out/step-*/optimizer.gguf")
+    assert b'"bits": "portable"' in state.read_bytes()
+    status, printed, errors = run_job(1, ["-m", "zero_mpi.train", *flags, "--bits", "native"], cwd=tmp_path)
+    assert status == 2
+    assert "is a checkpoint of another run: --bits was portable, now native" in errors
+
+
+@needs_mpiexec
+@fitting
+def test_without_compiled_operations_it_is_refused(tmp_path):
+    flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out", "--bits", "portable"]
+    status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, warm=False)
+    assert status == 2
+    said = "--bits portable: it needs the compiled operations: pip install 'zero-mpi[fast]'"
+    assert errors.count(said) == 1
+    assert len(errors.splitlines()) == 1
+
+
+SCRIPT = """
+import {first}
+import zero_mpi
+comm = zero_mpi.connect()
+from zero_mpi.ops import trial
+print(trial.digest())
+"""
+
+
+@fitting
+@pytest.mark.timeout_seconds(300)
+@pytest.mark.parametrize("first", ["zero_mpi", "numpy"])
+def test_a_script_is_pinned_by_the_variable(first):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(first=first)],
+        env=clean_environment() | PINNED,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if first == "numpy":
+        assert "UsageError: --bits portable: NumPy was imported before zero_mpi" in done.stderr
+    else:
+        assert f"trial {done.stdout.strip()}" == digests("none")[-1], done.stderr

@@ -1,0 +1,148 @@
+"""Logarithms, powers, cosines and normal numbers whose bits depend on no machine, where that is asked for.
+
+The C library's differ between its versions and processors in the last bit, and so do NumPy's, which call it
+or have vector code of their own. Under `--bits portable` functions of this module stand in their place, made
+of what IEEE 754 rounds in one way only: sums, products, quotients, square roots, and powers of two by their
+bits; and of `decimal`, which computes without the processor's floats. Otherwise they are the libraries'.
+What trains takes them from here, and no such function from `math` or NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from decimal import Context, Decimal
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from zero_mpi import portable
+from zero_mpi.device.types import Array
+
+T = TypeVar("T")
+
+EXACTLY = Context(prec=40)
+LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e42fefa2000p-1"), float.fromhex("0x1.9ef35793c7673p-41")
+ROOT_HALF = math.sqrt(0.5)
+QUARTER_TURN = tuple(
+    map(float.fromhex, ("0x1.921fb54400000p+0", "0x1.0b4611a600000p-34", "0x1.3198a2e037073p-69"))
+)
+TURN = float.fromhex("0x1.921fb54442d18p+2")
+MOST_ANGLE = 2.0**20  # so that whole quarters times the first two parts of one are exact
+SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor's, from the last one
+COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
+
+
+def log_of_parts(m: Any, e: Any) -> Any:
+    """The logarithm of m 2^e for m from the root of 1/2 to that of 2, scalars or arrays, to 1 ulp.
+
+    log m = 2 artanh s for s = (m - 1) / (m + 1), by its series; the first term is taken apart, for s is
+    rounded.
+    """
+    f = m - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    series = z * (2 / 19 + z * (2 / 21 + z * (2 / 23)))
+    series = z * (2 / 11 + z * (2 / 13 + z * (2 / 15 + z * (2 / 17 + series))))
+    series = z * (2 / 3 + z * (2 / 5 + z * (2 / 7 + z * (2 / 9 + series))))
+    half = 0.5 * f * f
+    return e * LN2_HIGH + (f - (half - (s * (half + series) + e * LN2_LOW)))
+
+
+def log_of_array(x: Array) -> Array:
+    """The logarithms of finite numbers above 0, float64."""
+    m, e = np.frexp(x)
+    less = m < ROOT_HALF
+    found: Array = log_of_parts(np.where(less, m + m, m), (e - less).astype(np.float64))
+    return found
+
+
+def decimal_log(x: float) -> float:
+    """The logarithm of a number above 0, rounded once; ValueError for another, as of `math`."""
+    if not x > 0:
+        raise ValueError(f"the logarithm of {x}: expected a number above 0")
+    return float(Decimal(x).ln(EXACTLY))
+
+
+@lru_cache(maxsize=256)
+def decimal_power(x: float, y: float) -> float:
+    """x^y for x of at least 0 and y that is not below where x is 0, rounded once."""
+    return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
+
+
+def power_by_decimal(x: float, y: Any) -> Any:
+    """x^y of a number, or of an array of exponents."""
+    if isinstance(y, np.ndarray):
+        return np.array([decimal_power(float(x), float(each)) for each in y.flat]).reshape(y.shape)
+    return decimal_power(float(x), float(y))
+
+
+def quarters(x: Array) -> tuple[Array, Array]:
+    """Angles as whole quarters of a turn modulo 4, and what is left, between -pi/4 and pi/4."""
+    assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle loses its bits"
+    count = np.floor(x * (2 / math.pi) + 0.5)
+    for part in QUARTER_TURN:
+        x = x - count * part
+    return count.astype(np.int64) & 3, x
+
+
+def series(z: Array, factors: Iterable[float]) -> Array:
+    """z (f_n + z (f_n-1 + ...)), the last factor first."""
+    total = np.zeros_like(z)
+    for factor in factors:
+        total = (total + factor) * z
+    return total
+
+
+def sine_of_array(x: Array) -> Array:
+    """The sines of angles, float64, to 3 ulp."""
+    quarter, r = quarters(np.asarray(x, np.float64))
+    z = r * r
+    sine = r + r * series(z, SINE)
+    cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
+    found: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
+    return found
+
+
+def cosine_of_array(x: Array) -> Array:
+    """The cosines of angles, float64, to 3 ulp."""
+    quarter, r = quarters(np.asarray(x, np.float64))
+    z = r * r
+    sine = r + r * series(z, SINE)
+    cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
+    found: Array = np.where(quarter & 1, sine, cosine) * np.where((quarter + 1) & 2, -1.0, 1.0)
+    return found
+
+
+def cosine_of_number(x: float) -> float:
+    """The cosine of one angle."""
+    return float(cosine_of_array(np.array(x)))
+
+
+def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
+    """Standard normal numbers (count,), float32, of an even count (Box and Muller, 1958)."""
+    u = generator.random(count)  # a generator's whole numbers, times a power of two
+    radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
+    angle = TURN * u[1::2]
+    pairs = np.stack((radius * cosine_of_array(angle), radius * sine_of_array(angle)), axis=1)
+    return pairs.astype(np.float32).ravel()
+
+
+def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
+    """Standard normal numbers (count,), float32."""
+    return generator.standard_normal(count, np.float32)
+
+
+def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
+    """A function of this module where bits are portable, and otherwise the library's."""
+    return own if portable.active else library
+
+
+log: Callable[[float], float] = chosen(decimal_log, math.log)
+power: Callable[[Any, Any], Any] = chosen(power_by_decimal, operator.pow)
+cosine: Callable[[float], float] = chosen(cosine_of_number, math.cos)
+cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
+sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
+normals: Callable[[np.random.Generator, int], Array] = chosen(normals_by_turns, normals_by_numpy)

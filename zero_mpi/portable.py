@@ -1,0 +1,111 @@
+"""`--bits portable`: one instruction set for everything that computes, and the same bits on other processors.
+
+Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
+loops. All of them can be told, by variables that they read when they are loaded. So a process that begins
+without these begins again with them. What the C library computes (logarithms, cosines) differs between its
+versions; `ops.elementary` has functions in the place of it. The instruction set is x86-64-v3 (AVX2 and FMA),
+which processors of Intel have since 2013 and of AMD since 2015.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from zero_mpi import environment
+
+VARIABLE = "ZERO_MPI_BITS"
+NATIVE, PORTABLE = CHOICES = ("native", "portable")
+LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # as people, OpenBLAS and LLVM call it
+MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # as Linux names them
+FEATURES = (
+    "avx", "avx2", "bmi", "bmi2", "cmov", "cx16", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe", "popcnt",
+    "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave",
+)  # fmt: skip
+BEYOND = "X86_V4 AVX512_ICL AVX512_SPR"  # what NumPy's loops may not use, in its words of today
+BEYOND_BEFORE = "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # up to 2.3
+
+active = False  # whether this process computes so
+
+
+def pins() -> dict[str, str]:
+    """The variables that hold the libraries to one instruction set."""
+    return {
+        "OPENBLAS_CORETYPE": KERNELS,
+        "OPENBLAS_L2_SIZE": "512",
+        "NUMBA_CPU_NAME": TARGET,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in FEATURES),
+        "NUMBA_DISABLE_INTEL_SVML": "1",
+        "NPY_DISABLE_CPU_FEATURES": BEYOND if numpy_version() >= (2, 4) else BEYOND_BEFORE,
+    }
+
+
+def numpy_version() -> tuple[int, ...]:
+    """The first two numbers of NumPy's version, without an import of it."""
+    try:
+        return tuple(int(part) for part in version("numpy").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return ()
+
+
+def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Pin this process if its environment asks for it, and NumPy is not there yet or was loaded so."""
+    global active
+    if environ.get(VARIABLE) != PORTABLE:
+        return
+    if "numpy" not in sys.modules or environ.items() >= pins().items():
+        environ.update(pins())
+        active = True
+
+
+def asked(environ: MutableMapping[str, str] = os.environ) -> str:
+    """What the environment says, native where it says nothing."""
+    return environ.get(VARIABLE) or NATIVE
+
+
+def claim(bits: str) -> None:
+    """Begin this program again, pinned, if that is wanted and it is not; to be called before MPI starts."""
+    if bits == PORTABLE and asked() != PORTABLE:
+        sys.stdout.flush()
+        again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], again)
+
+
+def flag_of(arguments: Sequence[str]) -> str:
+    """What `--bits` says among the arguments of a command; native where nothing, or something wrong."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--bits", default=NATIVE)
+    try:
+        return str(parser.parse_known_args(arguments)[0].bits)
+    except argparse.ArgumentError:
+        return NATIVE
+
+
+def unfit(machine: str, flags: str) -> str:
+    """Why a processor has no such bits, for people; empty where it has. `flags`: as Linux tells them."""
+    if machine not in ("x86_64", "AMD64"):
+        return f"it is {LEVEL}, and this processor is {machine}, for which nothing was tried"
+    missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
+    return f"it is {LEVEL}, and this processor lacks {', '.join(missing)}" if missing else ""
+
+
+def fault(blas: str, target: str) -> str:
+    """Why this process does not compute so, for people; empty where it does.
+
+    blas: the library of products and its kernels. target: what kernels are compiled for, empty if none are.
+    """
+    if not active:
+        return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
+    found = unfit(platform.machine(), environment.of_processor("flags"))
+    if found:
+        return found
+    if target != TARGET:
+        return "it needs the compiled operations: pip install 'zero-mpi[fast]'"
+    if not blas.startswith("openblas") or not blas.endswith(KERNELS):
+        return f"it multiplies by OpenBLAS's kernels for {KERNELS}, and NumPy has {blas}"
+    changed = [name for name, value in pins().items() if os.environ.get(name) != value]
+    return f"{', '.join(changed)} changed since this program began" if changed else ""
