@@ -1,0 +1,82 @@
+"""`--bits portable` on other processors: emulated ones of Intel and AMD give the bits of this one.
+
+QEMU's user mode runs one process with the instructions and the identity of another processor, none of AVX-512
+among them; its products, roots and fused sums are exact. Code that was compiled here for the pinned target is
+the same there, so the emulator need not compile. The models are those of tests/portable_steps.py.
+"""
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import architectures
+import pytest
+from jobs import COMPILED, clean_environment, hands_sigterm_on, launcher, run_command
+from test_command_bits import files, needs_mpiexec, write_text
+from test_consistency import FLAGS, RUN
+
+from zero_mpi import portable
+
+STEPS = Path(__file__).resolve().parents[1] / "portable_steps.py"
+EMULATOR = "qemu-x86_64"
+# Which architectures are trained on which processor: all on one, those with all kernels on the other.
+PROCESSORS = {"Haswell": tuple(architectures.ROWS), "EPYC-Rome": ("gpt2", "gemma3")}
+NOT_FITTING = portable.unfit(platform.machine(), portable.environment.of_processor("flags"))
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR}: apt-get install qemu-user"),
+    pytest.mark.skipif(bool(NOT_FITTING), reason=f"--bits portable: {NOT_FITTING}"),
+]
+
+
+def lines(*before, names=()):
+    """What portable_steps.py prints of architectures, started by a command."""
+    done = subprocess.run(
+        [*before, sys.executable, str(STEPS), *names],
+        env=clean_environment() | COMPILED | {portable.VARIABLE: portable.PORTABLE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def here():
+    """The bits of this processor; the first process fills the folder of compiled code."""
+    found = lines()
+    assert [line.split()[0] for line in found] == ["functions", *architectures.ROWS, "trial"]
+    return found
+
+
+@pytest.mark.timeout_seconds(900)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_architectures_have_the_bits_of_this_processor(processor, here):
+    names = PROCESSORS[processor]
+    tried = ("functions", *names, "trial")
+    expected = [line for line in here if line.split()[0] in tried]
+    assert lines(EMULATOR, "-cpu", processor, names=names) == expected
+
+
+@needs_mpiexec
+@pytest.mark.skipif(not hands_sigterm_on(), reason="of MPICH it is known how to keep off process_vm_readv")
+@pytest.mark.timeout_seconds(600)
+@pytest.mark.parametrize("bits", ["portable", "native"])
+def test_ranks_on_unlike_processors(bits, tmp_path):
+    """Together they train to the bytes of one rank here; without the flag they are refused."""
+    environ = COMPILED | {portable.VARIABLE: bits, "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+    train = [*RUN, *FLAGS, "--data", *write_text(tmp_path), "--resume", "never", "--out"]
+    elsewhere = [EMULATOR, "-cpu", "EPYC-Rome", *train]
+    command = [*launcher(), "-n", "1", *train, "both", ":", "-n", "1", *elsewhere, "both"]
+    status, printed, errors = run_command(command, timeout=280, cwd=tmp_path, env=environ)
+    if bits == "native":
+        assert status == 2
+        assert "the ranks differ: rank 1" in errors or "the ranks compute different bits: rank 1" in errors
+        return
+    assert status == 0, f"{printed}\n{errors}"
+    status, printed, errors = run_command([*train, "one"], timeout=100, cwd=tmp_path, env=environ)
+    assert status == 0, f"{printed}\n{errors}"
+    assert files(tmp_path / "both") == files(tmp_path / "one")
