@@ -149,6 +149,25 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-ISE", str(WARM), "client", _servers[key].address]
 
 
+def with_warm_python(folder: Path) -> str:
+    """A PATH of this python and its launcher, before them a `python` that starts ranks as `run_job` does.
+
+    For shells. What begins itself anew, as portable bits make it, starts as users start it.
+    """
+    plain = shlex.quote(sys.executable)
+    warm = shlex.join(warm_python(clean_environment()))
+    folder.mkdir(exist_ok=True)
+    program = folder / "python"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *portable*) exec {plain} "$@" ;; esac\n'
+        f'case "$1 $2" in "-m zero_mpi"*) exec {warm} "$@" ;; esac\nexec {plain} "$@"\n'
+    )
+    program.chmod(0o755)
+    return os.pathsep.join(
+        [str(folder), str(Path(launcher()[0]).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+
+
 class Server:
     """A process of `warm_start` for one environment, which ends with this one."""
 

@@ -38,6 +38,7 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
+WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
 GPU_SIZES = (1, 2, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
 LANES = min(len(os.sched_getaffinity(0)) + 1, 8)
@@ -175,7 +176,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
     parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
-    parser.add_argument("paths", nargs="*", default=["tests/serial", "tests/mpi", "tests/gpu"])
+    parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)
     return args, (["--quick"] if args.quick else []) + options
 
@@ -219,12 +220,19 @@ def close(total: Counter[str], failed: list[str]) -> int:
 
 def compile_once() -> None:
     """Have the operations compiled before parts begin, each of which would do it by itself, all at a time."""
-    program = "import ml_dtypes; from zero_mpi import ops; ops.prepare(kind=ml_dtypes.bfloat16)"
-    status, output, _ = jobs.run_command(
-        [sys.executable, "-c", program], timeout=600, env=jobs.COMPILED, merge=True
+    programs = (
+        ({}, "import ml_dtypes; from zero_mpi import ops; ops.prepare(kind=ml_dtypes.bfloat16)"),
+        ({"ZERO_MPI_BITS": "portable"}, "from zero_mpi import ops; ops.prepare()"),
     )
-    if status:
-        print(f"the operations cannot be compiled, as tests will tell:\n{output}", flush=True)
+
+    def compiled(variables: dict[str, str], program: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-c", program]
+        return jobs.run_command(command, timeout=600, env=jobs.COMPILED | variables, merge=True)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        for status, output, _ in pool.map(compiled, *zip(*programs, strict=True)):
+            if status:
+                print(f"the operations cannot be compiled, as tests will tell:\n{output}", flush=True)
 
 
 def main() -> int:
@@ -233,7 +241,7 @@ def main() -> int:
     if not args.paths:
         compile_once()
     sizes = [int(size) for size in args.sizes.split(",")]
-    found = parts(sizes, args.paths)
+    found = parts(sizes, args.paths or WHOLE)
     limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
     total, failed = count(run_parts(found, args.lanes, options, limit, deadline))

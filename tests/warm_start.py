@@ -196,7 +196,9 @@ def remember(module: object, name: str, argument: object) -> None:
 
     function = getattr(module, name)
     value, usual = function(argument), now()
-    setattr(module, name, lambda given: value if given == argument and now() == usual else function(given))
+    setattr(
+        module, name, lambda *given: value if given == (argument,) and now() == usual else function(*given)
+    )
     remembered.append((module, name, function))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import html
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 import pytest
 from docs_commands import COMMANDS, SMALL, ByTest, Make, Nobody, Packages, Run, Suite
 from docs_pages import PAGES, ROOT, Line, Program, lines_elsewhere, steps_of
-from jobs import launcher, run_command, run_job
+from jobs import run_command, run_job, with_warm_python
 from test_command_bits import needs_mpiexec
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
@@ -139,12 +138,11 @@ def do(line: str, folder: Path) -> None:
         return
     command, add = (how.prints if isinstance(how, Make) else line), how.add
     head, redirect, target = re.sub(r"(?<=-n )[48]\b", "2", command).partition(" > ")
-    path = [str(Path(launcher()[0]).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     status, printed, errors = run_command(
         ["bash", "-c", f"{head} {add}{redirect}{target}"],
         timeout=100,
         cwd=folder,
-        env={"PATH": ":".join(path)},
+        env={"PATH": with_warm_python(folder.parent / "programs")},
     )
     told = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
     assert status in getattr(how, "statuses", (0,)), told

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+import run_sizes
 from jobs import run_command, run_job
 from run_sizes import NO_VERDICT, read_verdict
 from test_command_bits import needs_mpiexec
@@ -240,6 +241,16 @@ def test_without_an_mpi_library_serial_tests_still_run(tmp_path):
     assert status == 0, output
     assert "no MPI: cannot load MPI library" in output
     assert "1 passed, 1 skipped" in output
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [([], ["compiled", "run"]), (["tests/gpu"], ["run"])])
+def test_a_whole_run_begins_with_the_operations_compiled(arguments, expected, monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(sys, "argv", ["run_sizes.py", *arguments])
+    monkeypatch.setattr(run_sizes, "compile_once", lambda: done.append("compiled"))
+    monkeypatch.setattr(run_sizes, "run_parts", lambda found, *rest: done.append("run") or iter(()))
+    run_sizes.main()
+    assert done == expected
 
 
 @needs_mpiexec
