@@ -5,40 +5,17 @@ import re
 
 import numpy as np
 import pytest
+from audited_job import FLAGS, write_script
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 from zero_mpi.sharding import witness
 from zero_mpi.sharding.witness import digest
 
-FLAGS = ["--batch-size", "5", "--micro-batch", "1", "--context", "16", "--sample", "0", "--steps", "6"]
-FLAGS += ["--save-every", "2", "--eval-every", "0"]
-# A bit of the gradients of rank 1 flips at the second step that is audited.
-FLIPPED = """
-import numpy as np
-from zero_mpi.comm.start_mpi import MPI
-from zero_mpi.sharding.witness import Witness
-from zero_mpi.train import command
-
-see, calls = Witness.see, 0
-
-def spoiled(self, unit):
-    global calls
-    calls += MPI.COMM_WORLD.rank == 1
-    if calls == {call}:
-        unit.gradient.of_round.view(np.uint32)[3] ^= np.uint32(1 << 20)
-    see(self, unit)
-
-Witness.see = spoiled
-command.main()
-"""
-UNITS = 4  # an embedding, two blocks, a head: each is seen once when watched, and once computed again
-
 
 def run(folder, *more, fault=True):
     """(status, what was printed, said on stderr) of an audited run of three ranks."""
-    script = folder / "flipped.py"
-    script.write_text(FLIPPED.format(call=2 * UNITS + 2 if fault else -1))
+    script = write_script(folder, fault)
     out = ["--out", str(folder / "out")]
     return run_job(3, [str(script), *SIZES, *FLAGS, *out, "--data", *write_text(folder), *more], cwd=folder)
 
@@ -49,13 +26,18 @@ def events(folder):
     return [event for event in lines if event["event"] == "warning"]
 
 
+def computed(folder):
+    """How many micro-batches each rank has trained on or computed again."""
+    return [int((folder / f"computed-{rank}").read_text()) for rank in range(3)]
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """The model of a run without a fault, and what it printed."""
+    """The model of a run without a fault, what it printed, and what its ranks have computed."""
     folder = tmp_path_factory.mktemp("sound")
     status, printed, errors = run(folder, "--audit", "2", fault=False)
     assert (status, errors) == (0, "")
-    return (folder / "out" / "latest" / "model.gguf").read_bytes(), printed
+    return (folder / "out" / "latest" / "model.gguf").read_bytes(), printed, computed(folder)
 
 
 @needs_mpiexec
@@ -63,6 +45,10 @@ def test_an_audit_says_what_it_costs_and_changes_no_bit(sound, tmp_path):
     assert "audit:     every 2 steps one of 2 rounds is computed again, 25.00% of all" in sound[1]
     status, _, _ = run(tmp_path, fault=False)
     assert status == 0
+    # Twelve rounds and three more; rank 2 has nothing in half of the twelve. Rank 0 has planned by computing.
+    plain = computed(tmp_path)
+    assert (plain[1:], sound[2][1:]) == ([12, 6], [15, 9])
+    assert sound[2][0] - plain[0] == 3 == 0.25 * plain[1]
     assert (tmp_path / "out" / "latest" / "model.gguf").read_bytes() == sound[0]
 
 

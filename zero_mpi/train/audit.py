@@ -129,7 +129,8 @@ class Audit(Observer):
 
     def computed(self, number: int) -> None:
         """Compare, and do what is to follow."""
-        self._check_state(number)
+        if not self._check_state(number):
+            return  # what is computed again with other parameters says nothing of who was wrong
         for healed in range(MOST_HEALED + 1):
             if number % self._every != 0:
                 return
@@ -211,8 +212,8 @@ class Audit(Observer):
         found: list[Digests] = self._comm.allgather_object(of_state(self._accumulator.module.units, moments))
         return found
 
-    def _check_state(self, number: int) -> None:
-        """Raise JobError, or warn, where what a rank keeps has changed since the update before."""
+    def _check_state(self, number: int) -> bool:
+        """Whether what ranks keep is as it was after the update before; raises JobError or warns if not."""
         now = self._exchange_state()
         for rank, (before, after) in enumerate(zip(self._kept, now, strict=True)):
             if before == after:
@@ -224,6 +225,7 @@ class Audit(Observer):
                 raise JobError(f"{text}; {SOUND}: start again without that machine")
             if self._comm.rank == 0:
                 log.warning("%s", text, extra={"facts": {"rank": rank, "host": host}})
+        return now == self._kept
 
 
 def cost(every: int, rounds: Rounds) -> str:
