@@ -23,8 +23,8 @@ ORDER = (
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",
-    "inspect", "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate",
-    "verify",
+    "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate", "verify",
+    "inspect",
     "hostfile", "completion", "__main__",
 )  # fmt: skip
 

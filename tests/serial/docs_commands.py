@@ -134,6 +134,13 @@ TRAINING: dict[str, How] = {
     "mpirun -n 4 python -m zero_mpi.train --steps 60 --save-every 20 --out runs/proved": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
+    "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
+        f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
+    ),
+    "python -m zero_mpi.inspect --why runs/proved runs/other": Run(
+        says="verdict +not the same; the first that differs: the first weights: token_embd.weight",
+        statuses=(1,),
+    ),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
+from zero_mpi.config.command_line import argument
+from zero_mpi.config.settings import FIELDS
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
@@ -36,12 +39,22 @@ def make_parser() -> Parser:
         "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
         epilog="Examples:\n\n"
         "  python -m zero_mpi.inspect runs/default/latest\n"
-        "  python -m zero_mpi.inspect runs/a/latest runs/b/latest",
+        "  python -m zero_mpi.inspect runs/a/latest runs/b/latest\n"
+        "  python -m zero_mpi.inspect --why runs/a runs/b",
     )
     parser.add_argument(
         "path", help="GGUF file (the first of a split one), checkpoint or Hugging Face folder"
     )
     parser.add_argument("other", nargs="?", help="compare with this one")
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="of two run folders: what their bits depend on and differs, the first record and tensor that "
+        "differ, and by computing that step again what first differs in it",
+    )
+    parser.add_argument(
+        "--data", **argument(FIELDS["data"]) | {"help": "with --why: where the data of both runs lie now"}
+    )
     parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
     parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -53,9 +66,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if world.size > 1:
         raise UsageError("inspect runs in one process: leave mpirun out")
+    if options.data is not None and not options.why:
+        raise UsageError("--data: only --why reads data: expected --why RUN OTHER --data PATH")
     path = Path(options.path)
     try:
-        if options.other is not None:
+        if options.why:
+            found = reasons(world, options)
+            lines, sound = why_lines(found), found["same"]
+        elif options.other is not None:
             found = compare(path, Path(options.other))
             lines, sound = comparison_lines(found, options.tensors), found["same"]
         else:
@@ -68,6 +86,23 @@ def command(world: World, arguments: Sequence[str]) -> int:
     else:
         write(lines)
     return 0 if sound else 1
+
+
+def reasons(world: World, options: Namespace) -> Report:
+    """Why two runs have other bits; raises UsageError for anything but two folders."""
+    if options.other is None or options.keys or options.tensors:
+        raise UsageError("--why: expected two run folders and none of --keys and --tensors: --why RUN OTHER")
+    from zero_mpi.inspect.why import explain  # which loads all of training
+
+    return explain(world, (Path(options.path), Path(options.other)), options.data)
+
+
+def why_lines(found: Report) -> Iterator[str]:
+    """The text of two runs."""
+    from zero_mpi.inspect.why import sections
+
+    for title, lines in sections(found):
+        yield from section(title, lines)
 
 
 # ---------------------------------------------------------------------------------------------- a report
