@@ -126,7 +126,6 @@ def make_runs(world: World, options: argparse.Namespace) -> Iterator[Run]:
             reduction=reduction,
             strategy=strategy,
             precision=precision,
-            bits=options.bits,
             prefetch=options.prefetch,
             recompute=options.recompute,
         )

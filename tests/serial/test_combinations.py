@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from zero_mpi import environment
+from zero_mpi import environment, portable
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, FlagContext, without_effect
 from zero_mpi.config.remarks import remarks, threads_within
@@ -27,6 +27,10 @@ REFUSED = {  # flags that are refused: what is said, and what lets them be
     ),
     "--audit-action warn": ("--audit-action warn: of no audit: give --audit N", "--audit 5"),
     "--audit 5 --reduction fast": ("--audit 5: --reduction fast has no bits", "--reduction exact"),
+    "--bits native": ("--bits native: this process is pinned: take ZERO_MPI_BITS", "--bits portable"),
+    "--bits portable --precision bf16": ("--bits portable: cannot .* --precision bf16", "--precision fp32"),
+    "--bits portable --reduction fast": ("--bits portable: --reduction fast has no", "--reduction exact"),
+    "--bits portable --device cuda": ("--bits portable: cannot be had on a GPU", "--device cpu"),
     "--patience 2 --val-fraction 0": (
         "--patience 2: --val-fraction 0 holds nothing out",
         "--val-fraction 0.1",
@@ -71,8 +75,9 @@ def said(*flags, is_text=True):
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_would_never_happen_is_refused(flags):
+def test_what_would_never_happen_is_refused(flags, monkeypatch):
     expected, remedy = REFUSED[flags]
+    monkeypatch.setattr(portable, "active", flags == "--bits native")  # of a process that is pinned
     with pytest.raises(UsageError, match=f"^{expected}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])

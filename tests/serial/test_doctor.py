@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -656,9 +655,8 @@ def examine(ranks, tmp_path, *flags, env=None, start=None):
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_are_true(ranks, tmp_path):
-    begun = time.monotonic()
     status, told, found, said = examine(ranks, tmp_path)
-    assert (status, time.monotonic() - begun < 20) == (0, True), said
+    assert status == 0, said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
     assert told["zero_mpi"]["value"] == zero_mpi.__version__
     assert told["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
