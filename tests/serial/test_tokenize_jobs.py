@@ -87,10 +87,10 @@ def test_the_same_bytes_on_more_ranks(ranks, some, whole, tmp_path):
     assert files(tmp_path / "out") == whole
 
 
-def start(ranks, flags, out):
+def start(ranks, flags, out, program=TOKENIZE):
     """A job under way, whose ranks are forked from one that has loaded the package."""
     environ = clean_environment()
-    command = [*launcher(), "-n", str(ranks), *warm_python(environ), *TOKENIZE, *flags, "--out", str(out)]
+    command = [*launcher(), "-n", str(ranks), *warm_python(environ), *program, *flags, "--out", str(out)]
     return subprocess.Popen(
         command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -134,10 +134,28 @@ def test_killed_at_random_moments_and_started_again_it_has_the_same_bytes(some, 
     assert files(out) == whole
 
 
+SLOWLY = """
+import time
+from zero_mpi.tokenize import encode_parts
+from zero_mpi.tokenize.command import main
+
+finish = encode_parts.PartWriter.finish
+
+def slowly(self, about):
+    finish(self, about)
+    time.sleep(0.1)
+
+encode_parts.PartWriter.finish = slowly
+main()
+"""
+
+
 @pytest.mark.skipif(not hands_sigterm_on(), reason="this launcher kills its ranks")
 def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
-    out = tmp_path / "out"
-    job = start(2, some, out)
+    """Its parts take a tenth of a second each, or it would be done before the signal comes."""
+    out, script = tmp_path / "out", tmp_path / "slowly.py"
+    script.write_text(SLOWLY)
+    job = start(2, some, out, [str(script)])
     try:
         begun = time.monotonic()
         while complete_parts(out) < 2 and job.poll() is None:

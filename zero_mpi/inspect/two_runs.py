@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.sound import STATE_DIGEST, open_checkpoint
+from zero_mpi.checkpoint.sound import STATE_DIGEST, keys_of, open_checkpoint
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
@@ -119,7 +119,7 @@ def records(first: Path, second: Path) -> Report:
 def digest_of(folder: Path) -> str | None:
     """The digest of a checkpoint's tensors, as written; None where it cannot be read."""
     try:
-        return str(open_checkpoint(folder).state.metadata.get(STATE_DIGEST))
+        return keys_of(open_checkpoint(folder).state).text(STATE_DIGEST)
     except UsageError:
         return None
 

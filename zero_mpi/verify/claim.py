@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.sound import ID, check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import ID, check_digests, keys_of, open_checkpoint
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines
@@ -93,7 +93,7 @@ class Checkpoints:
         if step not in self.folders:
             return None
         with differing():
-            return str(open_checkpoint(self.folders[step]).state.metadata[ID])
+            return keys_of(open_checkpoint(self.folders[step]).state).text(ID)
 
 
 def examine(run: Path, expect: str | None) -> Claim:
