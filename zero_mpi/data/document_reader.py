@@ -19,7 +19,7 @@ from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text, separator_notes, text_documents
 from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
 from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
+from zero_mpi.data.token_formats import read_tokens, token_files
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
@@ -45,8 +45,9 @@ class DocumentReader(NamedTuple):
 
     def _read(self, paths: Sequence[str]) -> Reading:
         files = collect_files(paths) if paths else library_files()
-        if are_tokens(files):
-            return self._tokens(token_files(files)), []
+        tokens = token_files(files)
+        if tokens:
+            return self._tokens(tokens), []
         if self.text is None:
             raise UsageError("text cannot be read without a tokenizer: give --data as token files")
         if self.vocab < self.text.tokenizer.vocab_size:
