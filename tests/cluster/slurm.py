@@ -70,7 +70,8 @@ class Slurm:
         """
         path = f"{Path(python).parent}:{os.environ['PATH']}"
         start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]
-        return self.command(*start, env={"PATH": path, **(env or {})}).strip()
+        told = {"PATH": path, "SETTLE": "0"}  # jobs are told to stop when their ranks have begun
+        return self.command(*start, env={**told, **(env or {})}).strip()
 
     def log(self, job: str) -> str:
         """What a job has said so far."""

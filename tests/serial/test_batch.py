@@ -286,12 +286,12 @@ def test_bash_reads_every_script(path):
 
 OWN_OF_ARRAY = {  # lines that no other script has
     "slurm": [
-        "told= run=",
+        "told= ready= run=",
         "trap save USR1 TERM",
         "if [[ $status = 0 || $status = 2 ]]; then",
         '    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"',
     ],
-    "pbs": ["told= run=", "trap save USR1 TERM"],
+    "pbs": ["told= ready= run=", "trap save USR1 TERM"],
 }
 
 
@@ -353,7 +353,9 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     train(1, tmp_path / "unbroken", *flags)
     out, noted = tmp_path / "out", tmp_path / "submitted"
     noted.touch()
-    environ = clean_environment() | pbs_job | {"FLAGS": " ".join(["--out", str(out), *flags])}
+    # Told to stop when its ranks have begun, so nothing needs to be held back.
+    said = {"FLAGS": " ".join(["--out", str(out), *flags]), "SETTLE": "0"}
+    environ = clean_environment() | pbs_job | said
     script = ["bash", str(EXAMPLES / "pbs" / f"{name}.pbs")]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(script, env=environ, stdout=log, stderr=log, start_new_session=True)
@@ -373,11 +375,16 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
 
 @needs_mpiexec
 def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, programs, tmp_path):
-    """Before the first line of the program nothing can hear a signal, which must neither kill nor be lost."""
+    """Before the first line of the program nothing can hear a signal, which must neither kill nor be lost.
+
+    The second rank starts late here: when the job is told to stop, nothing has made that one deaf yet.
+    """
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "1000000"]
     started = tmp_path / "started"
     slow = f'if [[ $2 = zero_mpi.train ]]; then touch {started}; sleep 1; fi; exec {sys.executable} "$@"'
     program(programs, "python", slow)
+    late = f'if [[ $1 = -c ]] && ! mkdir {tmp_path}/first 2> /dev/null; then sleep 2; fi; exec /bin/bash "$@"'
+    program(programs, "bash", late)
     environ = clean_environment() | pbs_job | {"FLAGS": " ".join(["--out", str(tmp_path / "out"), *flags])}
     with (tmp_path / "log").open("wb") as log:
         script = ["bash", str(EXAMPLES / "pbs" / "one_node.pbs")]
