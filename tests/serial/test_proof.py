@@ -165,6 +165,8 @@ MOVE_NOTHING = [
     "log_every",
     "log_level",
     "tensorboard",
+    "wandb",
+    "mlflow",
     "trace_steps",
     "timeout",
     "check_collectives",

@@ -20,7 +20,7 @@ from zero_mpi.files.foreign import shown
 
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
-PATHS = ("out", "init", "lora_init", "data", "val_data", "tokenizer", "chat_template", "trace")
+PATHS = ("out", "init", "lora_init", "data", "val_data", "tokenizer", "chat_template", "trace", "prometheus")
 WORDS = (None, BYTE, FROM_INIT)  # of a setting that may be a path
 
 

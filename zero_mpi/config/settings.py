@@ -230,6 +230,13 @@ class Config:
         choices=("debug", "info", "warning", "error"),
     )
     tensorboard: bool = flag(False, bool, "records", "TensorBoard's event files in OUT/tensorboard")
+    prometheus: str | None = flag(
+        None, str, "records", "folder of node_exporter's textfile collector, for a file of the newest numbers"
+    )
+    wandb: str | None = flag(None, str, "records", "project of Weights & Biases for the records")
+    mlflow: str | None = flag(
+        None, str, "records", "experiment of MLflow for the records (MLFLOW_TRACKING_URI says where)"
+    )
     trace: str | None = flag(None, str, "records", "time line of all ranks to write: .json or .json.gz")
     trace_steps: str | None = flag(None, str, "records", "as 10:13, which is 10 to 12 (default: three)")
     timeout: float = flag(
@@ -246,12 +253,7 @@ class Config:
         "if a rank was wrong: stop; warn; or heal, which computes the step again",
         choices=("stop", "warn", "heal"),
     )
-    max_time: str | None = flag(
-        None,
-        str,
-        "records",
-        "save and stop (status 75) within 3h50m, say",
-    )
+    max_time: str | None = flag(None, str, "records", "save and stop (status 75) within 3h50m, say")
 
     def __post_init__(self) -> None:
         self.bits = self.bits or portable.asked()

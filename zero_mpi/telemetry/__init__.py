@@ -1,4 +1,4 @@
-"""What a run tells while it works: log, progress bar, metrics, events, status, TensorBoard, spans of time.
+"""What a run tells while it works: log, progress bar, metrics, events, status, trackers, spans of time.
 
 Lines go through the standard library's logger "zero_mpi", and only a command installs a handler: as a library
 the package is silent. A warning of that logger becomes an event by itself. A line of `events.jsonl` is one

@@ -1,4 +1,4 @@
-"""What a run records: a line of `metrics.jsonl` a step, its progress, TensorBoard's files; from rank 0.
+"""What a run records: a line of `metrics.jsonl` a step, its progress, what trackers are told; from rank 0.
 
 The chain over both records and checkpoints (`telemetry.proof`) is written along with them. Floats are written
 in full precision, so two exact runs have the same text. A record that cannot be written leaves no part of it,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.progress_bar import Display
 from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
-from zero_mpi.telemetry.tensorboard import TensorBoard
+from zero_mpi.telemetry.trackers.tracker import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
@@ -31,8 +31,8 @@ MARK = b'"step"'  # in every record, and looked for first: a million other lines
 class Records:
     """Writes the records of a run; on other ranks than 0 nothing is done.
 
-    `beginning`: of the chain over the records, where there is to be one. Raises JobError where it cannot
-    begin, on rank 0 only.
+    `trackers`: makes those that are told of each step as well. `beginning`: of the chain over the records,
+    where there is to be one. Raises JobError where one of them cannot begin, on rank 0 only.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Records:
         done: int,
         steps: int,
         log_every: int,
-        tensorboard: bool = False,
+        trackers: Callable[[], Iterable[Tracker]] = tuple,
         beginning: JobStart | None = None,
     ) -> None:
         self._active, self._done, self._steps, self._log_every = rank == 0, done, steps, log_every
@@ -54,7 +54,7 @@ class Records:
         with writing(), naming(out / METRICS):
             keep_until(out / METRICS, done)
             self._file = (out / METRICS).open("ab", buffering=0)
-            self._board = TensorBoard(out, done) if tensorboard else None
+            self._trackers = list(trackers())
         with writing(), naming(out / PROOF):
             self._chain = None if beginning is None else Proof(out / PROOF, beginning)
         self._display = Display(done, steps)
@@ -73,8 +73,8 @@ class Records:
             append_whole(self._file, (json.dumps(plain) + "\n").encode())
             if self._chain is not None:
                 self._chain.record(plain["step"], plain)
-            if self._board is not None:
-                self._board.step(record)
+            for tracker in self._trackers:
+                tracker.step(record)
 
         self._attempt(write)
         self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
@@ -108,8 +108,8 @@ class Records:
             self._file.close()
             if self._chain is not None:
                 self._chain.close()
-            if self._board is not None:
-                self._board.close()
+            for tracker in self._trackers:
+                tracker.close()
             self._display.close()
 
 

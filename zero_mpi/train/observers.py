@@ -161,7 +161,7 @@ class Utilization(Observer):
 
 
 class RecordWriter(Observer):
-    """Writes the record: metrics.jsonl, the progress bar, TensorBoard."""
+    """Writes the record: metrics.jsonl, the progress bar, trackers."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

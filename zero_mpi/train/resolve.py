@@ -61,7 +61,7 @@ from zero_mpi.portable import PORTABLE
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.sharding.rates import check_scales
-from zero_mpi.telemetry import log, tensorboard
+from zero_mpi.telemetry import log, trackers
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, of_text, what_was_read
 from zero_mpi.train.resume import ResumePoint, changes_since, check_resume, find_checkpoint
@@ -185,8 +185,7 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
     def read() -> tuple[str, str, dict[str, object], int]:
-        if spec.config.tensorboard:
-            tensorboard.library()  # whether there is one
+        trackers.check(spec.config)
         no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
         if no_room and not spec.config.dry_run:
             raise UsageError(no_room)

@@ -6,11 +6,12 @@ What a step is stands in `steps`; whatever else happens at one is an observer's 
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from zero_mpi import device
 from zero_mpi.config.bounds import seconds
+from zero_mpi.config.replay import recorded
 from zero_mpi.config.step_range import step_range
 from zero_mpi.data import Windows
 from zero_mpi.errors import UsageError
@@ -21,8 +22,9 @@ from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.sharding.witness import Digest, compute_again
-from zero_mpi.telemetry import log
+from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
+from zero_mpi.telemetry.trackers.tracker import TrackedJob
 from zero_mpi.trace.timeline import Tracer
 from zero_mpi.train import audit, mfu, observers
 from zero_mpi.train.divergence import Divergence
@@ -226,12 +228,13 @@ class Trainer(Steps):
 def begin_records(session: Session, rank: int) -> Records:
     """What a session writes of its steps; raises JobError, or FileError for what it begins from."""
     config, done = session.config, session.progress.step
+    tracked = TrackedJob(session.out, done, asdict(recorded(config)))
     return Records(
         session.out,
         rank,
         done=done,
         steps=config.steps,
         log_every=config.log_every,
-        tensorboard=config.tensorboard,
+        trackers=partial(trackers.begin, config, tracked),
         beginning=start_of(session) if rank == 0 else None,
     )

@@ -8,40 +8,38 @@ begins it with the mark at which TensorBoard forgets what it has of the steps th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.errors import UsageError, naming
+from zero_mpi.errors import naming
+from zero_mpi.telemetry.trackers.tags import numbers
+from zero_mpi.telemetry.trackers.tracker import TrackedJob, library
 
 FOLDER = "tensorboard"
-TAGS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "wait_seconds", "sent_bytes")
-OF_RANKS = ("memory_bytes", "micro_batch_seconds")
-MOST_RANKS = 16  # who have tags of their own; of more there is the largest figure only
+NEEDS = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
 
 
-def library() -> Any:
-    """tensorboardX, its writer and its messages. Raises UsageError where it is not installed."""
-    try:
-        from tensorboardX import event_file_writer
-        from tensorboardX.proto import event_pb2, summary_pb2
-    except ImportError as error:
-        raise UsageError(
-            f"--tensorboard needs tensorboardX ({error}): pip install 'zero-mpi[tensorboard]'"
-        ) from error
-    return event_file_writer.EventsWriter, event_pb2, summary_pb2
+def check(wish: bool) -> Any:
+    """tensorboardX's writer and its messages. Raises UsageError where it is not installed."""
+    return library("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in NEEDS))
+
+
+def begin(run: TrackedJob, wish: bool) -> TensorBoard:
+    """The files of a job."""
+    return TensorBoard(run.out, run.done)
 
 
 class TensorBoard:
     """A job's file; steps after `done` in files of earlier jobs are forgotten. Raises OSError."""
 
     def __init__(self, out: Path, done: int) -> None:
-        writer, self._events, self._summaries = library()
+        writer, self._events, self._summaries = check(True)
         self._folder = out / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, which begin with the time in seconds.
         suffix = f".{time.time_ns() % 10**9:09d}"
-        self._writer = writer(str(self._folder / "events"), suffix)
+        self._writer = writer.EventsWriter(str(self._folder / "events"), suffix)
         mark = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(self._events.Event(step=done + 1, session_log=mark))
 
@@ -60,16 +58,3 @@ class TensorBoard:
     def close(self) -> None:
         """Close the file of this job."""
         self._writer.close()
-
-
-def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values of a record."""
-    for tag in TAGS:
-        if tag in record:
-            yield tag, record[tag]
-    for tag in OF_RANKS:
-        figures = {rank: value for rank, value in enumerate(record.get(tag, [])) if value is not None}
-        if figures:
-            yield f"{tag}/largest", max(figures.values())
-        for rank, value in figures.items() if len(figures) <= MOST_RANKS else []:
-            yield f"{tag}/rank_{rank:02d}", value

@@ -1,0 +1,104 @@
+"""`--prometheus FOLDER`: the newest record in a file for node_exporter's textfile collector.
+
+The file is replaced by a rename, once a second at most, so a scrape never sees half of it and a fast run
+writes no more than a slow one. Its name has the folder of the run in it, and so has the label `run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.telemetry.trackers.tags import numbers
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, library
+
+EVERY_SECONDS = 1.0
+PREFIX = "zero_mpi_"
+RANK = re.compile(r"(?P<name>\w+)/rank_(?P<rank>\d+)")
+
+
+def check(wish: str) -> Any:
+    """prometheus_client. Raises UsageError where it is missing, or the folder."""
+    if not os.path.isdir(wish):
+        raise UsageError(
+            f"--prometheus: {shown(Path(wish))}: expected a folder, that of the textfile collector"
+        )
+    return library("--prometheus", "prometheus", "prometheus_client")
+
+
+def begin(run: TrackedJob, wish: str) -> Guarded:
+    """The file of a job."""
+    return Guarded("--prometheus", lambda: TextFile(Path(wish), run.out))
+
+
+class TextFile:
+    """The file of a run in `folder`. Raises OSError."""
+
+    def __init__(self, folder: Path, out: Path) -> None:
+        self._client, self._run = check(str(folder)), os.path.abspath(out)
+        digest = hashlib.sha256(os.fsencode(self._run)).hexdigest()[:8]
+        self.path = folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9]+', '_', out.name)}_{digest}.prom"
+        self._written, self._record = 0.0, dict[str, Any]()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Write a record, unless one was written a moment ago; what it does not say stays as it was."""
+        self._record |= record
+        if time.monotonic() - self._written >= EVERY_SECONDS:
+            self._write(running=1)
+            self._written = time.monotonic()
+
+    def close(self) -> None:
+        """Write the last record; the run is said not to be running any more."""
+        self._write(running=0)
+
+    def _write(self, running: int) -> None:
+        registry, gauges = self._client.CollectorRegistry(), dict[str, Any]()
+        for name, rank, value in [*samples(self._record), ("running", None, running)]:
+            labels = ["run"] if rank is None else ["run", "rank"]
+            if name not in gauges:
+                gauges[name] = self._client.Gauge(
+                    PREFIX + name, HELP.get(name, name), labels, registry=registry
+                )
+            run = self._run.encode(errors="replace").decode()
+            gauges[name].labels(run, *([] if rank is None else [rank])).set(value)
+        self._client.write_to_textfile(str(self.path), registry)
+
+
+HELP = {
+    "step": "optimizer steps that are done",
+    "tokens": "targets that the loss has counted",
+    "skipped": "steps whose gradient was not finite",
+    "loss": "nats a token, of the newest step",
+    "val_loss": "nats a token, of the newest evaluation",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient before clipping",
+    "tokens_per_second": "of all ranks",
+    "mfu": "share of the measured peak, 0 to 1",
+    "wait_seconds": "that rank 0 waited for others in the newest step",
+    "sent_bytes": "that rank 0 gave to others in the newest step",
+    "memory_bytes": "resident memory of a rank",
+    "memory_bytes_largest": "resident memory of the largest rank",
+    "micro_batch_seconds": "that a rank computed for a micro-batch",
+    "micro_batch_seconds_largest": "of the slowest rank",
+    "running": "1 while the run goes on, 0 after its last step",
+}
+
+
+def samples(record: Mapping[str, Any]) -> Iterator[tuple[str, str | None, float]]:
+    """Names, ranks (None: of the run) and values of a record."""
+    for name in ("step", "tokens", "skipped"):
+        if name in record:
+            yield name, None, record[name]
+    for tag, value in numbers(record):
+        of_rank = RANK.fullmatch(tag)
+        if of_rank:
+            yield of_rank["name"], str(int(of_rank["rank"])), value
+        else:
+            yield tag.replace("/", "_"), None, value

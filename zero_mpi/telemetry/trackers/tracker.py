@@ -1,0 +1,88 @@
+"""What a tracker is to a run, and how one that may fail is kept from ending the run."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.files.foreign import one_line
+from zero_mpi.telemetry import log
+
+CLOSE_SECONDS = 60.0  # that the end of a run waits for what is still on its way to a server
+
+
+@dataclass(frozen=True)
+class TrackedJob:
+    """A job of a run: its folder, the steps that were done before it, and its settings."""
+
+    out: Path
+    done: int
+    settings: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """What is told of each step. An OSError ends the run, as one of its own records does."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Take the record of one step."""
+
+    def close(self) -> None:
+        """The steps of this job are done."""
+
+
+def library(flag: str, extra: str, *modules: str) -> Any:
+    """The modules of a library, imported; one of them, or a tuple. Raises UsageError where one is missing."""
+    package = modules[0].partition(".")[0]
+    try:
+        importlib.import_module(package)
+        found = tuple(map(importlib.import_module, modules))
+    except ImportError as error:
+        raise UsageError(f"{flag} needs {package} ({error}): pip install 'zero-mpi[{extra}]'") from error
+    return found[0] if len(found) == 1 else found
+
+
+class Guarded:
+    """A tracker whose failures are said once and end nothing: a server, or a library that talks to one.
+
+    `begin` makes it, and raises what it likes; that becomes a JobError, before the first step.
+    """
+
+    def __init__(self, flag: str, begin: Any) -> None:
+        self._flag = flag
+        try:
+            self._tracker: Tracker | None = begin()
+        except Exception as error:
+            raise JobError(f"{flag}: {explained(error)}") from error
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Hand a record on, as long as that has worked."""
+        self._attempt(lambda tracker: tracker.step(record))
+
+    def close(self) -> None:
+        """Let the tracker send what it has left, for a minute at most."""
+        closing = threading.Thread(target=self._attempt, args=(lambda tracker: tracker.close(),), daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning(
+                "%s: not all was taken within %.0f s; the run is complete here", self._flag, CLOSE_SECONDS
+            )
+
+    def _attempt(self, act: Any) -> None:
+        if self._tracker is None:
+            return
+        try:
+            act(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            log.warning("%s: %s; the run goes on without it", self._flag, explained(error))
+
+
+def explained(error: Exception) -> str:
+    """An exception of a library in one line."""
+    return one_line(f"{type(error).__name__}: {error}")

@@ -1,0 +1,49 @@
+"""`--wandb PROJECT`: the records of a run at Weights & Biases; with WANDB_MODE=offline in a folder below OUT.
+
+Each job of a run is a run of its own there, in a group with the name of OUT: their server cannot forget the
+steps that a resume makes again. Records go through the library's own process, so no step waits for a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_mpi.telemetry.trackers.tags import numbers
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, library
+
+
+def check(wish: str) -> Any:
+    """The library. Raises UsageError where it is not installed."""
+    return library("--wandb", "wandb", "wandb")
+
+
+def begin(run: TrackedJob, wish: str) -> Guarded:
+    """The run of a job in the project `wish`."""
+    return Guarded("--wandb", lambda: Project(run, wish))
+
+
+class Project:
+    """A run in a project. Raises what the library raises."""
+
+    def __init__(self, run: TrackedJob, project: str) -> None:
+        wandb = check(project)
+        run.out.mkdir(parents=True, exist_ok=True)
+        # The terminal and what is printed there stay the run's own, and it measures machines itself.
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
+        self._run = wandb.init(
+            project=project,
+            group=run.out.name,
+            name=f"{run.out.name} from step {run.done}",
+            dir=str(run.out),
+            config=dict(run.settings),
+            settings=settings,
+        )
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """The numbers of one step."""
+        self._run.log(dict(numbers(record)), step=record["step"])
+
+    def close(self) -> None:
+        """End the run there; what is on its way is sent first."""
+        self._run.finish()
