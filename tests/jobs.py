@@ -3,7 +3,7 @@
 A job is `mpiexec -n RANKS python ARGS...` in a session of its own, without stdin, with output that goes
 to files, so that neither a rank that hangs nor one that outlives its launcher can block the caller.
 The launcher is $ZERO_MPI_MPIEXEC, else the mpiexec beside this python, else the one on PATH. What tests must
-know of the difference between MPICH's and Open MPI's is here: `ranks_said`, `hands_sigterm_on`.
+know of the differences between launchers is here: `ranks_said`, `launcher_kind` and what asks it.
 """
 
 import atexit
@@ -27,7 +27,9 @@ TIMED_OUT = 124  # as timeout(1) says it
 JOB_VARIABLES = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI)_|MPI_LOCAL(NRANKS|RANKID)$")
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-SETTINGS = re.compile(r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_")  # a person's, not a job's
+SETTINGS = re.compile(
+    r"OMPI_ALLOW_RUN_AS_ROOT|PRTE_MCA_(rmaps|hwloc)_default_|OMPI_MCA_(rmaps|hwloc)_base_"
+)  # a person's, not a job's
 
 # What Open MPI's launcher and its MPI_Abort say on stderr in any job whose status is not 0: lines between two
 # rules, at times with a null byte after them. MPICH's says it on stdout or not at all. Warnings, which look
@@ -199,9 +201,20 @@ def ranks_said(errors: str) -> str:
 
 
 @functools.cache
+def launcher_kind() -> str:
+    """Whose the launcher is: "mpich", "intel" or "openmpi"."""
+    said = run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
+    return "intel" if "Intel(R) MPI" in said else "mpich" if "HYDRA" in said else "openmpi"
+
+
 def hands_sigterm_on() -> bool:
-    """MPICH's launcher tells the ranks; Open MPI's kills them."""
-    return "HYDRA" in run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
+    """MPICH's launcher, of which Intel MPI's is one, tells the ranks; Open MPI's kills them."""
+    return launcher_kind() != "openmpi"
+
+
+def status_of_one(*statuses: int) -> set[int]:
+    """What a job's status may be when one rank ends with such a one: Intel MPI's launcher tells none."""
+    return {255} if launcher_kind() == "intel" else set(statuses)
 
 
 def run_command(

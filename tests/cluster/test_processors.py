@@ -13,7 +13,7 @@ from pathlib import Path
 
 import architectures
 import pytest
-from jobs import COMPILED, clean_environment, hands_sigterm_on, launcher, run_command
+from jobs import COMPILED, clean_environment, launcher, launcher_kind, run_command
 from test_command_bits import files, needs_mpiexec, write_text
 from test_consistency import FLAGS, RUN
 
@@ -62,7 +62,7 @@ def test_architectures_have_the_bits_of_this_processor(processor, here):
 
 
 @needs_mpiexec
-@pytest.mark.skipif(not hands_sigterm_on(), reason="of MPICH it is known how to keep off process_vm_readv")
+@pytest.mark.skipif(launcher_kind() != "mpich", reason="how to keep off process_vm_readv is MPICH's")
 @pytest.mark.timeout_seconds(600)
 @pytest.mark.parametrize("bits", ["portable", "native"])
 def test_ranks_on_unlike_processors(bits, tmp_path):

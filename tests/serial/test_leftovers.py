@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from jobs import hands_sigterm_on, launcher, run_command
+from jobs import launcher, launcher_kind, run_command
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
@@ -135,7 +135,7 @@ def test_what_is_left_does_not_grow_with_the_kills(tmp_path):
     """Ten kills, five of them while MPI starts, which leave something: the next start takes it away."""
     if reason := why_no_mount():
         pytest.skip(f"no private /dev/shm: {reason}")
-    if not hands_sigterm_on():
+    if launcher_kind() != "mpich":
         pytest.skip("the driver waits for a file of MPICH")
     data = write_text(tmp_path)
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", "--data", *data, *SMALL]

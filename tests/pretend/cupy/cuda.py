@@ -234,11 +234,15 @@ class Stream:
             except BaseException as error:  # raised where somebody waits
                 self._error = error
             del work  # and the arrays in it, before anybody hears of it
+            self._let_go(self._finished + 1)
             with self._changed:
                 self._finished += 1
                 self._changed.notify_all()
-            while self._kept and self._kept[0][0] <= self._finished:
-                self._kept.popleft()
+            self._let_go(self._finished)  # of what came meanwhile
+
+    def _let_go(self, finished: int) -> None:
+        while self._kept and self._kept[0][0] <= finished:
+            self._kept.popleft()
 
     def synchronize(self) -> None:
         if threading.current_thread().name == f"pretend stream {self.ptr}":
