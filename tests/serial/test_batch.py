@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command
+from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_kind, run_command
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 from thinned import thinned
@@ -333,6 +333,7 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
         "PBS_O_WORKDIR": str(ROOT),
         "PBS_NODEFILE": str(tmp_path / "nodes"),
         "LIBRARY": "mpich" if hands_sigterm_on() else "openmpi",
+        "LAUNCH": "mpiexec" if launcher_kind() == "intel" else "mpirun",
     }
 
 
