@@ -48,7 +48,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
     "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*", "data.tokenizers.segmentation"),
     "scipy": ("ops.cpu.*",),
-    "jinja2": ("data.conversations.sandbox",),
+    "jinja2": ("data.conversations.sandbox", "report.page"),
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 300

@@ -22,12 +22,11 @@ from zero_mpi.errors import UsageError
 from zero_mpi.inspect.examine import examine
 from zero_mpi.launch.world import World
 from zero_mpi.report import command
-from zero_mpi.report.charts import FORMS, charts_of, marks, points
+from zero_mpi.report.charts import FORMS, charts_of, in_full, marks, points
 from zero_mpi.report.columns import Metrics
 from zero_mpi.report.figures import figures
-from zero_mpi.report.markup import safe, visible
-from zero_mpi.report.page import page
-from zero_mpi.report.runs import read_run, read_runs
+from zero_mpi.report.page import ENVIRONMENT, page, visible
+from zero_mpi.report.runs import Said, read_run, read_runs
 from zero_mpi.report.terminal import lines_of, terminal
 from zero_mpi.report.traces import outline
 
@@ -284,7 +283,14 @@ def test_controls_are_made_visible():
     assert visible("a\tb\nc") == "a\tb\nc"
     assert visible("\x00\x1b\x7f\u202e\u2066\ud800") == r"\x00\x1b\x7f\u202e\u2066\ud800"
     assert visible("naïve 日本 \U0001f600") == "naïve 日本 \U0001f600"
-    assert safe("<a href='x'>&\"") == "&lt;a href=&#x27;x&#x27;&gt;&amp;&quot;"
+    for wanted in (
+        "{{ text }}",
+        "{{ text|visible(99) }}",
+        "{{ [text]|join }}",
+        "{% if text %}{{ text }}{% endif %}",
+    ):
+        found = ENVIRONMENT.from_string(wanted).render(text="<a href='x'>&\"\x1b")
+        assert found == "&lt;a href=&#39;x&#39;&gt;&amp;&#34;\\x1b"
 
 
 def test_nulls_are_gaps_with_a_mark(tmp_path):
@@ -689,9 +695,7 @@ def test_duration_never_says_sixty_seconds():
 
 def test_events_of_the_contract_are_known():
     """Every event of a run has words of its own in the page's history."""
-    from zero_mpi.report.sections import told
-
-    assert [told(one) for one in EVENTS] == [
+    assert [in_full(Said(one)) for one in EVENTS] == [
         "started on 2 ranks, full-shard, shared, 2 MiB, cpu, 0.1.0",
         "saved step-00000020, 1.0 MiB in 0.5 s",
         "lost: a job of 2 rank(s) was killed",

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_mpi.cli.text import count, percent, plain, size
-from zero_mpi.report.columns import MEMORY, WAITS, Floats, Metrics
-from zero_mpi.report.runs import LOST, Event, Run, integer, text
+from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size
+from zero_mpi.report.columns import CURVES, MEMORY, WAITS, Floats, Metrics, Places
+from zero_mpi.report.runs import LOST, Run, Said
+from zero_mpi.telemetry.status import FAILED
 
 MOST_MARKS = 300  # of a run, saves apart; more would be a grey wall
 FAULT, RESUMED, STOPPED, WARNING, SAVED = "fault", "resumed", "stopped", "warning", "saved"
-KINDS = {
-    "resumed": RESUMED, "lost": FAULT, "failed": FAULT,
-    "stopped": STOPPED, "warning": WARNING, "saved": SAVED,
-}  # fmt: skip
+KINDS = {kind: kind for kind in (RESUMED, STOPPED, WARNING, SAVED)} | dict.fromkeys((LOST, FAILED), FAULT)
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,14 @@ class Chart:
 
 CHARTS = (
     Chart(
-        "loss",
-        "Loss",
-        "nats a token",
-        (Series("loss", "training"), Series("val_loss", "validation", dots=True)),
-        log=True,
+        "loss", "Loss", "nats a token",
+        (Series("loss", "training"), Series("val_loss", "validation", dots=True)), log=True,
         about="Mean negative logarithm of the likelihood of a token; validation is on held-out text.",
     ),
     Chart("lr", "Learning rate", "", (Series("lr", "learning rate"),), from_zero=True),
     Chart(
-        "grad_norm",
-        "Gradient norm",
-        "before clipping",
-        (Series("grad_norm", "gradient norm"),),
-        log=True,
-        about="Euclidean norm of the whole gradient.",
+        "grad_norm", "Gradient norm", "before clipping", (Series("grad_norm", "gradient norm"),),
+        log=True, about="Euclidean norm of the whole gradient.",
     ),
     Chart(
         "speed", "Throughput", "tokens a second, all ranks", (Series("tokens_per_second", "tokens/s"),),
@@ -86,14 +77,9 @@ CHARTS = (
         form="percent", from_zero=True, about="How long rank 0 stood waiting for transfers.",
     ),
 )  # fmt: skip
-
-
 FORMS: dict[str, Callable[[float], str]] = {
-    "plain": plain,
-    "count": count,
-    "bytes": lambda value: size(int(value)),
-    "percent": percent,
-}
+    "plain": plain, "count": count, "bytes": lambda value: size(int(value)), "percent": percent,
+}  # fmt: skip
 
 
 def written(value: float, form: str) -> str:
@@ -123,28 +109,34 @@ class Points:
 
 def points(metrics: Metrics, key: str) -> Points:
     """The curve of a number; without points where no record has it."""
-    used, curve = metrics.used, metrics.curves[key]
-    count, odd = curve["count"][used], curve["odd"][used] > 0
-    there = np.flatnonzero((count > 0) | odd)
-    columns = used[there]
-    blank = count[there] == 0
+    curve = metrics.curves[key]
+    columns = metrics.used[(curve["count"] + curve["odd"])[metrics.used] > 0]
+    is_gap = curve["count"][columns] == 0
     return Points(
         metrics.at["step"]["greatest"][columns],
         curve.mean[columns],
-        np.where(blank, np.nan, curve["least"][columns]),
-        np.where(blank, np.nan, curve["greatest"][columns]),
-        odd[there],
+        np.where(is_gap, np.nan, curve["least"][columns]),
+        np.where(is_gap, np.nan, curve["greatest"][columns]),
+        curve["odd"][columns] > 0,
     )
+
+
+def stretches(values: Floats) -> list[Places]:
+    """The places of a curve, in pieces between its gaps."""
+    pieces = np.split(np.arange(len(values)), np.flatnonzero(np.isnan(values)))
+    found = [piece[~np.isnan(values[piece])] for piece in pieces]
+    return [piece for piece in found if len(piece)]
+
+
+def curve_name(run: Run, series: Series) -> str:
+    """What a legend calls a curve."""
+    return series.title if run.is_alone else f"{run.name} {series.title}"
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """The charts for which there are numbers."""
-    return [chart for chart in CHARTS if any(has(run, series.key) for run in runs for series in chart.series)]
-
-
-def has(run: Run, key: str) -> bool:
-    """Whether a run has any value of a number."""
-    return not run.metrics.curves[key].is_empty
+    empty = {key for key in CURVES if all(run.metrics.curves[key].is_empty for run in runs)}
+    return [chart for chart in CHARTS if any(series.key not in empty for series in chart.series)]
 
 
 @dataclass(frozen=True)
@@ -158,42 +150,47 @@ class RunMark:
 
 def marks(run: Run) -> list[RunMark]:
     """The moments that curves should show, in order of steps; of very many the last and some saves."""
-    found = list(all_marks(run))
+    found = list(dict.fromkeys(all_marks(run)))
     saves = [mark for mark in found if mark.kind == SAVED]
-    kept = set(saves[:: -(-len(saves) // MOST_MARKS) or 1])
-    kept |= set([mark for mark in found if mark.kind != SAVED][-MOST_MARKS:])
+    others = [mark for mark in found if mark.kind != SAVED]
+    kept = saves[:: -(-len(saves) // MOST_MARKS) or 1] + others[-MOST_MARKS:]
     return sorted(kept, key=lambda mark: mark.step)
 
 
 def all_marks(run: Run) -> Iterator[RunMark]:
     """Of the events, or of the last state and the checkpoints where a run has no events."""
     for event in run.events:
-        kind, step = KINDS.get(event["event"]), integer(event.get("step"))
+        kind, step = KINDS.get(event["event"]), event.count("step")
         if kind is not None and step is not None:
             yield RunMark(step, kind, about(event))
-    if run.state == LOST or (not run.events and run.state in ("failed", "stopped")):
-        kind = STOPPED if run.state == "stopped" else FAULT
-        yield RunMark(run.step, kind, " ".join(filter(None, [run.state, text(run.status.get("reason"))])))
+    if run.state == LOST or (not run.events and run.state in (FAILED, STOPPED)):
+        yield RunMark(run.step, KINDS[run.state], f"{run.state} {run.status.text('reason')}".rstrip())
     if not run.events:
         yield from (RunMark(one.step, SAVED, f"saved {one.folder}") for one in run.checkpoints)
 
 
-def about(event: Event) -> str:
+def about(event: Said) -> str:
     """An event in a line."""
-    name, folder = event["event"], text(event.get("folder"))
-    if name == "started":
-        ranks = integer(event.get("ranks"))
-        return "started" + (f" on {ranks} rank{'s' * (ranks != 1)}" if ranks else "")
-    if name == "resumed":
-        ranks = integer(event.get("from_ranks"))
-        return f"resumed from {folder or 'a checkpoint'}" + (
-            f" of {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
-        )
-    if name == "saved":
-        return f"saved {folder}"
-    if name == "warning":
-        return f"warning: {text(event.get('text'))}"
-    if name == "sample":
-        return f"sample of {folder}" if folder else "sample"
-    reason = text(event.get("reason"))
-    return f"{name}: {reason}" if reason else name
+    name, folder, reason = event["event"], event.text("folder"), event.text("reason")
+    of = f" of {plural(ranks, 'rank')}" if (ranks := event.count("from_ranks")) else ""
+    on = f" on {plural(ranks, 'rank')}" if (ranks := event.count("ranks")) else ""
+    said = {
+        "started": f"started{on}",
+        "resumed": f"resumed from {folder or 'a checkpoint'}{of}",
+        "saved": f"saved {folder}",
+        "warning": f"warning: {event.text('text')}",
+        "sample": f"sample of {folder}" if folder else "sample",
+    }
+    return said.get(name) or (f"{name}: {reason}" if reason else name)
+
+
+def in_full(event: Said) -> str:
+    """An event with what belongs to it."""
+    nbytes, seconds, said = event.count("bytes"), event.seconds("seconds"), about(event)
+    if event["event"] == "started":
+        known = (event.text(name) for name in ("strategy", "transport", "device", "version"))
+        return ", ".join(filter(None, [said, *known]))
+    if event["event"] == "saved":
+        said += f", {size(nbytes)}" if nbytes else ""
+        said += f" in {elapsed(seconds)}" if seconds is not None else ""
+    return said

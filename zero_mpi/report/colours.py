@@ -25,9 +25,9 @@ def of_run(number: int) -> Shades:
     return RUNS[number % len(RUNS)]
 
 
-def of_validation(number: int, runs: int) -> Shades:
+def of_validation(number: int, is_alone: bool) -> Shades:
     """Of validation, beside the training of the same run."""
-    return of_run(number + 1) if runs == 1 else TONES[number % len(TONES)]
+    return of_run(number + 1) if is_alone else TONES[number % len(TONES)]
 
 
 def dash(number: int) -> str:

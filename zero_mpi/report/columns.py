@@ -8,19 +8,20 @@ between two evaluations, is not counted at all. The file is read in pieces: memo
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.files.open import read_lines
-from zero_mpi.telemetry.metrics import MARK
+from zero_mpi.files.parse import parse_json
+from zero_mpi.telemetry.metrics import MARK, record_of
 from zero_mpi.telemetry.proof import MOST_STEPS
 
 LIMIT = 2000  # columns of a run
@@ -56,23 +57,17 @@ class Curve:
         """Put values into columns; of a span of values the greater end counts for the mean."""
         greatest = least if greatest is None else greatest
         fine, odd = np.isfinite(least) & np.isfinite(greatest), np.isnan(least) | np.isnan(greatest)
-        added = {
-            "total": (fine, greatest),
-            "count": (fine, np.ones_like(least)),
-            "odd": (odd, np.ones_like(least)),
-            "least": (fine, least),
-            "greatest": (fine, greatest),
-        }
-        for name, (where, values) in added.items():
-            self.PARTS[name][0].at(self.parts[name], places[where], values[where])
+        one = np.ones_like(least)
+        values = {"total": greatest, "count": one, "odd": one, "least": least, "greatest": greatest}
+        for name, (join, _) in self.PARTS.items():
+            where = odd if name == "odd" else fine
+            join.at(self.parts[name], places[where], values[name][where])
 
     def halve(self) -> None:
         """Put every two columns together."""
         for name, (join, blank) in self.PARTS.items():
-            old = self.parts[name]
-            half = len(old) // 2
-            old[:half] = join(old[0::2], old[1::2])
-            old[half:] = blank
+            halved = join(self.parts[name][0::2], self.parts[name][1::2])
+            self.parts[name] = np.append(halved, np.full_like(halved, blank))
 
     def __getitem__(self, name: str) -> Floats:
         return self.parts[name]
@@ -122,31 +117,24 @@ class Metrics:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Put records into their columns."""
-        numbers = {name: column(rows, name) for name in (*NUMBERS, "step", "tokens", "step_seconds")}
-        steps = numbers.pop("step")
+        steps = column(rows, "step")
         sound = (steps >= 1) & (steps <= MOST_STEPS)
-        if not sound.any():
+        rows, steps = list(compress(rows, sound)), steps[sound]
+        if not rows:
             return
-        places = self.columns_of(steps[sound].astype(np.int64))
-        numbers = {name: values[sound] for name, values in numbers.items()}
-        seconds = numbers.pop("step_seconds")
-        with np.errstate(invalid="ignore", divide="ignore"):
-            waits = column(rows, "wait_seconds")[sound]
-            waits = np.where(
-                (seconds > 0) & np.isfinite(seconds) & np.isfinite(waits), waits / seconds, ABSENT
-            )
-        self.at["step"].add(places, steps[sound])
-        self.at["tokens"].add(places, numbers.pop("tokens"))
+        places = self.columns_of(steps.astype(np.int64))
+        seconds, waits = column(rows, "step_seconds"), column(rows, "wait_seconds")
+        are_known = (seconds > 0) & np.isfinite(seconds) & np.isfinite(waits)
+        shares = np.divide(waits, seconds, out=np.full(len(rows), ABSENT), where=are_known)
+        self.at["step"].add(places, steps)
+        self.at["tokens"].add(places, column(rows, "tokens"))
         self.add_seconds(places, seconds)
-        for name, values in {**numbers, WAITS: waits}.items():
+        for name, values in {**{name: column(rows, name) for name in NUMBERS}, WAITS: shares}.items():
             self.curves[name].add(places, values)
-            there = values[~np.isinf(values)]
-            if len(there):
-                self.last[name] = float(there[-1])
-        kept = [row for row, good in zip(rows, sound, strict=True) if good]
-        self.add_memory(places, kept)
-        self.recent.extend({name: row[name] for name in OF_RECENT if name in row} for row in kept[-RECENT:])
-        self.records += len(kept)
+            self.last.update((name, float(value)) for value in values[~np.isinf(values)][-1:])
+        self.add_memory(places, rows)
+        self.recent.extend({name: row[name] for name in OF_RECENT if name in row} for row in rows[-RECENT:])
+        self.records += len(rows)
 
     def columns_of(self, steps: Places) -> Places:
         """The column of each step, after making columns as wide as they must be."""
@@ -176,7 +164,7 @@ class Metrics:
                 self.last[MEMORY] = max(self.memory)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of JSON is a number that a run may have."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
@@ -197,7 +185,7 @@ def read_metrics(path: Path, limit: int = LIMIT) -> Metrics:
     """All records of a file; lines that are none, such as one cut off by a crash, are left out."""
     metrics = Metrics(limit)
     for lines in in_pieces(read_lines(path, MARK, "a file of records")):
-        metrics.add(list(rows_of(lines)))
+        metrics.add(rows_of(lines))
     return metrics
 
 
@@ -214,24 +202,10 @@ def in_pieces(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield held
 
 
-def rows_of(lines: Sequence[bytes]) -> Iterator[Row]:
-    """The objects of lines of JSON: parsed together, or one by one where one of them is damaged."""
-    found: Iterable[Any]
+def rows_of(lines: Sequence[bytes]) -> Sequence[Row]:
+    """The records of lines of JSON: parsed together, or one by one where one of them is damaged."""
     try:
-        found = parse(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        found = filter(None, map(parse_alone, lines))
-    return (row for row in found if isinstance(row, dict))
-
-
-def parse(text: bytes) -> Any:
-    """JSON, where numbers that are not finite count as null."""
-    return json.loads(text, parse_constant=lambda _: None)
-
-
-def parse_alone(line: bytes) -> Any:
-    """One line, or None."""
-    try:
-        return parse(line)
-    except (ValueError, RecursionError):
-        return None
+        found = parse_json(b"[" + b",".join(lines) + b"]", null_for_infinite=True)
+    except ValueError:
+        return [*filter(None, map(record_of, lines))]
+    return [row for row in found if isinstance(row, dict)]

@@ -1,8 +1,9 @@
 """The page: one HTML file with its style, its script, Plotly and its numbers inside, which loads nothing.
 
-Its Content-Security-Policy lets no script run but these two, by their hashes, and lets nothing be fetched: a
-hostile name or sample could not act even if it were not escaped. Plotly is packed, which makes the page 2 MB
-instead of 5; the script unpacks it.
+Names, settings, samples and reasons come from files that anybody may have written: whatever the template puts
+into the page is made visible, cut and escaped. The page's Content-Security-Policy lets no script run but its
+two, by their hashes, and lets nothing be fetched: a hostile name or sample could not act even if it were not
+escaped. Plotly is packed, which makes the page 2 MB instead of 5; the script unpacks it.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from zero_mpi import __version__
+from zero_mpi.cli.text import size
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
+from zero_mpi.report import sections
 from zero_mpi.report.charts import charts_of
-from zero_mpi.report.colours import swatch_styles
-from zero_mpi.report.head import head
-from zero_mpi.report.markup import safe, tag
-from zero_mpi.report.plots import plots
+from zero_mpi.report.colours import class_of, swatch_styles
+from zero_mpi.report.figures import figures, state_line
+from zero_mpi.report.plots import AXES, named, plots
 from zero_mpi.report.runs import Run
-from zero_mpi.report.sections import sections
 
 HERE = Path(__file__).parent
-ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath "
-    "d='M2 3c3 9 6 10 12 10' fill='none' stroke='%230072b2' stroke-width='2.5'/%3E%3C/svg%3E"
-)
 
 
 def plotly() -> str:
@@ -44,33 +45,57 @@ def plotly() -> str:
     return str(get_plotlyjs())
 
 
+def visible(text: object, most: int = LONGEST_LINE) -> object:
+    """Text as a page may hold it, in at most so many letters: all can be seen; what is markup stays."""
+    return text if isinstance(text, Markup) else readable(cut(str(text), most))
+
+
+ENVIRONMENT = Environment(
+    autoescape=True, finalize=visible, undefined=StrictUndefined, keep_trailing_newline=True
+)
+ENVIRONMENT.filters |= {
+    "shown": shown,
+    "size": size,
+    "visible": lambda text, most: Markup.escape(visible(text, most)),
+}
+ENVIRONMENT.globals |= {
+    "class_of": class_of,
+    "figures": figures,
+    "state_line": state_line,
+    "version": __version__,
+}
+ENVIRONMENT.globals |= {"whereabouts": sections.whereabouts, "memory_of": sections.memory_of}
+
+
 def page(runs: Sequence[Run], now: datetime) -> str:
     """The whole file. UsageError if Plotly is not installed."""
     charts, library = charts_of(runs), plotly()
-    figures = plots(runs, charts)
-    style = swatch_styles() + (HERE / "page.css").read_text(encoding="utf-8")
-    script = f'(() => {{\n"use strict";\n{(HERE / "page.js").read_text(encoding="utf-8")}}})();\n'
-    about = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy(script, library)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content=f"zero_mpi {__version__}"),
-        tag("title", safe(", ".join(run.name for run in runs)), " - zero_mpi report"),
-        tag("link", rel="icon", href=ICON),
-        f"<style>{style}</style>",
+    drawn, history = plots(runs, charts), sections.history(runs)
+    script = f'(() => {{\n"use strict";\n{read("page.js")}}})();\n'
+    return ENVIRONMENT.from_string(read("page.html")).render(
+        runs=runs,
+        now=now,
+        charts=named(charts),
+        axes=AXES,
+        plots=drawn,
+        side_by_side=sections.side_by_side(runs),
+        last_values=sections.last_values(runs, charts),
+        checkpoints=[*sections.checkpoints(runs)],
+        samples=[*sections.samples(runs)],
+        history=history[: sections.MOST_EVENTS],
+        events_left_out=len(history[sections.MOST_EVENTS :]),
+        settings=sections.settings(runs),
+        policy=policy(script, library),
+        style=Markup(swatch_styles() + read("page.css")),
+        script=Markup(script),
+        data=Markup(as_json(drawn)),
+        packed=Markup(base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()),
     )
-    main = tag("main", *sections(runs, charts, figures))
-    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
-    body = tag(
-        "body",
-        tag("div", head(runs), main, footer(runs, now), class_="wrap"),
-        f'<script type="application/json" id="data">{as_json(figures)}</script>\n',
-        f'<script type="text/plain" id="plotly">{packed}</script>\n' if figures else "",
-        f"<script>{script}</script>\n",
-    )
-    return f"<!doctype html>\n{tag('html', about, body, lang='en')}\n"
+
+
+def read(name: str) -> str:
+    """A file that belongs to the page."""
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def policy(*scripts: str) -> str:
@@ -78,36 +103,15 @@ def policy(*scripts: str) -> str:
 
     Plotly writes styles of its own while it runs. They can fetch nothing either.
     """
-    known = " ".join(map(fingerprint, scripts))
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    known = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {known}; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def fingerprint(text: str) -> str:
-    """What a policy calls exactly this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 def as_json(found: object) -> str:
     """JSON that cannot end the element it stands in."""
     text = json.dumps(found, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def footer(runs: Sequence[Run], now: datetime) -> str:
-    """How the page was made, and what it leaves out."""
-    width = max(run.metrics.width for run in runs)
-    rule = (
-        "Every step is in the curves."
-        if width == 1
-        else f"A point of a curve is the mean of up to {width:,} steps; the band behind it reaches from the "
-        "least to the greatest of them."
-    )
-    rest = (
-        "Time is the sum of step times, without evaluations, checkpoints and pauses. Drag or pinch to zoom, "
-        "double click to reset."
-    )
-    made = f"Made by zero_mpi {safe(__version__)} on {now:%Y-%m-%d %H:%M} UTC."
-    return tag("footer", tag("p", rule, " ", rest), tag("p", made))

@@ -15,13 +15,15 @@ from zero_mpi.cli.text import size
 from zero_mpi.report import colours
 from zero_mpi.report.charts import Chart
 from zero_mpi.report.runs import Run
-from zero_mpi.report.traces import Json, curve_traces, label, mark_traces, rounded, scale_of
+from zero_mpi.report.traces import Json, Scale, curve_traces, label, mark_traces, rounded, scale_of
 
 AXES = {"step": "Steps", "seconds": "Time", "tokens": "Tokens"}
 CLOCK = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 TALL, FLAT, STRIP = 280, 110, 28  # pixels: the first chart, the others, and the moments of a run
 GAP, TOP, BOTTOM, LEFT, RIGHT = 38, 4, 44, 62, 10  # pixels between charts, and around all of them
 GREY = "rgba(128,136,148,0.22)"  # of lines behind curves, on both grounds
+AXIS: Json = {"gridcolor": GREY, "zeroline": False}
+SPIKE = {"showspikes": True, "spikemode": "across", "spikethickness": 1, "spikedash": "solid"}
 BARS, MOST_BARS = 220, 256  # pixels of the memory by rank, and bars of a run
 
 
@@ -34,25 +36,19 @@ def plots(runs: Sequence[Run], charts: Sequence[Chart]) -> dict[str, Json]:
 def curves(runs: Sequence[Run], charts: Sequence[Chart]) -> Json:
     """The figure of all charts. `places` are lists of where points lie, which traces name by number."""
     traces: list[Json] = []
-    for number, run in enumerate(runs):
-        for axis, chart in named(charts):
-            scale = scale_of(chart, runs)
-            for series in chart.series:
-                found = curve_traces(run, number, len(runs), series, scale)
-                traces += [{**trace, "yaxis": axis.replace("axis", "")} for trace in found]
-        traces += mark_traces(run, number, len(runs))
-    places = [dict(zip(AXES, key, strict=True)) for key in numbered(traces)]
-    axes = {"step": "step", "seconds": f"time, {in_clock(places)}", "tokens": "tokens"}
-    return {"traces": traces, "layout": layout(runs, charts), "places": places, "axes": axes}
-
-
-def numbered(traces: Sequence[Json]) -> list[tuple[Sequence[Any], ...]]:
-    """The different lists of places that traces have; each trace gets the number of its own instead."""
-    found: dict[tuple[Sequence[Any], ...], int] = {}
+    scales = [scale_of(chart, runs) for chart in charts]
+    for run in runs:
+        for (axis, chart), scale in zip(named(charts), scales, strict=True):
+            found = (trace for series in chart.series for trace in curve_traces(run, series, scale))
+            traces += [{**trace, "yaxis": axis.replace("axis", "")} for trace in found]
+        traces += mark_traces(run)
+    numbers: dict[tuple[Sequence[Any], ...], int] = {}
     for trace in traces:
         key = tuple(tuple(trace["meta"]["x"][axis]) for axis in AXES)
-        trace["meta"]["x"] = found.setdefault(key, len(found))
-    return list(found)
+        trace["meta"]["x"] = numbers.setdefault(key, len(numbers))
+    places = [dict(zip(AXES, key, strict=True)) for key in numbers]
+    axes = {"step": "step", "seconds": f"time, {in_clock(places)}", "tokens": "tokens"}
+    return {"traces": traces, "layout": layout(runs, charts, scales), "places": places, "axes": axes}
 
 
 def named(charts: Sequence[Chart]) -> list[tuple[str, Chart]]:
@@ -69,101 +65,79 @@ def in_clock(places: Sequence[Json]) -> str:
     return name
 
 
-def layout(runs: Sequence[Run], charts: Sequence[Chart]) -> Json:
+def layout(runs: Sequence[Run], charts: Sequence[Chart], scales: Sequence[Scale]) -> Json:
     """Where each chart is, and what stands beside it."""
     heights = [STRIP * len(runs), TALL, *[FLAT] * (len(charts) - 1)]
     ends = [end + GAP * place for place, end in enumerate(accumulate(heights))]
     whole = ends[-1]
-    domains = [
+    strip, *domains = (
         [1 - end / whole, min(1.0, 1 - (end - height) / whole)]
         for end, height in zip(ends, heights, strict=True)
-    ]
-    made: Json = {
+    )
+    upright = {
+        axis: AXIS | {
+            "domain": domain, "rangemode": "tozero" if chart.from_zero else "normal",
+            "ticksuffix": scale.suffix, "nticks": 8 if chart is charts[0] else 4,
+        }
+        for (axis, chart), scale, domain in zip(named(charts), scales, domains, strict=True)
+    }  # fmt: skip
+    return {
         **common(whole + TOP + BOTTOM),
         "hovermode": "x unified",
         "hoversubplots": "axis" if len(runs) == 1 else "single",  # all values of several runs hide the curves
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "tracegroupgap": 4},
-        "xaxis": {
-            "anchor": f"y{len(charts) + 1}",
-            "gridcolor": GREY,
-            "zeroline": False,
-            "hoverformat": ",.9~r",
-            "showspikes": True,
-            "spikemode": "across",
-            "spikethickness": 1,
-            "spikedash": "solid",
-        },
+        "xaxis": AXIS | SPIKE | {"anchor": f"y{len(charts) + 1}", "hoverformat": ",.9~r"},
         "yaxis": {
-            "domain": domains[0], "visible": False, "fixedrange": True, "range": [0.2 - len(runs), 0.4],
+            "domain": strip, "visible": False, "fixedrange": True, "range": [0.2 - len(runs), 0.4],
         },
-        "annotations": [],
+        **upright,
+        "annotations": [title(chart, top) for chart, (_, top) in zip(charts, domains, strict=True)],
     }  # fmt: skip
-    for (axis, chart), domain in zip(named(charts), domains[1:], strict=True):
-        made[axis] = {
-            "domain": domain,
-            "rangemode": "tozero" if chart.from_zero else "normal",
-            "ticksuffix": scale_of(chart, runs).suffix,
-            "nticks": 8 if chart is charts[0] else 4,
-            "gridcolor": GREY,
-            "zeroline": False,
-        }
-        made["annotations"].append(title(chart, domain[1]))
-    return made
 
 
 def common(height: int) -> Json:
     """What all figures look like."""
-    return {
-        "height": height,
-        "margin": {"t": TOP, "b": BOTTOM, "l": LEFT, "r": RIGHT},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "uirevision": "kept",
-    }
+    margin = {"t": TOP, "b": BOTTOM, "l": LEFT, "r": RIGHT}
+    grounds = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+    return {"height": height, "margin": margin, "uirevision": "kept", **grounds}
 
 
 def title(chart: Chart, top: float) -> Json:
     """A chart's name and unit, above it."""
     return {
-        "text": f"<b>{chart.title}</b> {chart.unit}",
-        "hovertext": chart.about,
-        "showarrow": False,
-        "xref": "paper",
-        "yref": "paper",
-        "x": 0,
-        "y": top,
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "xshift": 8 - LEFT,
-    }
+        "text": f"<b>{chart.title}</b> {chart.unit}", "hovertext": chart.about, "showarrow": False,
+        "xref": "paper", "x": 0, "xanchor": "left", "xshift": 8 - LEFT,
+        "yref": "paper", "y": top, "yanchor": "bottom",
+    }  # fmt: skip
 
 
 def memory(runs: Sequence[Run]) -> Json | None:
     """A bar for each rank of the latest jobs, or the largest of neighbours; None if no run has several."""
-    shown = [(number, run) for number, run in enumerate(runs) if len(run.memory) > 1]
-    traces: list[Json] = []
-    for number, run in shown:
-        group = -(-len(run.memory) // MOST_BARS)
-        starts = range(0, len(run.memory), group)
-        most = [max(run.memory[start : start + group]) for start in starts]
-        last = [min(len(run.memory), start + group) - 1 for start in starts]
-        ranks = [f"rank {a}" if a == b else f"ranks {a} to {b}" for a, b in zip(starts, last, strict=True)]
-        traces.append(
-            {
-                "type": "bar",
-                "name": label(run.name),
-                "x": list(starts),
-                "y": [value / 2**20 for value in most],
-                "text": [f"{rank}: {size(int(value))}" for rank, value in zip(ranks, most, strict=True)],
-                "textposition": "none",
-                "hovertemplate": "%{text}<extra></extra>",
-                "showlegend": False,
-                "meta": {"colour": colours.of_run(number)},
-            }
-        )
+    traces = [bars(run) for run in runs if len(run.memory) > 1]
     axes: dict[str, Any] = {
         "bargap": 0.5,
-        "xaxis": {"title": {"text": "rank"}, "gridcolor": GREY, "zeroline": False},
+        "xaxis": AXIS | {"title": {"text": "rank"}},
         "yaxis": {"ticksuffix": " MiB", "gridcolor": GREY, "rangemode": "tozero", "nticks": 5},
     }
     return {"traces": traces, "layout": common(BARS) | axes} if traces else None
+
+
+def bars(run: Run) -> Json:
+    """The memory of a run's ranks."""
+    group = -(-len(run.memory) // MOST_BARS)
+    groups = {start: run.memory[start : start + group] for start in range(0, len(run.memory), group)}
+    ends = {
+        start: f" {start}" if len(of) == 1 else f"s {start} to {start + len(of) - 1}"
+        for start, of in groups.items()
+    }
+    return {
+        "type": "bar",
+        "name": label(run.name),
+        "x": list(groups),
+        "y": [max(of) / 2**20 for of in groups.values()],
+        "text": [f"rank{ends[start]}: {size(max(of))}" for start, of in groups.items()],
+        "textposition": "none",
+        "hovertemplate": "%{text}<extra></extra>",
+        "showlegend": False,
+        "meta": {"colour": colours.of_run(run.number)},
+    }

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.cli.text import count, power_of_1024
+from zero_mpi.cli.text import count, plural, power_of_1024
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST_LINE, cut, printable, shown
-from zero_mpi.report.charts import SAVED, Chart, Series, charts_of, marks, points, written
+from zero_mpi.report.charts import SAVED, Chart, charts_of, curve_name, marks, points, stretches, written
 from zero_mpi.report.columns import Floats
 from zero_mpi.report.figures import figures, state_line
 from zero_mpi.report.runs import Run
@@ -34,28 +34,19 @@ LAST_MARKS = 8
 
 def terminal(runs: Sequence[Run]) -> Iterator[str]:
     """All lines. UsageError if plotille is not installed."""
-    library, width = plotille(), columns()
-    for number, run in enumerate(runs):
-        yield from about(run, number, width)
-        yield ""
-    for chart in charts_of(runs):
-        yield from curves(library, chart, runs, width)
-        yield ""
-
-
-def plotille() -> ModuleType:
-    """The library that draws."""
     try:
-        return import_module("plotille")
+        library = import_module("plotille")
     except ImportError as error:
         raise UsageError(
             "--text draws with plotille, which is not installed; install it: pip install 'zero-mpi[report]'"
         ) from error
-
-
-def columns() -> int:
-    """Columns to fill."""
-    return min(max(shutil.get_terminal_size().columns, LEAST), MOST)
+    width = min(max(shutil.get_terminal_size().columns, LEAST), MOST)
+    for run in runs:
+        yield from about(run, width)
+        yield ""
+    for chart in charts_of(runs):
+        yield from curves(library, chart, runs, width)
+        yield ""
 
 
 def coloured(library: ModuleType) -> bool:
@@ -63,7 +54,7 @@ def coloured(library: ModuleType) -> bool:
     return os.environ.get("TERM") != "dumb" and bool(library.color("x", fg=1, mode="byte") != "x")
 
 
-def about(run: Run, number: int, width: int) -> Iterator[str]:
+def about(run: Run, width: int) -> Iterator[str]:
     """State and figures of a run."""
     yield shown(f"{run.name}: {state_line(run)}", LONGEST_LINE)
     found = figures(run)
@@ -78,43 +69,33 @@ def about(run: Run, number: int, width: int) -> Iterator[str]:
 
 def curves(library: ModuleType, chart: Chart, runs: Sequence[Run], width: int) -> Iterator[str]:
     """A chart: title, curves, and which is whose where there are several."""
-    found = [
-        (number, run, series, one)
-        for number, run in enumerate(runs)
-        for series in chart.series
-        if np.isfinite((one := points(run.metrics, series.key)).mean).any()
-    ]
+    every = [(run, series, points(run.metrics, series.key)) for run in runs for series in chart.series]
+    found = [(run, series, one) for run, series, one in every if np.isfinite(one.mean).any()]
     if not found:
         return
-    figure = blank(library, chart, width)
+    figure, legend = library.Figure(), []
+    figure.color_mode, figure.with_colors, figure.origin = "byte", coloured(library), False
+    figure.width, figure.x_label, figure.y_label = width - MARGINS, "step", ""
+    figure.x_ticks_fkt = lambda low, high: count(round(low))
+    figure.y_ticks_fkt = lambda low, high: f"{written(low, chart.form):>{LABEL - 2}}"
     steps = np.concatenate([one.step for *_, one in found])
-    figure.set_x_limits(*wide(float(steps.min()), float(steps.max())))
+    figure.set_x_limits(steps.min(), max(steps.max(), steps.min() + 1))
     spread = span(np.concatenate([one.mean for *_, one in found]), from_zero=chart.from_zero)
     bottom, top, figure.height = lines_of(*spread, TALL if chart.id == "loss" else FLAT, chart.form)
     figure.set_y_limits(bottom, top)
-    for number, _, series, one in found:
-        sign = (
-            SIGNS[number % len(SIGNS)] if series.dots or (len(runs) > 1 and not coloured(library)) else None
-        )
-        plot(figure, one.step, one.mean, colour_of(number, series, len(runs)), sign)
+    for run, series, one in found:
+        is_dotted = series.dots or not (run.is_alone or figure.with_colors)
+        sign = SIGNS[run.number % len(SIGNS)] if is_dotted else None
+        colour = COLOURS[(run.number + (run.is_alone and series.dots)) % len(COLOURS)]
+        plot(figure, one.step, one.mean, colour, sign)
+        in_colour = library.color(sign or "\u2014", fg=colour, mode="byte", no_color=not figure.with_colors)
+        legend.append(f"{' ' * LABEL}{in_colour} {shown(curve_name(run, series))}")
     yield ", ".join(filter(None, [chart.title, chart.unit.partition(";")[0]]))
     yield from (line.rstrip(" \u2800") for line in figure.show().splitlines()[1:])  # the first names the axis
-    if len(found) > 1:
-        yield from legend(library, found, len(runs))
+    yield from legend if len(legend) > 1 else ()
     odd = sum(int(one.odd.sum()) for *_, one in found)
     if odd:
-        yield f"{' ' * LABEL}not finite at {odd:,} point{'s' * (odd != 1)}"
-
-
-def blank(library: ModuleType, chart: Chart, width: int) -> Any:
-    """An empty picture of the right size and labels."""
-    figure = library.Figure()
-    figure.color_mode, figure.with_colors, figure.origin = "byte", coloured(library), False
-    figure.width = width - MARGINS
-    figure.x_label, figure.y_label = "step", ""
-    figure.x_ticks_fkt = lambda low, high: count(round(low))
-    figure.y_ticks_fkt = lambda low, high: f"{written(low, chart.form):>{LABEL - 2}}"
-    return figure
+        yield f"{' ' * LABEL}not finite at {plural(odd, 'point')}"
 
 
 def lines_of(low: float, high: float, most: int, form: str) -> tuple[float, float, int]:
@@ -136,37 +117,11 @@ def span(values: Floats, *, from_zero: bool) -> tuple[float, float]:
     return (low if from_zero and low == 0 else low - room), high + room
 
 
-def wide(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty."""
-    return (low, high) if high > low else (low, low + 1)
-
-
 def plot(figure: Any, steps: Floats, values: Floats, colour: int, sign: str | None) -> None:
     """A curve, in pieces where it has gaps; of as few points as the picture has dots across."""
-    stretches = np.split(np.arange(len(values)), np.flatnonzero(np.isnan(values)))
-    for piece in stretches:
-        there = piece[np.isfinite(values[piece])]
-        if not len(there):
-            continue
+    for there in stretches(values):
         thin = there[:: max(1, math.ceil(len(there) / (4 * figure.width)))]
-        x, y = steps[thin].tolist(), values[thin].tolist()
-        few = thin[:: max(1, len(thin) // 12)] if sign and len(thin) > figure.width // 4 else thin
-        figure.plot(x, y, lc=colour)
+        figure.plot(steps[thin].tolist(), values[thin].tolist(), lc=colour)
         if sign:
+            few = thin[:: max(1, len(thin) // 12)] if len(thin) > figure.width // 4 else thin
             figure.scatter(steps[few].tolist(), values[few].tolist(), lc=colour, marker=sign)
-
-
-def colour_of(number: int, series: Series, runs: int) -> int:
-    """The colour of a run; validation of a lone one has another, as on the page."""
-    return COLOURS[(number + (runs == 1 and series.dots)) % len(COLOURS)]
-
-
-def legend(library: ModuleType, found: Sequence[Any], runs: int) -> Iterator[str]:
-    """Whose curve is which."""
-    for number, run, series, _ in found:
-        sign = SIGNS[number % len(SIGNS)] if series.dots or (runs > 1 and not coloured(library)) else "\u2014"
-        shown_sign = library.color(
-            sign, fg=colour_of(number, series, runs), mode="byte", no_color=not coloured(library)
-        )
-        name = " ".join([run.name] * (runs > 1) + [series.title])
-        yield f"{' ' * LABEL}{shown_sign} {shown(name)}"

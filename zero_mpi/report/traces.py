@@ -20,7 +20,7 @@ import numpy as np
 from zero_mpi.cli.text import UNITS, power_of_1024
 from zero_mpi.files.foreign import shown
 from zero_mpi.report import colours
-from zero_mpi.report.charts import SAVED, Chart, Points, Series, marks, points
+from zero_mpi.report.charts import SAVED, Chart, Points, Series, curve_name, marks, points, stretches
 from zero_mpi.report.columns import Floats, Places
 from zero_mpi.report.runs import Run
 
@@ -62,21 +62,19 @@ def scale_of(chart: Chart, runs: Sequence[Run]) -> Scale:
     return Scale(1.0, "", FORMATS.get(chart.form, USUAL))
 
 
-def curve_traces(run: Run, number: int, runs: int, series: Series, scale: Scale) -> Iterator[Json]:
-    """Band, line and crosses of one curve, of the run with that number among so many."""
+def curve_traces(run: Run, series: Series, scale: Scale) -> Iterator[Json]:
+    """Band, line and crosses of one curve."""
     found = points(run.metrics, series.key)
     if not len(found.step):
         return
-    colour = colours.of_validation(number, runs) if series.dots else colours.of_run(number)
-    name = label(" ".join([run.name] * (runs > 1) + [series.title]))
-    common = {"type": "scatter", "name": name, "legendgroup": group(number, runs), "showlegend": False}
+    colour = colours.of_validation(run.number, run.is_alone) if series.dots else colours.of_run(run.number)
+    name, value, span = label(curve_name(run, series)), f"%{{y:{scale.format}}}{scale.suffix}", {}
+    common = {"type": "scatter", "name": name, "legendgroup": group(run), "showlegend": False}
     if found.has_band:
         at, edge = outline(found)
         about = {"colour": colour, "x": places(run, np.where(at < 0, np.nan, found.step[at]))}
         band = {"y": short(edge / scale.unit), "mode": "none", "fill": "toself", "hoverinfo": "skip"}
         yield {**common, **band, "meta": about}
-    value, span = f"%{{y:{scale.format}}}{scale.suffix}", {}
-    if found.has_band:
         ends = [short(values / scale.unit) for values in (found.least, found.greatest)]
         span = {"customdata": list(zip(*ends, strict=True))}
         value += f" (%{{customdata[0]:{scale.format}}} to %{{customdata[1]:{scale.format}}})"
@@ -86,7 +84,7 @@ def curve_traces(run: Run, number: int, runs: int, series: Series, scale: Scale)
         "showlegend": series.key in LEGEND,
         "y": short(found.mean / scale.unit),
         "mode": "lines+markers" if series.dots and len(found.step) <= MOST_DOTS else "lines",
-        "line": {"width": 1.8, "dash": colours.dash(number)},
+        "line": {"width": 1.8, "dash": colours.dash(run.number)},
         "marker": {"size": 6, "symbol": "circle-open", "line": {"width": 1.8}},
         "hovertemplate": value,
         "meta": {"colour": colour, "x": places(run, found.step), "smooth": not series.dots},
@@ -102,7 +100,7 @@ def curve_traces(run: Run, number: int, runs: int, series: Series, scale: Scale)
         }
 
 
-def mark_traces(run: Run, number: int, runs: int) -> Iterator[Json]:
+def mark_traces(run: Run) -> Iterator[Json]:
     """The moments of a run by their kind, in its line of the strip above the charts."""
     found = marks(run) if len(axis(run, "step")) else []
     for kind, (name, symbol, colour, pixels) in SIGNS.items():
@@ -111,23 +109,23 @@ def mark_traces(run: Run, number: int, runs: int) -> Iterator[Json]:
             yield {
                 "type": "scatter",
                 "name": name,
-                "legendgroup": group(number, runs),
+                "legendgroup": group(run),
                 "mode": "markers",
-                "y": [-number - 0.5 * (kind == SAVED)] * len(of_kind),
+                "y": [-run.number - 0.5 * (kind == SAVED)] * len(of_kind),
                 "marker": {"size": pixels, "symbol": symbol},
                 "text": [in_lines(f"step {mark.step:,}: {mark.about}") for mark in of_kind],
                 "hovertemplate": "%{text}<extra></extra>",
                 "meta": {
-                    "colour": colour or colours.of_run(number),
+                    "colour": colour or colours.of_run(run.number),
                     "x": places(run, np.array([mark.step for mark in of_kind], np.float64)),
                     "upright": kind != SAVED,
                 },
             }
 
 
-def group(number: int, runs: int) -> str:
+def group(run: Run) -> str:
     """What the legend switches on and off together: all of a run where there are several."""
-    return f"run {number}" if runs > 1 else ""
+    return "" if run.is_alone else f"run {run.number}"
 
 
 def axis(run: Run, name: str) -> Floats:
@@ -149,11 +147,9 @@ def places(run: Run, steps: Floats) -> Json:
 def outline(found: Points) -> tuple[Places, Floats]:
     """The edge of a band as (places among the points, values): closed for each stretch, a gap (-1) behind."""
     at, edge = list[Places](), list[Floats]()
-    for piece in np.split(np.arange(len(found.mean)), np.flatnonzero(np.isnan(found.mean))):
-        there = piece[~np.isnan(found.mean[piece])]
-        if len(there):
-            at += [there, there[::-1], np.array([-1])]
-            edge += [found.greatest[there], found.least[there[::-1]], np.array([np.nan])]
+    for there in stretches(found.mean):
+        at += [there, there[::-1], np.array([-1])]
+        edge += [found.greatest[there], found.least[there[::-1]], np.array([np.nan])]
     return np.concatenate(at), np.concatenate(edge)
 
 
