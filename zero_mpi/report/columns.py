@@ -75,8 +75,8 @@ class Curve:
     @property
     def mean(self) -> Floats:
         """Of each column; nan where there is none."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(self["total"] / self["count"])
+        blank = np.full_like(self["total"], math.nan)
+        return np.divide(self["total"], self["count"], out=blank, where=self["count"] > 0)
 
     @property
     def is_empty(self) -> bool:

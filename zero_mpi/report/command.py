@@ -22,8 +22,7 @@ from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.report.columns import LIMIT
-from zero_mpi.report.page import page
-from zero_mpi.report.runs import Run, read_runs
+from zero_mpi.report.runs import read_runs
 from zero_mpi.report.terminal import terminal
 
 NAME = "report.html"
@@ -65,15 +64,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if options.text:
         show(terminal(runs), keep="\x1b")
         return 0
-    place = Path(options.out) if options.out is not None else default_place(runs)
+    from zero_mpi.report.page import page  # with its libraries, which only the page needs
+
+    default = runs[0].path / NAME if len(runs) == 1 else Path(NAME)
+    place = default if options.out is None else Path(options.out)
     write(place, page(runs, datetime.now(UTC)))
     show([f"wrote {place} ({size(place.stat().st_size)}): open it in a browser"])
     return 0
-
-
-def default_place(runs: Sequence[Run]) -> Path:
-    """Where the page goes when nobody says."""
-    return runs[0].path / NAME if len(runs) == 1 else Path(NAME)
 
 
 def write(place: Path, text: str) -> None:

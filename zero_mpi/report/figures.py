@@ -36,10 +36,8 @@ def figures(run: Run) -> list[Figure]:
 
 def progress(run: Run) -> Iterator[Figure]:
     """How far it is."""
-    if run.steps:
-        yield Figure("Step", f"{run.step:,}", f"of {run.steps:,}", min(1.0, run.step / run.steps))
-    else:
-        yield Figure("Step", f"{run.step:,}")
+    of = (f"of {run.steps:,}", min(1.0, run.step / run.steps)) if run.steps else ()
+    yield Figure("Step", f"{run.step:,}", *of)
     tokens, seconds, left = run.metrics.at["tokens"].extent[1], run.metrics.seconds, time_left(run)
     if tokens > 0:
         yield Figure("Tokens", count(tokens), "seen so far")
@@ -95,21 +93,15 @@ def about_ranks(run: Run) -> Iterator[str]:
     hosts, threads = started.get("hosts"), started.count("threads")
     yield plural(len(hosts), "host") if isinstance(hosts, list) and hosts else ""
     yield f"{plural(threads, 'thread')} each" if threads else ""
-    yield word(started.text("device"))
-    yield word(started.text("precision"))
-    yield word(started.text("strategy") or run.config.text("strategy"))
-    yield word(started.text("transport")).partition(",")[0]
+    yield from (shown(started.text(name), MOST_WORD) for name in ("device", "precision"))
+    yield shown(started.text("strategy") or run.config.text("strategy"), MOST_WORD)
+    yield shown(started.text("transport"), MOST_WORD).partition(",")[0]
 
 
 def architecture(run: Run) -> str:
     """The kind of model."""
     newest = next((one.architecture for one in reversed(run.checkpoints) if one.architecture), "")
-    return word(run.latest("started").text("arch") or newest or run.config.text("arch"))
-
-
-def word(text: str) -> str:
-    """What should be a short text."""
-    return shown(text, MOST_WORD)
+    return shown(run.latest("started").text("arch") or newest or run.config.text("arch"), MOST_WORD)
 
 
 def recent(run: Run, name: str) -> float | None:

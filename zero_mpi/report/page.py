@@ -79,7 +79,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
         axes=AXES,
         plots=drawn,
         side_by_side=sections.side_by_side(runs),
-        last_values=sections.last_values(runs, charts),
+        last_values=[*sections.last_values(runs, charts)],
         checkpoints=[*sections.checkpoints(runs)],
         samples=[*sections.samples(runs)],
         history=history[: sections.MOST_EVENTS],

@@ -18,12 +18,11 @@ from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
 from zero_mpi.config.replay import NAME as CONFIG
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import exists, read_file, read_lines
 from zero_mpi.files.parse import parse_json, parse_toml
 from zero_mpi.report.columns import LIMIT, Metrics, is_number, read_metrics
@@ -74,7 +73,6 @@ class Checkpoint:
     step: int
     nbytes: int = 0
     digest: str = ""
-    id: str = ""
     parameters: int = 0
     architecture: str = ""
     is_latest: bool = False
@@ -234,13 +232,12 @@ def read_checkpoints(out: Path) -> Iterator[Checkpoint]:
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """What the headers of a checkpoint's files say; UsageError or OSError where they cannot be read."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
-    keys, own = (GGUFKeys(file.metadata, str(file.path)) for file in (state, model))
+    keys, own = keys_of(state), keys_of(model)
     return Checkpoint(
         folder.name,
         step,
         nbytes=sum(path.stat().st_size for path in folder.glob("*.gguf")),
         digest=keys.text(STATE_DIGEST) or "",
-        id=keys.text(ID) or "",
         parameters=sum(spec.size for spec in model.tensors.values()),
         architecture=own.architecture or "",
         problem="" if keys.text(ID) == own.text(ID) else "its two files are of two checkpoints",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from datetime import datetime
+from itertools import product
 
 from zero_mpi.cli.text import elapsed, size
 from zero_mpi.config.defaults import STEPS
@@ -27,27 +28,18 @@ def whereabouts(run: Run) -> str:
 def side_by_side(runs: Sequence[Run]) -> Iterator[tuple[str, list[Figure | None]]]:
     """(name, the figure of each run) of all that at least one of them has."""
     found = [{one.name: one for one in figures(run)} for run in runs]
-    return (
-        (name, [of.get(name) for of in found]) for name in dict.fromkeys(name for of in found for name in of)
-    )
+    names = dict.fromkeys(name for of in found for name in of)
+    return ((name, [of.get(name) for of in found]) for name in names)
 
 
-def last_values(runs: Sequence[Run], charts: Sequence[Chart]) -> list[tuple[str, Run, list[str]]]:
+def last_values(runs: Sequence[Run], charts: Sequence[Chart]) -> Iterator[tuple[str, Run, list[str]]]:
     """(curve, run, last and least and greatest): for those who cannot see curves, and for copying."""
-    return [
-        (
-            f"{chart.title}, {series.title}" if len(chart.series) > 1 else chart.title,
-            run,
-            [
-                written(value, chart.form)
-                for value in (run.metrics.last[series.key], *run.metrics.curves[series.key].extent)
-            ],
-        )
-        for chart in charts
-        for series in chart.series
-        for run in runs
-        if series.key in run.metrics.last
-    ]
+    for chart in charts:
+        for series, run in product(chart.series, runs):
+            if series.key in run.metrics.last:
+                values = (run.metrics.last[series.key], *run.metrics.curves[series.key].extent)
+                name = f"{chart.title}, {series.title}" if len(chart.series) > 1 else chart.title
+                yield name, run, [written(value, chart.form) for value in values]
 
 
 def memory_of(run: Run) -> str:
@@ -60,19 +52,11 @@ def checkpoints(runs: Sequence[Run]) -> Iterator[tuple[Run, Checkpoint, str, lis
     """(run, what is in a folder, how long it took to write, notes, other runs with the same bits)."""
     digests = [{one.digest for one in run.checkpoints} - {""} for run in runs]
     for run in runs:
-        saved = {
-            event.text("folder"): event.seconds("seconds")
-            for event in run.events
-            if event["event"] == "saved"
-        }
+        saved = {one.text("folder"): one.seconds("seconds") for one in run.events if one["event"] == "saved"}
         for one in run.checkpoints[-MOST_CHECKPOINTS:]:
             took = saved.get(one.folder)
             notes = ["latest"] * one.is_latest + ["best"] * one.is_best + [one.problem] * bool(one.problem)
-            alike = [
-                other
-                for other, known in zip(runs, digests, strict=True)
-                if other is not run and one.digest in known
-            ]
+            alike = [by for by, has in zip(runs, digests, strict=True) if by is not run and one.digest in has]
             yield run, one, "" if took is None else elapsed(took), notes, alike
 
 
@@ -88,15 +72,15 @@ def samples(runs: Sequence[Run]) -> Iterator[tuple[Run, str, str, str]]:
 def history(runs: Sequence[Run]) -> list[tuple[datetime | None, Run, str, str, str]]:
     """(time, run, step, event, what happened), the newest first."""
     found = [
-        (event.moment("time"), run, place, event)
-        for run in runs
-        for place, event in enumerate(run.events)
+        (event.moment("time"), run, event)
+        for run in reversed(runs)
+        for event in reversed(run.events)
         if event["event"] != "sample"
     ]
-    found.sort(key=lambda one: (one[0].timestamp() if one[0] else 0.0, one[1].number, one[2]), reverse=True)
+    found.sort(key=lambda one: one[0].timestamp() if one[0] else 0.0, reverse=True)
     return [
         (when, run, f"{event.count('step') or 0:,}", event["event"], in_full(event))
-        for when, run, _, event in found
+        for when, run, event in found
     ]
 
 
@@ -106,9 +90,7 @@ def settings(runs: Sequence[Run]) -> list[tuple[str, bool, list[str]]]:
     found = []
     for name in [*known, *sorted({name for run in runs for name in run.config} - set(known))]:
         values = [run.config.get(name) for run in runs]
-        differs = (
-            any(value != values[0] for value in values) if len(runs) > 1 else not is_default(name, values[0])
-        )
+        differs = values.count(values[0]) < len(runs) if len(runs) > 1 else not is_default(name, values[0])
         found.append((name, differs, [*map(as_text, values)]))
     return found
 

@@ -8,12 +8,12 @@ and such a transfer is hidden. Transfers that are under way while nobody waits f
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 
 from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZER, STALLS, STEPS, WAITS
-from zero_mpi.trace.read import Lane, Recorded, Slice, is_step
+from zero_mpi.trace.read import Lane, Recorded
 from zero_mpi.trace.trace_events import FAMILIES
 
 EXPOSED, HIDDEN, OTHER = "exposed", "hidden", "other"
@@ -31,6 +31,10 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 COLUMNS = ("compute", EXPOSED, "moving", "optimizer", "data", "evaluation", "checkpoint", OTHER)
 STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers under way
+PLACES = {
+    (track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)
+}  # fmt: skip
+PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 UnderWay = dict[int, list[int]]  # by place: the numbers of a rank's slices, the latest last
 LEAST = 0.01  # of a step: a rank that is busy for so much longer than the others is a straggler
 
@@ -54,13 +58,14 @@ class Share:
     sent: Counter[str] = field(default_factory=Counter)
 
     def mean(self, column: str) -> float:
-        """Of a column, over the steps."""
-        return self.columns[column] / len(self.steps)
+        """Of a column, over the steps; also of `step` and `hidden`."""
+        others = {"step": sum(self.steps.values()), HIDDEN: self.hidden}
+        return (self.columns | others)[column] / len(self.steps)
 
     @property
     def step(self) -> float:
         """The mean step."""
-        return fmean(self.steps.values())
+        return self.mean("step")
 
     @property
     def busy(self) -> float:
@@ -74,27 +79,11 @@ def shares(recorded: Recorded) -> list[Share]:
     return [share_of(lane, steps) for lane in recorded.ranks]
 
 
-def claim(each: Slice) -> int | None:
-    """Which place of the table an event has; None: it says nothing about the rank's time."""
-    if is_step(each):
-        return STEP
-    if each.family in FAMILIES:
-        return FLIGHT
-    return next(
-        (
-            number
-            for number, (_, track, kinds) in enumerate(CLAIMS)
-            if each.family == track and (not kinds or each.kind in kinds)
-        ),
-        None,
-    )
-
-
 def share_of(lane: Lane, steps: set[int]) -> Share:
     """Walk over the beginnings and ends of a rank's events in order of time."""
     share, marks = Share(lane), []
     for number, each in enumerate(lane.slices):
-        place = claim(each)
+        place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
         if place is None or (place == STEP and each.step not in steps):
             continue
         if place == STEP:
@@ -129,9 +118,8 @@ def account(share: Share, lane: Lane, under_way: UnderWay, lasted: float) -> Non
 
 def name_of(lane: Lane, number: int, under_way: UnderWay) -> str:
     """What is waited for, with the stage that needs it where the wait itself has no name for it."""
-    waited = lane.slices[number]
-    around = [place for place, (_, track, _) in enumerate(CLAIMS) if track == BETWEEN and under_way[place]]
-    stage = lane.slices[under_way[around[0]][-1]].unit if around else ""
+    waited, around = lane.slices[number], under_way[PLACES[BETWEEN, ""]]
+    stage = lane.slices[around[-1]].unit if around else ""
     return f"{waited.name} (for {stage})" if stage and not waited.unit else waited.name
 
 
@@ -165,17 +153,13 @@ def last_to_begin(recorded: Recorded) -> Counter[int]:
     begun: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
     for lane in recorded.ranks:
         seen: Counter[tuple[str, int]] = Counter()
-        for each in sorted(of_all_ranks(lane.slices), key=lambda each: each.begun):
+        transfers = (each for each in lane.slices if each.family in FAMILIES)
+        for each in sorted(transfers, key=lambda each: each.begun):
             key = each.name, each.step
             begun[*key, seen[key]][lane.rank] = each.begun
             seen[key] += 1
     whole = [times for times in begun.values() if len(times) == len(recorded.ranks)]
     return Counter(max(times, key=lambda rank: times[rank]) for times in whole)
-
-
-def of_all_ranks(slices: Iterable[Slice]) -> Iterable[Slice]:
-    """Transfers that every rank begins."""
-    return (each for each in slices if each.family in FAMILIES)
 
 
 def exposed_by_unit(found: Sequence[Share]) -> list[tuple[str, float]]:

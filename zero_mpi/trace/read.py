@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
-from zero_mpi.trace.stream import PackingError, members
+from zero_mpi.trace.stream import BrokenError, members
 from zero_mpi.trace.trace_events import FIRST
 
 MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
@@ -59,107 +59,92 @@ class Recorded:
     @property
     def steps(self) -> list[int]:
         """Those that are whole on every rank."""
-        per_rank = [{each.step for each in lane.slices if is_step(each)} for lane in self.ranks]
+        per_rank = [
+            {each.step for each in lane.slices if (each.family, each.kind) == (STEPS, "step")}
+            for lane in self.ranks
+        ]
         return sorted(set.intersection(*per_rank)) if per_rank else []
-
-
-def is_step(each: Slice) -> bool:
-    """Whether an event is a step of the training."""
-    return each.family == STEPS and each.kind == "step"
 
 
 def read(path: Path) -> Recorded:
     """The time line in a file, compressed or not. Raises UsageError for what is none of ours."""
+    try:
+        return recorded(path)
+    except FileError:
+        raise
+    except BrokenError as error:
+        raise UsageError(f"{shown(path)}: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"{shown(path)}: not a trace: {error}; expected a file of --trace") from None
+
+
+def recorded(path: Path) -> Recorded:
+    """As `read`; BrokenError for a file that shows what it is, ValueError for any other."""
     lanes: dict[int, Lane] = {}
     about: Any = None
     has_events = False
-    try:
-        for name, value in members(path):
-            if name == "traceEvents" and isinstance(value, Iterator):
-                has_events = True
-                for event in value:
-                    take(event, lanes)
-            elif name == "otherData":
-                about = value
-    except FileError:
-        raise
-    except PackingError as error:
-        raise UsageError(f"{shown(path)}: broken, {error}") from None
-    except EventError as error:
-        raise UsageError(f"{shown(path)}: broken: an event lacks what it should have ({error})") from None
-    except ValueError as error:
-        raise UsageError(f"{shown(path)}: not a trace: {error}; expected a file of --trace") from None
-    return checked(path, lanes, about, has_events)
-
-
-def checked(path: Path, lanes: dict[int, Lane], about: Any, has_events: bool) -> Recorded:
-    """What was read, if it is a time line of ours; else UsageError."""
+    for name, value in members(path):
+        if name == "traceEvents" and isinstance(value, Iterator):
+            has_events = True
+            for event in value:
+                take(event, lanes)
+        elif name == "otherData":
+            about = value
     if not has_events:
-        raise UsageError(f"{shown(path)}: not a trace: it has no traceEvents; expected a file of --trace")
+        raise ValueError("it has no traceEvents")
     if not isinstance(about, dict) or "zero_mpi" not in about:
-        raise UsageError(f"{shown(path)}: a trace of another program; expected a file of --trace")
-    recorded = Recorded(path, [lanes[rank] for rank in sorted(lanes)], about)
-    if not recorded.steps:
-        raise UsageError(
-            f"{shown(path)}: has no step that is whole; trace again, fewer steps if there were too many"
-        )
-    return recorded
-
-
-class EventError(ValueError):
-    """An event that none of our traces has."""
+        raise BrokenError("a trace of another program; expected a file of --trace")
+    found = Recorded(path, [lanes[rank] for rank in sorted(lanes)], about)
+    if not found.steps:
+        raise BrokenError("has no step that is whole; trace again, fewer steps if there were too many")
+    return found
 
 
 def take(event: Any, lanes: dict[int, Lane]) -> None:
     """Add an event to the lane of its rank."""
-    about = entry(event, "args", dict, {})
-    rank = whole(entry(event, "pid", int), MOST_RANKS) - FIRST
+    about = event.get("args", {}) if isinstance(event, dict) else None
+    if not isinstance(about, dict):
+        raise lacking("no object")
+    rank = number(event, "pid", int, 0, MOST_RANKS) - FIRST
     lane = lanes.setdefault(rank, Lane(rank))
     if event.get("ph") == "X":
         if len(lane.slices) >= MOST_OF_RANK:
-            raise EventError(f"more than {MOST_OF_RANK} of one rank")
-        begun, lasted = (time_of(event, name) for name in ("ts", "dur"))
-        if lasted < 0:
-            raise EventError(f"a time of {lasted}")
+            raise lacking(f"more than {MOST_OF_RANK} of one rank")
+        begun = float(number(event, "ts", int | float, -LATEST, LATEST))
         lane.slices.append(
             Slice(
-                name_of(event, "cat"),
-                name_of(event, "name"),
-                begun,
-                begun + lasted,
-                name_of(about, "kind", ""),
-                name_of(about, "unit", ""),
-                whole(entry(about, "step", int), MOST_STEPS),
-                whole(entry(about, "bytes", int, 0), MOST_BYTES),
+                family=name_of(event, "cat"),
+                name=name_of(event, "name"),
+                begun=begun,
+                ended=begun + number(event, "dur", int | float, 0, LATEST),
+                kind=name_of(about, "kind", ""),
+                unit=name_of(about, "unit", ""),
+                step=number(about, "step", int, 0, MOST_STEPS),
+                nbytes=number(about, "bytes", int, 0, MOST_BYTES, 0),
             )
         )
     elif event.get("name") == "process_name":
         lane.name = name_of(about, "name")
 
 
-def entry(of: Any, name: str, kind: type, default: Any = None) -> Any:
-    """The value of a kind under a name; EventError for another."""
-    value = of.get(name, default) if isinstance(of, dict) else None
-    if isinstance(value, kind) and not isinstance(value, bool):
+def number(
+    of: dict[str, Any], name: str, kind: Any, least: float, most: float, default: int | None = None
+) -> Any:
+    """The number of a kind under a name; BrokenError for one that cannot be."""
+    value = of.get(name, default)
+    if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:
         return value
-    raise EventError(f"{name} is {shown(value, LONGEST_NAME)}" if isinstance(of, dict) else "no object")
+    raise lacking(f"{name} is {shown(value, LONGEST_NAME)}")
 
 
-def whole(value: int, most: int) -> int:
-    """A count that can be."""
-    if not 0 <= value <= most:
-        raise EventError(f"a count of {shown(value, LONGEST_NAME)}")
-    return value
-
-
-def time_of(event: Any, name: str) -> float:
-    """Microseconds."""
-    value = event.get(name)
-    if isinstance(value, int | float) and abs(value) <= LATEST:
-        return float(value)
-    raise EventError(f"{name} is {shown(value, LONGEST_NAME)}")
-
-
-def name_of(of: Any, name: str, default: str | None = None) -> str:
+def name_of(of: dict[str, Any], name: str, default: str | None = None) -> str:
     """A short text, kept once however often it comes."""
-    return sys.intern(shown(entry(of, name, str, default), LONGEST_NAME))
+    value = of.get(name, default)
+    if isinstance(value, str):
+        return sys.intern(shown(value, LONGEST_NAME))
+    raise lacking(f"{name} is {shown(value, LONGEST_NAME)}")
+
+
+def lacking(what: str) -> BrokenError:
+    """The error for an event that none of our traces has."""
+    return BrokenError(f"broken: an event lacks what it should have ({what})")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from io import FileIO
@@ -22,11 +23,12 @@ PIECE = 1 << 18  # bytes that are read at a time
 MOST_VALUE = 1 << 20  # letters of a value
 DENSEST, ALWAYS = 50, 8 << 20  # bytes that a packed file may unpack to: for each of its own; in any case
 AHEAD = 4  # letters behind a number that could belong to it, and one more: e+ and .
-BLANKS = " \t\n\r"
+BLANKS = re.compile(r"[ \t\n\r]*")
+DECODER = json.JSONDecoder()
 
 
-class PackingError(ValueError):
-    """A packed file is broken, or unpacks to far more than a time line would."""
+class BrokenError(ValueError):
+    """A file is no time line that can be read, for a reason that says all."""
 
 
 class Text:
@@ -34,7 +36,6 @@ class Text:
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self._pieces, self._text, self._at = pieces, "", 0
-        self._decoder = json.JSONDecoder()
 
     def _more(self) -> bool:
         """Whether there was more to read."""
@@ -46,11 +47,10 @@ class Text:
         """The next letter that is no blank; "" at the end."""
         passed = 0
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in BLANKS:
-                    return self._text[self._at]
-                self._at += 1
-                passed += 1
+            start, self._at = self._at, BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at]
+            passed += self._at - start
             if passed > MOST_VALUE:
                 raise ValueError("it is made of blanks")
             if not self._more():
@@ -69,7 +69,7 @@ class Text:
         self.peek()
         while True:
             try:
-                found, end = self._decoder.raw_decode(self._text, self._at)
+                found, end = DECODER.raw_decode(self._text, self._at)
             except RecursionError:
                 raise ValueError("nested too deeply") from None
             except json.JSONDecodeError:
@@ -82,54 +82,40 @@ class Text:
             self._at = len(self._text) - left
             return found
 
+    def inside(self, ends: str) -> Iterator[None]:
+        """Come to each member of what is between two letters, [] or {}; who is told reads it."""
+        self.take(ends[0])
+        if self.peek() == ends[1]:
+            self.take(ends[1])
+            return
+        yield
+        while self.take(f",{ends[1]}") == ",":
+            yield
+
 
 def members(path: Path) -> Iterator[tuple[str, Any]]:
     """(name, value) of an object's members; of a list, an iterator of its items. FileError, ValueError."""
     with open_file(path, "a time line") as file:
-        text = Text(decoded(unpacked(file)))
+        text = Text(codecs.iterdecode(unpacked(file), "utf-8"))
         if text.peek() != "{":
             raise ValueError("it has no traceEvents")
-        text.take("{")
-        more = text.peek() != "}"
-        while more:
+        for _ in text.inside("{}"):
             name = text.value()
             if not isinstance(name, str):
                 raise ValueError("a name that is no text")
             text.take(":")
             if text.peek() == "[":
-                yield name, (rest := items(text))
+                yield name, (rest := (text.value() for _ in text.inside("[]")))
                 for _ in rest:  # that nobody wanted
                     pass
             else:
                 yield name, text.value()
-            more = text.take(",}") == ","
         if text.peek():
             raise ValueError("more than one value")
 
 
-def items(text: Text) -> Iterator[Any]:
-    """The items of a list."""
-    text.take("[")
-    more = text.peek() != "]"
-    if not more:
-        text.take("]")
-    while more:
-        yield text.value()
-        more = text.take(",]") == ","
-
-
-def decoded(pieces: Iterator[bytes]) -> Iterator[str]:
-    """Pieces of UTF-8 as text."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for piece in pieces:
-        text = decoder.decode(piece)
-        if text:
-            yield text
-    decoder.decode(b"", final=True)
-
-
 def unpacked(file: FileIO) -> Iterator[bytes]:
-    """The bytes of a file, without gzip's packing where it has it. PackingError where that is no good."""
+    """The bytes of a file, without gzip's packing where it has it. BrokenError where that is no good."""
     head = file.read(len(GZIP))
     file.seek(0)
     return inflated(file) if head == GZIP else iter(lambda: file.read(PIECE), b"")
@@ -139,18 +125,15 @@ def inflated(file: FileIO) -> Iterator[bytes]:
     """What is packed; gzip's own reader would look through any number of zeros behind it."""
     stream, packed, taken = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), 0, 0
     while not stream.eof:
-        raw = stream.unconsumed_tail
-        if not raw:
-            raw = file.read(PIECE)
-            packed += len(raw)
+        raw = stream.unconsumed_tail or file.read(PIECE)
+        packed += 0 if stream.unconsumed_tail else len(raw)
         try:
             piece = stream.decompress(raw, PIECE)
         except zlib.error as error:
-            raise PackingError(f"it cannot be unpacked: {error}") from None
+            raise BrokenError(f"broken, it cannot be unpacked: {error}") from None
         if not raw and not piece:
-            raise PackingError("it cannot be unpacked: it ends too early")
+            raise BrokenError("broken, it cannot be unpacked: it ends too early")
         taken += len(piece)
         if taken > max(ALWAYS, DENSEST * packed):
-            raise PackingError(f"it unpacks to more than {DENSEST} times its size")
-        if piece:
-            yield piece
+            raise BrokenError(f"broken, it unpacks to more than {DENSEST} times its size")
+        yield piece

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from zero_mpi.cli.text import plural
 from zero_mpi.files.foreign import shown
-from zero_mpi.trace.breakdown import (
-    COLUMNS,
-    Share,
-    exposed_by_unit,
-    shares,
-    straggler,
-)
+from zero_mpi.trace.breakdown import COLUMNS, HIDDEN, OTHER, Share, exposed_by_unit, shares, straggler
 from zero_mpi.trace.read import LATEST, Recorded
 from zero_mpi.trace.trace_events import FAMILIES
 
@@ -26,47 +21,34 @@ MEANING = (
 def table(recorded: Recorded) -> Iterator[str]:
     """Lines about one time line."""
     found, steps = shares(recorded), recorded.steps
-    ranks = f"{len(found)} rank{'s' if len(found) > 1 else ''}"
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    yield f"{shown(recorded.path)}: {which} of {ranks}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
+    which += f" of {plural(len(found), 'rank')}"
+    yield f"{shown(recorded.path)}: {which}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
     yield "milliseconds a step, and their share of it"
-    yield ""
-    yield from by_rank(found)
-    yield ""
-    yield from MEANING
-    yield ""
-    yield straggling(recorded, found)
-    yield from waited_for(found)
-    yield from moved(found)
-    yield from doubts(recorded)
+    yield from ("", *by_rank(found), "", *MEANING, "", straggling(recorded, found))
+    yield from (*waited_for(found), *moved(found), *doubts(recorded))
 
 
 def by_rank(found: Sequence[Share]) -> Iterator[str]:
     """A row for each rank; columns that all ranks have nothing in are left out."""
-    columns = [name for name in COLUMNS if name == "other" or any(share.columns[name] for share in found)]
-    yield (
-        f"{'rank':>4} {'step':>10}"
-        + "".join(f" {name:>15}" for name in columns)
-        + f" {'hidden':>10} {'sent MB':>9}"
-    )
+    columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in found)]
+    names = "".join(f" {name:>15}" for name in columns)
+    yield f"{'rank':>4} {'step':>10}{names} {'hidden':>10} {'sent MB':>9}"
     for share in found:
         cells = "".join(
             f" {ms(share.mean(name)):>10} {percent(share.mean(name), share.step)}" for name in columns
         )
         sent = sum(share.sent.values()) / len(share.steps) / 1e6
-        hidden = ms(share.hidden / len(share.steps))
-        yield f"{share.lane.rank:>4} {ms(share.step):>10}{cells} {hidden:>10} {sent:>9.2f}"
+        yield f"{share.lane.rank:>4} {ms(share.step):>10}{cells} {ms(share.mean(HIDDEN)):>10} {sent:>9.2f}"
 
 
 def straggling(recorded: Recorded, found: Sequence[Share]) -> str:
     """The rank that the others wait for."""
+    if len(found) == 1:
+        return "one rank: no waits"
     slow = straggler(recorded, found)
     if slow is None:
-        return (
-            "straggler: none, the ranks are busy for about as long"
-            if len(found) > 1
-            else "one rank: no waits"
-        )
+        return "straggler: none, the ranks are busy for about as long"
     return (
         f"straggler: rank {slow.rank}, busy {ms(slow.ahead)} ms a step longer than the median of the others; "
         f"last to begin {slow.last} of {slow.transfers} transfers"
@@ -83,10 +65,10 @@ def waited_for(found: Sequence[Share]) -> Iterator[str]:
 
 def moved(found: Sequence[Share]) -> Iterator[str]:
     """What the ranks give to each other in a step."""
-    kinds = [kind for kind in FAMILIES if any(share.sent[kind] for share in found)]
-    for kind in kinds:
+    for kind in FAMILIES:
         sent = [share.sent[kind] / len(share.steps) / 1e6 for share in found]
-        yield f"sent in {kind}: {sum(sent):.2f} MB a step by all ranks, at most {max(sent):.2f} MB by one"
+        if any(sent):
+            yield f"sent in {kind}: {sum(sent):.2f} MB a step by all ranks, at most {max(sent):.2f} MB by one"
 
 
 def doubts(recorded: Recorded) -> Iterator[str]:
@@ -103,20 +85,11 @@ def comparison(first: Recorded, second: Recorded) -> Iterator[str]:
     of_first, of_second = shares(first), shares(second)
     yield "means of the ranks, ms a step"
     yield f"{'':12} {'first':>10} {'second':>10} {'second/first':>13}"
-    for name in ("step", *COLUMNS, "hidden"):
-        one, other = (mean_of(found, name) for found in (of_first, of_second))
+    for name in ("step", *COLUMNS, HIDDEN):
+        one, other = (fmean(share.mean(name) for share in found) for found in (of_first, of_second))
         if one or other:
             ratio = f"{other / one:13.2f}" if one else f"{'-':>13}"
             yield f"{name:12} {ms(one):>10} {ms(other):>10} {ratio}"
-
-
-def mean_of(found: Sequence[Share], name: str) -> float:
-    """Of a column, over the ranks."""
-    if name == "step":
-        return fmean(share.step for share in found)
-    if name == "hidden":
-        return fmean(share.hidden / len(share.steps) for share in found)
-    return fmean(share.mean(name) for share in found)
 
 
 def ms(microseconds: float) -> str:

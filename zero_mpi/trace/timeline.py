@@ -15,21 +15,23 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm, Piece
+from zero_mpi.comm.agree import together
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import check_target, is_file, refusing
+from zero_mpi.files.open import check_target, is_file, reason, refusing
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.trace_events import as_json, events_of
@@ -96,14 +98,11 @@ class Timeline:
         )
         origin, self.count = min(first for first, *_ in told), sum(count for _, count, *_ in told)
         self.ends_in = min((step for *_, step in told if step is not None), default=None)
+        error = round(1e6 * max(wrong for _, _, wrong, _ in told), 3)
+        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": error}
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
         text = as_json(events, self.comm.rank, platform.node() or "localhost", origin)
-        return self._bring_together(np.frombuffer(text.encode(), np.uint8), self._header(told))
-
-    def _header(self, told: Sequence[Any]) -> str:
-        """What the file says beside its events, as a JSON object."""
-        wrong = max(wrong for _, _, wrong, _ in told)
-        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": round(1e6 * wrong, 3)}
-        return json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
+        return self._bring_together(np.frombuffer(text.encode(), np.uint8), head)
 
     def _correction(self) -> tuple[Callable[[float], float], float]:
         """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
@@ -116,26 +115,30 @@ class Timeline:
         return correct, max(first.wrong, last.wrong)
 
     def _bring_together(self, mine: Any, head: str) -> str:
-        """All parts to rank 0, which writes them in order of ranks."""
+        """All parts to rank 0, which writes them in order of ranks; what it cannot write comes as well."""
+        parts, problem = self._parts(mine), ""
+        if self.comm.rank == 0:
+            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
+            try:
+                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
+            except OSError as error:
+                problem = f"the time line {self.path} cannot be written: {reason(error)}"
+        for _ in parts:
+            pass
+        shared: str = self.comm.broadcast_object(problem)
+        return shared
+
+    def _parts(self, mine: Any) -> Iterator[bytes]:
+        """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
         comm = self.comm
         sizes = comm.allgather_object(int(mine.size))
-        sink = Sink(self.path) if comm.rank == 0 else None
-        room = np.empty(PIECE, np.uint8) if comm.rank == 0 else None
-        if sink:
-            sink.write(f"{head[:-1]},\n".encode() + b'"traceEvents":[\n')
+        room = np.empty(PIECE if comm.rank == 0 else 0, np.uint8)
         for rank, piece in pieces(sizes):
             part = mine[piece.start : piece.stop] if comm.rank == rank else mine[:0]
-            into = None if room is None else room[: piece.stop - piece.start]
+            into = room[: piece.stop - piece.start] if comm.rank == 0 else None
             comm.gather(part, into, piece, label="time line")
-            if sink and into is not None:
-                comma = b",\n" if piece.stop == sizes[rank] and rank + 1 < comm.size else b""
-                sink.write(into.tobytes() + comma)
-        problem = ""
-        if sink:
-            sink.write(b"\n]}\n")
-            problem, self.nbytes = sink.close()
-        shared: str = comm.broadcast_object(problem)
-        return shared
+            is_between = piece.stop == sizes[rank] and rank + 1 < comm.size
+            yield room[: piece.stop - piece.start].tobytes() + b",\n" * is_between
 
 
 def pieces(sizes: Sequence[int]) -> Iterator[tuple[int, Piece]]:
@@ -148,54 +151,24 @@ def pieces(sizes: Sequence[int]) -> Iterator[tuple[int, Piece]]:
             yield rank, Piece(start, stop, counts, nothing)
 
 
-class Sink:
-    """A file that gets its name when it is whole. What the system refuses is told at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, partial_of(path)
-        self._problem: OSError | None = None
-        self._file: BinaryIO | gzip.GzipFile | None = None
-        with self._noted():
-            self._file = open_for(path, self._partial)
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._problem = self._problem or error
-
-    def write(self, data: bytes) -> None:
-        """The next bytes."""
-        if self._file is not None and self._problem is None:
-            with self._noted():
-                self._file.write(data)
-
-    def close(self) -> tuple[str, int]:
-        """(why the file could not be written, or nothing; its bytes)."""
-        with self._noted():
-            if self._file is not None:
-                self._file.close()
-        if self._problem is None:
-            with self._noted():
-                self._partial.replace(self._path)
-                return "", self._path.stat().st_size
+def write_parts(path: Path, parts: Iterable[bytes]) -> int:
+    """Write a file, whole or not at all, compressed if its name ends in .gz; its bytes. OSError."""
+    partial = partial_of(path)
+    try:
+        with gzip.open(partial, "wb", 5) if path.suffix == ".gz" else partial.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        partial.replace(path)
+    except OSError:
         with contextlib.suppress(OSError):
-            self._partial.unlink(missing_ok=True)
-        assert self._problem is not None
-        return f"the time line {self._path} cannot be written: {self._problem.strerror or self._problem}", 0
+            partial.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
 
 
 def partial_of(path: Path) -> Path:
     """What the file is called while it is written."""
     return path.with_name(f".{path.name}.partial")
-
-
-def open_for(path: Path, partial: Path) -> BinaryIO | gzip.GzipFile:
-    """`partial` for writing what becomes `path`: compressed if that name ends in .gz."""
-    if path.suffix == ".gz":
-        return gzip.open(partial, "wb", compresslevel=5)
-    return partial.open("wb")
 
 
 def check_place(comm: Comm, path: Path) -> None:
@@ -204,20 +177,17 @@ def check_place(comm: Comm, path: Path) -> None:
     Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
     beside its place, which is then renamed, so it needs a place for a file.
     """
-    problem = ""
-    if comm.rank == 0:
-        try:
+
+    def look() -> None:
+        if comm.rank == 0:
             check_target("--trace", path, "cannot write there")
             if os.path.exists(path) and not is_file(path):
                 raise FileError(f"--trace {shown(path)}: expected the name of a file, found a device or pipe")
             with refusing("--trace", path, "cannot write there"):
                 partial_of(path).write_bytes(b"")
                 partial_of(path).unlink()
-        except UsageError as error:
-            problem = str(error)
-    problem = comm.broadcast_object(problem)
-    if problem:
-        raise UsageError(problem)
+
+    together(comm, look)
 
 
 class Tracer:
@@ -271,14 +241,12 @@ class Tracer:
         if problem:
             self._say(Caution(problem))
             return
-        self._say(
-            f"time line of steps {first} to {last}: {timeline.path} ({timeline.nbytes / 1e6:.2f} MB, "
-            f"{timeline.count:,} spans)"
-        )
-        self._say(f"ui.perfetto.dev shows it, python -m zero_mpi.trace {timeline.path} says where time went")
+        path, size = timeline.path, f"{timeline.nbytes / 1e6:.2f} MB, {timeline.count:,} spans"
+        self._say(f"time line of steps {first} to {last}: {path} ({size})")
+        self._say(f"ui.perfetto.dev shows it, python -m zero_mpi.trace {path} says where time went")
         if timeline.ends_in is not None:
-            reason = f"more than {spans.MAX_SPANS:,} spans of a rank"
-            self._say(Caution(f"the time line ends in step {timeline.ends_in}: {reason}"))
+            why = f"more than {spans.MAX_SPANS:,} spans of a rank"
+            self._say(Caution(f"the time line ends in step {timeline.ends_in}: {why}"))
 
     def _say(self, note: str) -> None:
         if self._comm.rank == 0:

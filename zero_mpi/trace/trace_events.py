@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
@@ -36,31 +35,21 @@ class TraceEvent(NamedTuple):
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
     """What a rank has recorded, until `ended`, by its own clock; what was still under way says so."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
-    for track, name, label, begun, end, step, micro_batch in recorder.spans:
-        about = about_span(track, name, label, step, micro_batch)
-        yield TraceEvent(track, title(name, label), seconds(begun), seconds(end), about)
-    for track, name, label, begun in still_open:
-        about = about_span(track, name, label, recorder.step, None) | {"unfinished": True}
-        yield TraceEvent(track, title(name, label), seconds(begun), ended, about)
+    unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
+    for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
+        about = {"kind": name, **({} if track == STEPS else about_label(label)), **place(step, micro_batch)}
+        if end is None:
+            about["unfinished"] = True
+        until = ended if end is None else seconds(end)
+        yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), until, about)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
         about = {"kind": kind, **about_label(label), "bytes": nbytes, **place(step, micro_batch)}
         if end is None or end > ended:
             about["unfinished"], end = True, ended
-        yield TraceEvent(KINDS.get(kind, OTHERS), title(kind, label), begun, end, about)
+        yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, about)
 
 
-def title(name: str, label: str) -> str:
-    """What is written on an event."""
-    return f"{name} {label}" if label else name
-
-
-def about_span(track: str, name: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
-    """The arguments of a span."""
-    named = {} if track == STEPS else about_label(label)
-    return {"kind": name, **named, **place(step, micro_batch)}
-
-
-def place(step: int, micro_batch: int | None) -> dict[str, int]:
+def place(step: int, micro_batch: int | None) -> dict[str, Any]:
     """Where in the training."""
     return {"step": step} if micro_batch is None else {"step": step, "micro_batch": micro_batch}
 
@@ -98,41 +87,24 @@ def micro(seconds: float) -> float:
 
 def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
     """A rank's events, and the names of its tracks, as JSON objects with commas between them."""
-    rows, names = [], {}
+    names, lines = dict[int, str](), list[dict[str, Any]]()
     for thread, track, event in threads(events):
         names[thread] = track
         begun, ended = micro(event.begun - origin), micro(max(event.begun, event.ended) - origin)
-        rows.append((thread, begun, begun - ended, event))
-    rows.sort(key=lambda row: row[:3])  # of two that begin at once the longer one is around the other
-    lines = chain(
-        metadata(rank, place, names),
-        (complete(rank, thread, begun, -lasted, event) for thread, begun, lasted, event in rows),
+        about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
+        lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
+    # Of two that begin at once the longer one is around the other.
+    lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
+    return ",\n".join(
+        json.dumps(line, separators=(",", ":")) for line in (*metadata(rank, place, names), *lines)
     )
-    return ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
-
-
-def complete(rank: int, thread: int, begun: float, lasted: float, event: TraceEvent) -> dict[str, Any]:
-    """A complete event."""
-    return {
-        "name": event.name,
-        "cat": event.family,
-        "ph": "X",
-        "pid": FIRST + rank,
-        "tid": thread,
-        "ts": begun,
-        "dur": round(lasted, 3),
-        "args": event.about,
-    }
 
 
 def metadata(rank: int, place: str, names: dict[int, str]) -> Iterator[dict[str, Any]]:
     """What a viewer calls a rank and its tracks, and in which order it shows them."""
-
-    def about(what: str, of: dict[str, int], **told: Any) -> dict[str, Any]:
-        return {"name": what, "ph": "M", "pid": FIRST + rank, **of, "args": told}
-
-    yield about("process_name", {}, name=f"rank {rank} on {place}")
-    yield about("process_sort_index", {}, sort_index=rank)
+    process = {"ph": "M", "pid": FIRST + rank}
+    yield {"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}
+    yield {"name": "process_sort_index", **process, "args": {"sort_index": rank}}
     for thread, name in sorted(names.items()):
-        yield about("thread_name", {"tid": thread}, name=name)
-        yield about("thread_sort_index", {"tid": thread}, sort_index=thread)
+        yield {"name": "thread_name", **process, "tid": thread, "args": {"name": name}}
+        yield {"name": "thread_sort_index", **process, "tid": thread, "args": {"sort_index": thread}}
