@@ -1,7 +1,9 @@
 """Time lines of all ranks: every transfer with its bytes, every wait, one clock, and not a bit changed."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 import statistics
 import time
@@ -243,6 +245,18 @@ def test_all_ranks_learn_that_writing_failed(exact, tmp_path):
         shutil.rmtree(folder)
     assert timeline.write().endswith("gone/trace.json cannot be written: No such file or directory")
     assert spans.active is None
+
+
+def test_a_disk_that_fills_while_the_parts_come_is_told_to_all_ranks(exact, monkeypatch, tmp_path):
+    def write_two(path, parts):
+        assert [len(next(parts)) > 0 for _ in range(2)] == [True, True]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("zero_mpi.trace.timeline.PIECE", 64)
+    monkeypatch.setattr("zero_mpi.trace.timeline.write_parts", write_two)
+    timeline = Timeline(exact, tmp_path / "trace.json")
+    assert timeline.write().endswith("trace.json cannot be written: No space left on device")
+    exact.barrier()
 
 
 def test_an_error_inside_is_passed_on_and_ends_recording(exact, tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -183,23 +183,15 @@ def column(rows: Sequence[Row], name: str) -> Floats:
 
 def read_metrics(path: Path, limit: int = LIMIT) -> Metrics:
     """All records of a file; lines that are none, such as one cut off by a crash, are left out."""
-    metrics = Metrics(limit)
-    for lines in in_pieces(read_lines(path, MARK, "a file of records")):
-        metrics.add(rows_of(lines))
-    return metrics
-
-
-def in_pieces(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Lines in lists of about PIECE bytes."""
-    held, size = list[bytes](), 0
-    for line in lines:
+    metrics, held, size = Metrics(limit), list[bytes](), 0
+    for line in read_lines(path, MARK, "a file of records"):
         held.append(line)
         size += sys.getsizeof(line)
         if size >= PIECE:
-            yield held
+            metrics.add(rows_of(held))
             held, size = [], 0
-    if held:
-        yield held
+    metrics.add(rows_of(held))
+    return metrics
 
 
 def rows_of(lines: Sequence[bytes]) -> Sequence[Row]:

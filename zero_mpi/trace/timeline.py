@@ -15,7 +15,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from os import PathLike
@@ -130,25 +130,16 @@ class Timeline:
 
     def _parts(self, mine: Any) -> Iterator[bytes]:
         """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
-        comm = self.comm
-        sizes = comm.allgather_object(int(mine.size))
+        comm, nothing = self.comm, (0,) * self.comm.size
         room = np.empty(PIECE if comm.rank == 0 else 0, np.uint8)
-        for rank, piece in pieces(sizes):
-            part = mine[piece.start : piece.stop] if comm.rank == rank else mine[:0]
-            into = room[: piece.stop - piece.start] if comm.rank == 0 else None
-            comm.gather(part, into, piece, label="time line")
-            is_between = piece.stop == sizes[rank] and rank + 1 < comm.size
-            yield room[: piece.stop - piece.start].tobytes() + b",\n" * is_between
-
-
-def pieces(sizes: Sequence[int]) -> Iterator[tuple[int, Piece]]:
-    """(rank, a piece of what it alone gives): one rank after the other."""
-    nothing = (0,) * len(sizes)
-    for rank, size in enumerate(sizes):
-        for start in range(0, size, PIECE):
-            stop = min(start + PIECE, size)
-            counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
-            yield rank, Piece(start, stop, counts, nothing)
+        for rank, size in enumerate(comm.allgather_object(int(mine.size))):
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                part = mine[start:stop] if comm.rank == rank else mine[:0]
+                into = room[: stop - start] if comm.rank == 0 else None
+                counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
+                comm.gather(part, into, Piece(start, stop, counts, nothing), label="time line")
+                yield room[: stop - start].tobytes() + b",\n" * (stop == size and rank + 1 < comm.size)
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
