@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from zero_mpi.cli.parser import nearest, refuse_empty
 from zero_mpi.config import conflicts
@@ -22,6 +23,7 @@ LEAST = {
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0, "audit": 1,
 }  # fmt: skip
 LARGEST = 1 << 62  # whole number: what 64 bits hold, and what is added to it
+Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
 
 
@@ -29,10 +31,8 @@ def check(config: Config) -> None:
     """Raise UsageError for the first value that is out of range, naming the flag."""
     for name, least in LEAST.items():
         value = getattr(config, name)
-        most = math.inf if isinstance(value, float) else LARGEST
-        if value is not None and not least <= value < most:
-            less = "" if value < most else f" and less than {most}"
-            raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
+        if value is not None:
+            within(name, value, least, math.inf if isinstance(value, float) else LARGEST)
     for name, bound in BELOW.items():
         if not getattr(config, name) < bound:
             raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
@@ -54,6 +54,14 @@ def check(config: Config) -> None:
     conflicts.refuse(config)
     for name in FIELDS.keys() - {"prompt"}:
         refuse_empty(spelled(name), getattr(config, name))
+
+
+def within(name: str, value: Number, least: float, below: float = LARGEST) -> Number:
+    """The value of a flag; raises UsageError, naming the flag, unless it is in [least, below)."""
+    if not least <= value < below:
+        less = "" if value < below else f" and less than {below}"
+        raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
+    return value
 
 
 DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,20 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if kind is list:
         return {**common, "nargs": "+", "metavar": metavar}
     return {**common, "type": kind, "metavar": metavar}
+
+
+def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
+    """Settings of training as flags of another command, with its own words in --help where it has some."""
+    for name, text in texts.items():
+        parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
+
+
+def given(
+    parser: Parser, arguments: Sequence[str], names: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the flags of these names, all others) that a command line gives."""
+    found = vars(parser.parse_args(arguments))
+    return {name: found.pop(name) for name in names if name in found}, found
 
 
 def parse(arguments: Sequence[str]) -> Config:

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero_mpi.cli.parser import Parser
-from zero_mpi.config.bounds import check
-from zero_mpi.config.command_line import argument
-from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import add_settings, given
+from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.train.same_flags import settings
 
@@ -19,17 +18,10 @@ MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
     "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
-    "chat_template": "",
-    "loss_on": "",
-    "micro_batch": "",
-    "prefetch": "",
-    "transport": "",
-    "device": "",
-    "precision": "",
-    "bits": "",
-    "threads": "",
-    "timeout": "",
-}
+    "chat_template": "", "loss_on": "", "micro_batch": "", "prefetch": "", "transport": "", "device": "",
+    "precision": "", "bits": "", "threads": "", "timeout": "",
+}  # fmt: skip
+FIRST = ("data", "tokenizer")  # of these flags in --help
 OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
 Examples:
@@ -87,7 +79,7 @@ def make_parser() -> Parser:
     parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
     parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
     parser.add_argument("--choices", metavar="FILE", help="questions with several answers, as JSON lines")
-    add_settings(parser, "data", "tokenizer")
+    add_settings(parser, {name: SETTINGS[name] for name in FIRST})
     parser.add_argument(
         "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
     )
@@ -96,36 +88,21 @@ def make_parser() -> Parser:
         "(default: --context)"
     )  # fmt: skip
     parser.add_argument("--windows", type=int, help="so many at most, spread over the text (default: all)")
-    add_settings(parser, *(name for name in SETTINGS if name not in ("data", "tokenizer")))
+    add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     return parser
 
 
-def add_settings(parser: Parser, *names: str) -> None:
-    """Flags that training has as well, with their texts and defaults there."""
-    for name in names:
-        about: dict[str, Any] = argument(FIELDS[name]) | ({"help": SETTINGS[name]} if SETTINGS[name] else {})
-        parser.add_argument(spelled(name), **about)
-
-
 def read_task(arguments: Sequence[str]) -> Task:
     """The task of a command line; raises UsageError for what cannot be meant."""
-    given = vars(make_parser().parse_args(arguments))
-    config = Config(
-        init=given.pop("model"),
-        val_fraction=0.0,
-        freeze=["*"],
-        **{name: given.pop(name) for name in SETTINGS if name in given},
-    )
+    settings, own = given(make_parser(), arguments, SETTINGS)
+    config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    for name in ("choices", "json"):
-        if name in given:
-            given[name] = Path(given[name])
-    if not config.data and "choices" not in given:
+    own |= {name: Path(own[name]) for name in ("choices", "json") if name in own}
+    if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     for name in OF_WINDOWS:
-        if name in given and not config.data:
-            raise UsageError(f"{spelled(name)} {given[name]}: of no text: give --data PATH as well")
-        if given.get(name, 1) < 1:
-            raise UsageError(f"{spelled(name)} {given[name]}: expected at least 1")
-    return Task(config, **given)
+        if name in own and not config.data:
+            raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+        within(name, own.get(name, 1), 1)
+    return Task(config, **own)

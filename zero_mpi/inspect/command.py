@@ -17,8 +17,7 @@ from typing import Any
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.config.command_line import argument
-from zero_mpi.config.settings import FIELDS
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
@@ -52,9 +51,7 @@ def make_parser() -> Parser:
         help="of two run folders: what their bits depend on and differs, the first record and tensor that "
         "differ, and by computing that step again what first differs in it",
     )
-    parser.add_argument(
-        "--data", **argument(FIELDS["data"]) | {"help": "with --why: where the data of both runs lie now"}
-    )
+    add_settings(parser, {"data": "with --why: where the data of both runs lie now"})
     parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
     parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")

@@ -11,8 +11,8 @@ from typing import Any
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
-from zero_mpi.config.bounds import check
-from zero_mpi.config.command_line import joined
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import given, joined
 from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.inputs import adapted, model_from_flags, open_init, open_tokenizer, read_model
 from zero_mpi.config.model_sizes import settled
@@ -103,16 +103,15 @@ def add_own(group: Any) -> None:
 
 def read(arguments: Sequence[str]) -> Question:
     """The question of a command line; raises UsageError."""
-    given = vars(make_parser().parse_args(arguments))
-    own = {name: given.pop(name) for name in OWN if name in given}
-    path = given.pop("config", None)
-    settings = joined(read_toml(Path(path)) if path else {}, given)
+    own, flags = given(make_parser(), arguments, OWN)
+    path = flags.pop("config", None)
+    settings = joined(read_toml(Path(path)) if path else {}, flags)
     config = Config(**settings)
     check(config)
     for name in SWEEP:
         if name in own and "sweep" not in own:
             raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
-    ranks, nodes = at_least_one(own, "ranks", 1), at_least_one(own, "nodes", 1)
+    ranks, nodes = (within(name, own.get(name, 1), 1) for name in ("ranks", "nodes"))
     if ranks % nodes:
         raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
     model = find_model(config, own.get("base"))
@@ -127,8 +126,8 @@ def read(arguments: Sequence[str]) -> Question:
         cases,
         machine,
         known,
-        per_node=at_least_one(own, "ranks_per_node", ranks // nodes),
-        most_ranks=at_least_one(own, "most_ranks", 4096),
+        per_node=within("ranks_per_node", own.get("ranks_per_node", ranks // nodes), 1),
+        most_ranks=within("most_ranks", own.get("most_ranks", 4096), 1),
         sweeps="sweep" in own,
         json=Path(own["json"]) if "json" in own else None,
         text=text_if_there(config, model),
@@ -142,14 +141,6 @@ def text_if_there(config: Config, model: ModelConfig) -> int:
         return text_bytes(config, model)
     except (UsageError, OSError):
         return 0
-
-
-def at_least_one(own: dict[str, Any], name: str, default: int) -> int:
-    """A count among our own flags; raises UsageError."""
-    value = int(own.get(name, default))
-    if value < 1:
-        raise UsageError(f"{spelled(name)} {value}: expected at least 1")
-    return value
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:

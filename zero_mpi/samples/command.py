@@ -18,9 +18,9 @@ import numpy as np
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import percent, plural, write
-from zero_mpi.config.command_line import argument
+from zero_mpi.config.bounds import within
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, tokenizer_in, tokenizer_of, with_template
-from zero_mpi.config.settings import FIELDS, spelled
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
@@ -74,8 +74,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="PATH", help="conversations as .jsonl, or folders of them"
     )
-    for name in ("chat_template", "loss_on"):
-        parser.add_argument(spelled(name), **argument(FIELDS[name]))
+    add_settings(parser, {"chat_template": "", "loss_on": ""})
     parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     return parser
@@ -86,8 +85,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if world.size > 1:
         raise UsageError("samples runs in one process: leave mpirun out")
-    if options.count < 0:
-        raise UsageError(f"--count {options.count}: expected at least 0")
+    within("count", options.count, 0)
     files = collect_files(options.data)
     if not are_conversations(files):
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.config.command_line import argument
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
-from zero_mpi.config.settings import FIELDS, spelled
 from zero_mpi.data import ByteTokenizer, Tokenizer
 from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.text_documents import separator
@@ -66,7 +65,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="leave out lines and rows without a text there, and count them",
     )
-    parser.add_argument(spelled("control_tokens"), **argument(FIELDS["control_tokens"]))
+    add_settings(parser, {"control_tokens": ""})
     parser.add_argument(
         "--part-mb",
         type=float,

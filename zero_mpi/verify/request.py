@@ -11,9 +11,9 @@ from typing import Any
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config import replay
-from zero_mpi.config.bounds import check
-from zero_mpi.config.command_line import argument, joined
-from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import add_settings, given, joined
+from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import checked_type, read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -23,6 +23,10 @@ from zero_mpi.train.same_flags import settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # of computing, which move no bit
+SETTINGS = {
+    **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
+    **dict.fromkeys(MEANS, "(default: as in the run)"),
+}
 MOST_SEED = 1 << 32
 EXAMPLES = """\
 Examples:
@@ -71,31 +75,26 @@ def make_parser() -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
-    parser.add_argument(
-        "--from", type=int, metavar="STEP", dest="first", help="compute from the state after this step on"
-    )
-    parser.add_argument("--to", type=int, metavar="STEP", dest="last", help="up to the state after this step")
+    parser.add_argument("--from", type=int, metavar="STEP", help="compute from the state after this step on")
+    parser.add_argument("--to", type=int, metavar="STEP", help="up to the state after this step")
     parser.add_argument(
         "--sample", type=int, metavar="K", help="compute K of the stretches between checkpoints; 0: none"
     )
     parser.add_argument("--seed", type=int, help="by which these are drawn (default: any, which is told)")
     parser.add_argument("--expect", metavar="HEX", help="what the run has printed as its proof at the end")
-    for name in (*PLACES, *MEANS):
-        text = "where it lies now (default: where it lay)" if name in PLACES else "(default: as in the run)"
-        parser.add_argument(spelled(name), **argument(FIELDS[name]) | {"help": text})
+    add_settings(parser, SETTINGS)
     return parser
 
 
 def read_request(arguments: Sequence[str]) -> Request:
     """What a command line asks for; raises UsageError for what cannot be meant."""
-    given = vars(make_parser().parse_args(arguments))
-    run = Path(given.pop("run"))
-    now = {name: given.pop(name) for name in (*PLACES, *MEANS) if name in given}
-    for name, value in given.items():
-        flag = {"first": "--from", "last": "--to"}.get(name, spelled(name))
-        if isinstance(value, int) and not 0 <= value < MOST_SEED:
-            raise UsageError(f"{flag} {value}: expected at least 0")
-    return Request(run, config_of(run, now), **given)
+    now, own = given(make_parser(), arguments, SETTINGS)
+    run, first, last = Path(own.pop("run")), own.get("from"), own.get("to")
+    for name in ("from", "to", "sample", "seed"):
+        within(name, own.get(name, 0), 0, MOST_SEED)
+    return Request(
+        run, config_of(run, now), first, last, own.get("sample"), own.get("seed"), own.get("expect")
+    )
 
 
 def config_of(run: Path, now: dict[str, Any]) -> Config:
