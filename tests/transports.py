@@ -1,8 +1,14 @@
-"""The exact transports of the host by their names: tests of bits, bytes and time lines run on each."""
+"""The exact transports of the host by their flags: tests of bits, bytes and time lines run on each.
+
+Which there are `comm.kinds` says; one without a class here fails all of these tests.
+"""
 
 from zero_mpi import MPIComm
+from zero_mpi.comm import kinds
 from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.shared.comm import SharedComm
 
-ON_ONE_NODE = {"mpi": MPIComm, "shared": SharedComm}
-ON_SEVERAL = {"mpi": MPIComm, "shared": NodesComm}
+CLASSES = {kinds.MPI: MPIComm, kinds.SHARED: SharedComm, kinds.NODES: NodesComm}
+OF_HOST = [kind for kind in kinds.TRANSPORTS if not kind.on_gpu and kind is not kinds.SERIAL]
+ON_ONE_NODE = {kind.flag: CLASSES[kind] for kind in OF_HOST if kind is not kinds.NODES}
+ON_SEVERAL = {kind.flag: CLASSES[kind] for kind in OF_HOST if kind.spans_nodes}

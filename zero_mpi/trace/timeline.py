@@ -218,12 +218,8 @@ class Tracer:
             if step + 1 < self.stop:
                 self._say(Caution(f"the run ended before step {self.stop - 1}, the last one to trace"))
         elif self._path is not None and not self._recorded[0]:
-            self._say(
-                Caution(
-                    f"no time line: the run ended after step {step}, and --trace-steps "
-                    f"{self.first}:{self.stop} has no step of this run"
-                )
-            )
+            why = f"--trace-steps {self.first}:{self.stop} has no step of this run"
+            self._say(Caution(f"no time line: the run ended after step {step}, and {why}"))
 
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
