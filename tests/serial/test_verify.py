@@ -495,8 +495,11 @@ def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, ve
 def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
     with pytest.raises(UsageError, match=r"expected a run folder.*no config.toml"):
         verify(tmp_path)
-    with pytest.raises(UsageError, match="--sample -1"):
-        verify(run, "--sample", -1)
+    for flag, value in (("--sample", -1), ("--from", -2), ("--to", -3)):
+        with pytest.raises(UsageError, match=f"^{flag} {value}: expected at least 0$"):
+            verify(run, flag, value)
+    with pytest.raises(UsageError, match=r"^--seed 4294967296: .* at least 0 and less than 4294967296$"):
+        verify(run, "--seed", 1 << 32)
     replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
     (run / "proof.jsonl").unlink()
     with pytest.raises(UsageError, match="--reduction fast: its sums depend on ranks"):
