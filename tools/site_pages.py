@@ -1,0 +1,112 @@
+"""The pages of the site, from where they lie in the project: what mkdocs asks while it builds (mkdocs.yml).
+
+README is the first page, and those at the root of the project become pages too. Links between pages are
+written as the repository needs them; here each is made the one that leads to the same place on the site. A
+file of the project that a page links comes along. Of mkdocs only `File.generated` is used, so that tests can
+do without it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from reference import reference_pages
+
+ROOT = Path(__file__).resolve().parents[1]
+# Pages that the site has elsewhere than docs/ does: those at the root, and the table of all pages.
+MOVED = {
+    "README.md": "index.md",
+    "docs/index.md": "pages.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+ASSETS = ROOT / "tools" / "site_assets"
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"<code>(?=[^<]{1,26}</code>)")  # what fits into a line of a telephone
+LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[#)])")
+
+
+def pages() -> dict[str, str]:
+    """Path in the project -> path on the site, for every page that is written by hand."""
+    own = {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))}
+    return own | MOVED
+
+
+def places() -> dict[str, str]:
+    """The same for pages, pictures, and files of the project that a page links."""
+    found = pages()
+    found |= {f"docs/images/{path.name}": f"images/{path.name}" for path in (ROOT / "docs/images").iterdir()}
+    for page in pages():
+        for link in linked(page):
+            found.setdefault(link, f"files/{link}")
+    return found
+
+
+def linked(page: str) -> list[str]:
+    """The paths in the project that a page links."""
+    parts = CODE.split((ROOT / page).read_text(encoding="utf-8"))
+    return [target(page, link) for part in parts[::2] for link in LINK.findall(part)]
+
+
+def target(page: str, link: str) -> str:
+    """The path in the project that a link of a page means."""
+    return os.path.normpath(Path(page).parent / link)
+
+
+def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
+    """The text of a page, each link from where the page is on the site."""
+    here = Path(places[page]).parent
+
+    def moved(link: re.Match[str]) -> str:
+        return os.path.relpath(places[target(page, link[1])], here)
+
+    parts = CODE.split(text)
+    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs: the pages and files of the site, beside those that docs/ has already."""
+    from mkdocs.structure.files import File  # is not there where tests read this file
+
+    def add(path: str, **how: Any) -> None:
+        if old := files.get_file_from_path(path):
+            files.remove(old)
+        files.append(File.generated(config, path, **how))
+
+    for source, path in places().items():
+        if not source.startswith("docs/") or source in MOVED:
+            add(path, abs_src_path=str(ROOT / source))
+    for asset in ASSETS.iterdir():
+        add(f"assets/{asset.name}", abs_src_path=str(asset))
+    for path, text in reference_pages().items():
+        add(path, content=text)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs: a page's text before it becomes HTML.
+
+    A page without headings leaves the room of their list to its tables.
+    """
+    if "\n## " not in markdown and not page.file.src_uri.startswith("reference/"):
+        page.meta["hide"] = ["toc"]
+    sources = {path: source for source, path in pages().items()}
+    source = sources.get(page.file.src_uri)
+    return with_links_of_the_site(source, markdown, places()) if source else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs: a page's HTML. Bars in tables, escaped as forges want it, lose their backslash."""
+    html = re.sub(r"<(t[dh])[ >].*?</\1>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
+    return NAME.sub('<code class="name">', html)
+
+
+def on_post_build(config: Any) -> None:
+    """Called by mkdocs at the end: what is of use only to a host whose address is known goes."""
+    for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
+        (Path(config.site_dir) / name).unlink(missing_ok=True)
