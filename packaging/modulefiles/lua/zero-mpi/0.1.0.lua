@@ -1,0 +1,16 @@
+-- For Lmod. The package lies in a virtual environment:
+--   python3 -m venv /opt/zero-mpi/0.1.0 && /opt/zero-mpi/0.1.0/bin/pip install 'zero_mpi-0.1.0-py3-none-any.whl[fast]'
+-- or in the folder that ZERO_MPI_PREFIX names. Sites load their MPI here too: uncomment the line, or put [mpich] above.
+
+local version = "0.1.0"
+local root = os.getenv("ZERO_MPI_PREFIX") or pathJoin("/opt/zero-mpi", version)
+
+help("zero_mpi: transformers trained over MPI ranks. mpirun -n 8 python -m zero_mpi.train --help")
+whatis("Name: zero-mpi")
+whatis("Version: " .. version)
+whatis("Description: Train transformers sharded over MPI ranks, exact to the last bit, into GGUF")
+conflict("zero-mpi")
+-- load("mpich")
+
+prepend_path("PATH", pathJoin(root, "bin"))
+setenv("VIRTUAL_ENV", root)

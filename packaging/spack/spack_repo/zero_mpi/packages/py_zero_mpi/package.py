@@ -1,0 +1,44 @@
+"""zero_mpi for Spack, in a repository of its own: `spack repo add packaging/spack/spack_repo/zero_mpi`."""
+
+import os
+
+from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import *
+
+
+class PyZeroMpi(PythonPackage):
+    """Train transformers sharded over MPI ranks, exact to the last bit, into GGUF."""
+
+    # The archive of `make dist`, in the folder where spack is called; with --no-checksum: it has no digest
+    # before it is published.
+    manual_download = True
+    url = f"file://{os.getcwd()}/zero_mpi-0.1.0.tar.gz"
+
+    license("MIT")
+
+    version("0.1.0")
+
+    variant("fast", default=True, description="Compiled operations, by numba")
+    variant("tokenizers", default=False, description="Tokenizers of byte-level BPE")
+    variant("arrow", default=False, description="Arrow and Parquet files")
+
+    depends_on("python@3.11:", type=("build", "run"))
+    depends_on("py-hatchling@1.27:", type="build")
+
+    depends_on("mpi", type=("build", "run"))
+    depends_on("py-numpy@2.0:", type=("build", "run"))
+    depends_on("py-mpi4py@4.1:", type=("build", "run"))
+    depends_on("py-gguf@0.17:", type=("build", "run"))
+    depends_on("py-jinja2@3.1:", type=("build", "run"))
+    depends_on("py-ml-dtypes@0.5:", type=("build", "run"))
+    depends_on("py-threadpoolctl@3.5:", type=("build", "run"))
+    depends_on("py-tomli-w@1.1:", type=("build", "run"))
+    depends_on("py-tqdm@4.66:", type=("build", "run"))
+    depends_on("py-xxhash@3.5:", type=("build", "run"))
+
+    depends_on("py-numba@0.61:", type=("build", "run"), when="+fast")
+    depends_on("py-tokenizers@0.21:", type=("build", "run"), when="+tokenizers")
+    depends_on("py-pyarrow@18:", type=("build", "run"), when="+arrow")
+
+    skip_modules = ["zero_mpi.comm.gpu", "zero_mpi.ops.gpu"]  # these need CuPy

@@ -1,0 +1,85 @@
+"""Package managers of clusters get the version and the dependencies of pyproject.toml, by `packaging/`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from docs_pages import ROOT
+
+import zero_mpi
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FLOORS = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", line).groups() for line in PROJECT["dependencies"])
+PYTHON = PROJECT["requires-python"].removeprefix(">=")
+PACKAGING = ROOT / "packaging"
+SPACK = PACKAGING / "spack/spack_repo/zero_mpi/packages/py_zero_mpi/package.py"
+# What conda-forge and EasyBuild call otherwise, and what EasyBuild has in a bundle.
+CONDA = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash"}
+EASYBUILD = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash", "numpy": "SciPy-bundle"}
+BUNDLED = {
+    "jinja2": "Python-bundle-PyPI",
+    "threadpoolctl": "Python-bundle-PyPI",
+    "tomli-w": "Python-bundle-PyPI",
+}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version to compare."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def test_every_file_is_for_this_version():
+    texts = {path: path.read_text() for path in PACKAGING.rglob("*") if path.is_file()}
+    assert len(texts) >= 9
+    for path, text in texts.items():
+        named = set(re.findall(r"zero[_-]mpi[-/]v?(\d+\.\d+\.\d+)", f"{path.name} {text}"))
+        named |= set(re.findall(r"^\s*(?:set |local )?version\W+(\d[\d.]*\d)", text, re.MULTILINE))
+        assert named <= {zero_mpi.__version__}, path
+        if path.suffix not in (".py", ".yaml") or path in (SPACK, PACKAGING / "conda/recipe.yaml"):
+            assert named, f"{path} names no version"
+    assert f"\nversion: {zero_mpi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_dependencies_of_spack():
+    found = dict(
+        re.findall(r'depends_on\("py-([\w-]+)@([\d.]+):", type=\("build", "run"\)\)', SPACK.read_text())
+    )
+    assert found == FLOORS
+    assert f'depends_on("python@{PYTHON}:"' in SPACK.read_text()
+    extras = PROJECT["optional-dependencies"]
+    for name, floor, variant in re.findall(r'"py-(\w+)@([\d.]+):".*when="\+(\w+)"', SPACK.read_text()):
+        assert extras[variant] == [f"{name}>={floor}"]
+
+
+def test_dependencies_of_conda():
+    run = (PACKAGING / "conda/recipe.yaml").read_text().partition("  run:\n")[2].partition("\n\n")[0]
+    found = dict(re.findall(r"- ([\w-]+) >=([\d.]+)", run))
+    assert found == {CONDA.get(name, name): floor for name, floor in FLOORS.items()} | {"python": PYTHON}
+
+
+def test_dependencies_of_easybuild():
+    text = next((PACKAGING / "easybuild").glob("*.eb")).read_text()
+    found = dict(re.findall(r"\('([\w-]+)', '([\d.]+)'", text))
+    for name, floor in FLOORS.items():
+        if name in BUNDLED:
+            assert BUNDLED[name] in found
+        elif name == "numpy":
+            assert found[EASYBUILD[name]] >= "2025"  # has numpy 2
+        else:
+            assert numbers(found[EASYBUILD.get(name, name)]) >= numbers(floor), name
+    assert numbers(found["Python"]) >= numbers(PYTHON)
+
+
+@pytest.mark.parametrize("name", ["tcl/zero-mpi", "lua/zero-mpi"])
+def test_a_module_is_named_by_its_version(name):
+    assert [
+        path.stem if path.suffix == ".lua" else path.name
+        for path in (PACKAGING / "modulefiles" / name).iterdir()
+    ] == [zero_mpi.__version__]
+
+
+def test_python_files_compile():
+    for path in PACKAGING.rglob("*.py"):
+        compile(path.read_text(), path, "exec")
