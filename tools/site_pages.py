@@ -27,6 +27,7 @@ MOVED = {
 ASSETS = ROOT / "tools" / "site_assets"
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"<code>(?=[^<]{1,26}</code>)")  # what fits into a line of a telephone
+FILE = re.compile(r"(?<=\[)[\w./-]+\.md(?=\]\(([^)#\s]+))")  # a link that is called by its file
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[#)])")
 
 
@@ -57,15 +58,23 @@ def target(page: str, link: str) -> str:
     return os.path.normpath(Path(page).parent / link)
 
 
+def title(page: str) -> str:
+    """The heading of a page."""
+    return (ROOT / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def with_links_of_the_site(page: str, text: str, places: dict[str, str]) -> str:
-    """The text of a page, each link from where the page is on the site."""
+    """The text of a page, each link from where the page is on the site; files are called by their titles."""
     here = Path(places[page]).parent
+
+    def called(name: re.Match[str]) -> str:
+        return title(target(page, name[1]))
 
     def moved(link: re.Match[str]) -> str:
         return os.path.relpath(places[target(page, link[1])], here)
 
     parts = CODE.split(text)
-    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(moved, FILE.sub(called, part)) for part in parts[::2]]
     return "".join(parts)
 
 

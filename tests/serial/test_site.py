@@ -38,7 +38,7 @@ def reference() -> ModuleType:
 def test_the_navigation_has_every_page_once(site, reference):
     settings = (ROOT / "mkdocs.yml").read_text()
     nav = re.search(r"^nav:\n(.*?)^\S", settings, re.MULTILINE | re.DOTALL)[1]
-    listed = re.findall(r"- ([\w/-]+\.md)$", nav, re.MULTILINE)
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted([*site.pages().values(), *reference.reference_pages()])
 
 
@@ -51,6 +51,12 @@ def test_every_link_of_a_page_leads_to_the_same_place_on_the_site(site):
         meant = [places[target] for target in site.linked(source)]
         assert links == meant, page  # all pages lie side by side
         assert all((ROOT / target).is_file() for target in site.linked(source)), page
+
+
+def test_a_link_that_is_called_by_its_file_is_called_by_its_title_there(site):
+    text = "[docs/exact.md](docs/exact.md#limits), [exact](docs/exact.md)"
+    moved = site.with_links_of_the_site("README.md", text, site.places())
+    assert moved == "[Exact mode](exact.md#limits), [exact](exact.md)"
 
 
 def test_code_of_a_page_is_not_taken_for_links(site):
