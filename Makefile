@@ -94,8 +94,9 @@ structure: $(VENV)/.has-dev
 	python tools/structure.py
 	python tools/budget.py
 
+# Not --quiet: it keeps warnings from --strict, which counts them.
 docs: $(VENV)/.has-docs
-	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	python tools/check_site.py
 
 # The wheel comes out of the archive, so what the archive lacks is missed here.
