@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 9035, "package": 51536}
+BUDGET = {"engine": 9035, "package": 51393}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -61,7 +61,7 @@ ASKERS = {
     "plan/case.py": 1,
     "plan/flags.py": 8,
     "plan/machine.py": 1,
-    "plan/rank_memory.py": 2,
+    "plan/rank_memory.py": 1,
     "plan/report.py": 1,
     "plan/resident.py": 1,
     "plan/step_time.py": 1,

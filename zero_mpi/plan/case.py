@@ -12,8 +12,9 @@ from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
-from zero_mpi.sharding.offload import NONE, STATE
+from zero_mpi.sharding.offload import MOMENTS, NONE, OF_MOMENTS, OF_STATE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
+from zero_mpi.sharding.unit import Unit
 
 OF_LAYOUT = (  # what a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
@@ -62,11 +63,6 @@ class Case:
         """The types of what is computed and of what travels."""
         return precision_named(self.precision_name, self.reduce_dtype)
 
-    @property
-    def compute_bytes(self) -> int:
-        """Of an element of gathered parameters and activations."""
-        return int(self.precision.compute.itemsize)
-
     def kept_bytes(self, unit: int) -> int:
         """Of an element of what is gathered of a unit."""
         return self.layout.units[unit].kept_bytes(self.precision.compute)
@@ -82,14 +78,9 @@ class Case:
         return self.device == "cuda"
 
     @property
-    def offloads(self) -> bool:
-        """Whether moments lie in the host's memory."""
-        return self.offload != NONE
-
-    @property
-    def offloads_masters(self) -> bool:
-        """Whether parameters in float32 do as well."""
-        return self.offload == STATE
+    def offloaded(self) -> int:
+        """How many arrays of what is updated lie in the host's memory."""
+        return {NONE: 0, MOMENTS: OF_MOMENTS, STATE: OF_STATE}[self.offload]
 
     @property
     def strategy(self) -> Strategy:
@@ -140,11 +131,6 @@ class Case:
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
-    def shares_slots(self) -> bool:
-        """Whether gradients are reduced where they were written, in memory that ranks share."""
-        return self.transport.shares_memory
-
-    @property
     def shares_gathers(self) -> bool:
         """Whether a node gathers units into buffers of all its ranks."""
         return self.transport == kinds.NODES and not self.hybrid
@@ -168,6 +154,26 @@ class Case:
     def partitions(self) -> list[Partition]:
         """Per unit, who owns what of it."""
         return [partition_of(*unit.dealt, self.owners) for unit in self.layout.units]
+
+    @property
+    def slices(self) -> list[tuple[Unit, int]]:
+        """Each unit, and the elements of it that rank 0 owns."""
+        owned = [partition.counts[0] for partition in self.partitions]
+        return list(zip(self.layout.units, owned, strict=True))
+
+    @property
+    def trained(self) -> list[tuple[Unit, int]]:
+        """Those of the slices whose units are not frozen."""
+        return [(unit, own) for unit, own in self.slices if unit.trainable]
+
+    @property
+    def chunks(self) -> int:
+        """Those of the whole gradient, over which its norm is summed."""
+        return sum(unit.length // unit.quantum for unit, _ in self.trained)
+
+    def updated(self, unit: Unit, own: int) -> int:
+        """Elements of a unit that rank 0's optimizer works on."""
+        return own if self.strategy.shards_moments else unit.length
 
 
 @lru_cache(maxsize=64)

@@ -8,8 +8,6 @@ which every link carries a unit once.
 
 from __future__ import annotations
 
-import math
-
 from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import CHAIN_PIECE, EXACT_PIECE
 from zero_mpi.plan.case import Case
@@ -23,11 +21,6 @@ SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
 def slowest(case: Case, machine: Machine) -> Link:
     """The link that all ranks wait for."""
     return machine.between if case.nodes > 1 else machine.node
-
-
-def tree_depth(ranks: int) -> int:
-    """Messages one after the other in a tree."""
-    return math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
 
 def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
@@ -46,7 +39,7 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 def ring_seconds(members: int, link: Link, part: int, whole: int) -> float:
     """To pass parts on in a ring until every member has the whole; bytes."""
     steps = members - 1
-    latencies = tree_depth(members) if whole < SHORT else steps
+    latencies = steps.bit_length() if whole < SHORT else steps
     return latencies * link.alpha + steps * part * link.beta
 
 
@@ -90,7 +83,7 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
     """To sum a vector on all ranks, in place: a reduction into slices and a gather of them."""
     if case.ranks == 1:
         return 0.0
-    link, depth = slowest(case, machine), tree_depth(case.ranks)
+    link, depth = slowest(case, machine), (case.ranks - 1).bit_length()
     if nbytes < SHORT:
         return depth * (link.alpha + nbytes * link.beta)
     sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)

@@ -41,18 +41,6 @@ class FakeArray(np.ndarray[Any, Any]):
             self.memory.passes(self)
 
 
-class _Loan(weakref.ref[Any]):
-    """Watches the owner of a fake array's addresses, which lives as long as any view of it."""
-
-    __slots__ = ("memory", "size")
-    memory: FakeMemory
-    size: int
-
-
-def _came_back(loan: _Loan) -> None:
-    loan.memory.give(loan)
-
-
 class FakeMemory:
     """Counts what fake arrays would take, and what making them would cost.
 
@@ -68,52 +56,40 @@ class FakeMemory:
         self.flop = self.moved = 0.0
         self._small_now = 0
         self._free: Counter[int] = Counter()  # blocks by size class
-        self._loans: dict[int, _Loan] = {}
-        self._arena = self._reserve(LEAST_ARENA)
+        self._arena: Any = b""
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """A fake array that is counted, as `arrays.recycled` would place it."""
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        owner = self._addresses(nbytes)
-        loan = _Loan(owner, _came_back)
-        loan.memory, loan.size = self, size_class(nbytes) if nbytes >= RECYCLED_FROM else -nbytes
-        self._loans[id(loan)] = loan
-        if loan.size < 0:
-            self._small_now += nbytes
+        fake = self.outside(shape, dtype)
+        block = size_class(fake.nbytes) if fake.nbytes >= RECYCLED_FROM else 0
+        if not block:
+            self._small_now += fake.nbytes
             self.small = max(self.small, self._small_now)
-        elif loan.size > 0 and self._free[loan.size]:
-            self._free[loan.size] -= 1
+        elif self._free[block]:
+            self._free[block] -= 1
         else:
-            self.held += loan.size
-        return self._fake(shape, dtype, owner)
+            self.held += block
+        # Views of any kind keep the owner of the addresses.
+        weakref.finalize(fake.base, self._give, block, fake.nbytes).atexit = False
+        return fake
 
-    def give(self, loan: _Loan) -> None:
+    def _give(self, block: int, nbytes: int) -> None:
         """The last view of a fake array is gone."""
-        del self._loans[id(loan)]
-        if loan.size < 0:
-            self._small_now += loan.size
+        if block:
+            self._free[block] += 1
         else:
-            self._free[loan.size] += 1
+            self._small_now -= nbytes
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A fake array that is not counted: its memory belongs to somebody else."""
-        return self._fake(shape, dtype, self._addresses(math.prod(shape) * np.dtype(dtype).itemsize))
-
-    def _addresses(self, nbytes: int) -> Any:
-        """An owner of `nbytes` addresses; all fake arrays may have the same ones."""
-        if nbytes > len(self._arena):
-            self._arena = self._reserve(1 << nbytes.bit_length())
-        return (ctypes.c_char * max(1, nbytes)).from_buffer(self._arena)
-
-    def _reserve(self, size: int) -> mmap.mmap:
-        """`size` addresses; raises MemoryError."""
-        try:
-            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-        except OSError as error:
-            raise MemoryError(f"{size} bytes of address space: {error.strerror}") from error
-
-    def _fake(self, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
-        fake = FakeArray(shape, dtype, owner)
+        """A fake array that is not counted: its memory belongs to somebody else; raises MemoryError."""
+        nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        if nbytes > len(self._arena):  # all fake arrays may have the same addresses
+            size = max(LEAST_ARENA, 1 << nbytes.bit_length())
+            try:
+                self._arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            except OSError as error:
+                raise MemoryError(f"{size} bytes of address space: {error.strerror}") from error
+        fake = FakeArray(shape, dtype, (ctypes.c_char * nbytes).from_buffer(self._arena))
         fake.memory = self
         return fake
 

@@ -24,12 +24,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 def fake(operation: Any) -> Callable[[Operation], Operation]:
     """Let a function stand for an operation where its first array is a fake one."""
-
-    def register(function: Operation) -> Operation:
-        operation.register(FakeArray, function)
-        return function
-
-    return register
+    return lambda function: operation.register(FakeArray, function)
 
 
 def memory_of(x: Array) -> FakeMemory:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.config.bounds import check, within
@@ -19,10 +22,11 @@ from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
+from zero_mpi.export.encode import FILE_TYPES, kind_of
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.beside_adapters import BASES, beside_adapters
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, SimulatedComm
-from zero_mpi.plan.machine import Machine, assumed, machine_of, read_doctor
+from zero_mpi.plan.machine import RATES, Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes
 from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
 from zero_mpi.sharding.offload import STATE
@@ -36,16 +40,6 @@ Examples:
 
   python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks 64
   python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-RATES = {
-    "alpha": "seconds that a message between nodes takes at least",
-    "beta": "seconds a byte over a node's link",
-    "alpha_node": "the same between ranks of a node",
-    "beta_node": "the same between ranks of a node",
-    "flops": "floating-point operations a second of a rank's matrix products",
-    "memory_bandwidth": "bytes a second of a rank in everything else",
-    "host_bandwidth": "bytes a second between a GPU and its host, each way",
-}
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "prefetch", "bucket_mb", "recompute", "async_save", "reduce_dtype", "offload",
     "ema",
@@ -90,10 +84,12 @@ def add_own(group: Any) -> None:
     """The flags that only a plan has."""
     group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
     group.add_argument("--nodes", type=int, metavar="M", help="nodes that they are on (default: 1)")
-    group.add_argument("--base", choices=BASES, help="type of the GGUF beside --lora, without --init")
+    group.add_argument(
+        "--base", choices=tuple(FILE_TYPES), help="type of the GGUF beside --lora, without --init"
+    )
     group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
     group.add_argument("--doctor", metavar="FILE", help="rates that zero_mpi.doctor measured (its JSON)")
-    for name, text in RATES.items():
+    for name, (_, text, *_) in RATES.items():
         group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before --doctor")
     group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
     group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
@@ -159,13 +155,33 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
     return model
 
 
+def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> ModelConfig:
+    """A model of sizes with the adapters of the flags; raises UsageError for a base that cannot be.
+
+    base: the type in which `export` would write it, whose blocks it then stays in; None: floats
+    """
+    adapted = replace(model, lora=config.adapters)
+    if base is None:
+        return adapted
+    if adapted.lora is None:
+        raise UsageError(f"--base {base}: beside no adapter: give --lora RANK as well")
+    if config.device == "cuda":
+        raise UsageError(f"--base {base}: on a GPU it is kept as floats: leave it out")
+    wanted = GGMLQuantizationType[base.upper()]
+    kinds = {
+        name: kind_of(TensorSpec(name, param.shape, wanted), wanted).name
+        for name, param in model.params().items()
+    }
+    stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
+    return replace(adapted, lora=replace(adapted.lora, stored=stored))
+
+
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """The case of a configuration on so many ranks and nodes."""
-    wanted = config.transport
+    """The case of a configuration on so many ranks and nodes; raises UsageError for one that cannot be."""
+    wanted, on_gpu = config.transport, config.device == "cuda"
+    fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
         raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
-    on_gpu = config.device == "cuda"
-    fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
     if not fitting and on_gpu:
         raise UsageError(f"--transport {wanted}: expected --device cpu; GPUs send messages: use auto or mpi")
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
@@ -181,7 +197,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         ranks=ranks,
         nodes=nodes,
         strategy_name=config.strategy,
-        transport_wanted=config.transport,
+        transport_wanted=wanted,
         exact_wanted=config.reduction == "exact",
         micro_batch=min(config.micro_batch, config.batch_size),
         frozen=config.frozen,
@@ -221,4 +237,4 @@ def read_size(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
-    return float(match[1]) * UNITS[match[2].upper()]
+    return float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))

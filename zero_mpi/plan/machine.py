@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zero_mpi.cli.text import seconds
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import read_file
@@ -51,18 +52,43 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
 ASSUMED_GPU_FP32 = Machine(*GPU_LINKS, flops=4e13, moves=3e12)
-DOCTOR = {  # flag -> where the doctor has it
-    "alpha_node": ("links", "node", "alpha_seconds"),
-    "beta_node": ("links", "node", "beta_seconds_per_byte"),
-    "alpha": ("links", "between", "alpha_seconds"),
-    "beta": ("links", "between", "beta_seconds_per_byte"),
-    "flops": ("flops_per_second_per_rank",),
-    "bf16_flops": ("bf16_flops_per_second_per_rank",),
-    "memory": ("memory_bytes_per_rank",),
+DOCTOR = {  # name -> where the doctor has it
+    "alpha_node": "links.node.alpha_seconds",
+    "beta_node": "links.node.beta_seconds_per_byte",
+    "alpha": "links.between.alpha_seconds",
+    "beta": "links.between.beta_seconds_per_byte",
+    "flops": "flops_per_second_per_rank",
+    "bf16_flops": "bf16_flops_per_second_per_rank",
+    "memory": "memory_bytes_per_rank",
 }
 MOST_DOCTOR = 16 << 20  # bytes of a doctor's JSON
 LARGEST = 1e30  # no rate is so large
-POSITIVE = ("flops", "memory_bandwidth", "memory", "host_bandwidth")
+
+
+def billions(rate: float) -> str:
+    """So many a second, in 10^9."""
+    return f"{rate / 1e9:.3g}"
+
+
+def bandwidth(beta: float) -> str:
+    """Bytes a second, from seconds a byte."""
+    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time a byte"
+
+
+RATES = {  # flag -> field of `Machine` and of a link there, what the flag is, how a report tells it
+    "flops": ("flops", "floating-point operations a second of a rank's products", billions, "GFLOP/s a rank"),
+    "memory_bandwidth": ("moves", "bytes a second of a rank in everything else", billions, "GB/s a rank"),
+    "host_bandwidth": (
+        "host_link",
+        "bytes a second to a GPU's host, each way",
+        billions,
+        "GB/s to the host",
+    ),
+    "alpha_node": ("node.alpha", "least seconds of a message in a node", seconds, "in a node"),
+    "beta_node": ("node.beta", "seconds a byte between ranks of a node", bandwidth, "in a node"),
+    "alpha": ("between.alpha", "least seconds of a message between nodes", seconds, "between nodes"),
+    "beta": ("between.beta", "seconds a byte over a node's link", bandwidth, "between nodes"),
+}
 
 
 def read_doctor(path: Path) -> dict[str, float]:
@@ -76,43 +102,35 @@ def read_doctor(path: Path) -> dict[str, float]:
         raise UsageError(f"--doctor {place}: not the JSON of zero_mpi.doctor: {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"--doctor {place}: expected a JSON object of zero_mpi.doctor, found another value")
-    numbers = {name: number_at(path, found, keys) for name, keys in DOCTOR.items()}
-    if not any(value is not None for value in numbers.values()):
+    numbers = {name: number_at(place, found, keys) for name, keys in DOCTOR.items()}
+    known = {name: value for name, value in numbers.items() if value is not None}
+    if not known:
         raise UsageError(f"--doctor {place}: no rate in it; expected keys such as links.node.alpha_seconds")
-    return {name: value for name, value in numbers.items() if value is not None}
+    return known
 
 
-def number_at(path: Path, found: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
+def number_at(place: str, found: Any, keys: str) -> float | None:
     """The number at a path of keys, None where there is none; raises UsageError for anything else."""
-    value: Any = found
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if value is None:
+    for key in keys.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if found is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
-        found_at = f"--doctor {shown(path)}: {'.'.join(keys)} is {shown(value)}"
-        raise UsageError(f"{found_at}; expected a number from 0 up")
-    return float(value)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < LARGEST:
+        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number from 0 up")
+    return float(found)
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
     """What is assumed with what is known put in; raises UsageError for a number that cannot be."""
     for name, value in numbers.items():
-        if not 0 <= value < math.inf or (name in POSITIVE and value == 0):
-            least = "more than 0" if name in POSITIVE else "at least 0"
+        field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
+        if not 0 <= value < math.inf or (not of_link and value == 0):
+            least = "at least 0" if of_link else "more than 0"
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected {least}")
-    node = Link(numbers.get("alpha_node", base.node.alpha), numbers.get("beta_node", base.node.beta))
-    between = Link(numbers.get("alpha", base.between.alpha), numbers.get("beta", base.between.beta))
-    memory = numbers.get("memory")
-    return replace(
-        base,
-        node=node,
-        between=between,
-        flops=numbers.get("flops", base.flops),
-        moves=numbers.get("memory_bandwidth", base.moves),
-        memory=None if memory is None else int(memory),
-        host_link=numbers.get("host_bandwidth", base.host_link),
-    )
+        changed: Any = replace(getattr(base, field), **{of_link: value}) if of_link else value
+        changes: dict[str, Any] = {field: int(value) if field == "memory" else changed}
+        base = replace(base, **changes)
+    return base
 
 
 def assumed(on_gpu: bool, precision: str) -> Machine:

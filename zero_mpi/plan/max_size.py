@@ -41,26 +41,24 @@ def largest(case: Case, limit: int) -> Largest:
         except MemoryError:  # this machine does not even have the addresses of a unit's buffers
             return sys.maxsize
 
-    def with_rows(count: int) -> Case:  # as many micro-batches as before
+    def rows(count: int) -> Case:  # as many micro-batches as before
         return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
 
-    def deep(count: int) -> ModelConfig:
-        return stored_alike(replace(case.model, block_count=count), case.model)
+    def deep(count: int) -> Case:
+        return replace(case, model=stored_alike(replace(case.model, block_count=count), case.model))
 
-    def wide(count: int) -> ModelConfig:
-        return stored_alike(widened(case.model, count, step), case.model)
+    def wide(count: int) -> Case:
+        return replace(case, model=stored_alike(widened(case.model, count, steps), case.model))
 
-    step = least_step(case.model)
-    rows = most(lambda count: total(with_rows(count)), limit)
-    layers = most(lambda count: total(replace(case, model=deep(count))), limit)
-    steps = most(lambda count: total(replace(case, model=wide(count))), limit)
-    return Largest(
-        rows,
-        layers,
-        elements(deep(layers)) if layers else 0,
-        steps * step.width,
-        elements(wide(steps)) if steps else 0,
-    )
+    def parameters(changed: Callable[[int], Case], count: int) -> int:
+        return elements(changed(count).model) if count else 0
+
+    steps = width_steps(case.model)
+    sequences = most(lambda count: total(rows(count)), limit)
+    layers = most(lambda count: total(deep(count)), limit)
+    widest = most(lambda count: total(wide(count)), limit)
+    width = case.model.embedding_length // steps * widest
+    return Largest(sequences, layers, parameters(deep, layers), width, parameters(wide, widest))
 
 
 def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
@@ -102,30 +100,16 @@ def guess(size: Callable[[int], int], limit: int) -> int:
     return min(max(1, 4 + int((limit - second) / slope)), MOST)
 
 
-@dataclass(frozen=True)
-class WidthStep:
-    """The least widening that keeps the shape: query heads, key/value heads, columns."""
-
-    heads: int
-    kv_heads: int
-    width: int
+def width_steps(model: ModelConfig) -> int:
+    """In how many equal steps a model is so wide, each of whole heads and the key/value heads of these."""
+    return gcd(model.head_count, getattr(model, "head_count_kv", model.head_count), model.embedding_length)
 
 
-def least_step(model: ModelConfig) -> WidthStep:
-    """Whole heads of the width they have, as many query heads for each key/value head as there are."""
-    kv_heads = int(getattr(model, "head_count_kv", model.head_count))
-    groups = gcd(model.head_count, kv_heads, model.embedding_length)
-    return WidthStep(model.head_count // groups, kv_heads // groups, model.embedding_length // groups)
-
-
-def widened(model: ModelConfig, count: int, step: WidthStep) -> ModelConfig:
-    """The model `count` steps wide; its feed-forward keeps its ratio to the width."""
-    width = count * step.width
+def widened(model: ModelConfig, count: int, steps: int) -> ModelConfig:
+    """The model `count` steps wide, that has `steps` now; its feed-forward keeps its ratio to the width."""
+    names = ("embedding_length", "head_count", "head_count_kv")
     changed: dict[str, Any] = {
-        "embedding_length": width,
-        "head_count": count * step.heads,
-        "feed_forward_length": max(1, round(model.feed_forward_length * width / model.embedding_length)),
+        name: getattr(model, name) // steps * count for name in names if hasattr(model, name)
     }
-    if hasattr(model, "head_count_kv"):
-        changed["head_count_kv"] = count * step.kv_heads
-    return replace(model, **changed)
+    wanted = model.feed_forward_length * changed["embedding_length"] / model.embedding_length
+    return replace(model, feed_forward_length=max(1, round(wanted)), **changed)

@@ -8,14 +8,15 @@ library takes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 from zero_mpi.comm.scratch import Reductions
-from zero_mpi.comm.shared.gradient_pool import padded
+from zero_mpi.comm.shared.gradient_pool import padded, window_bytes
 from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import KERNELS, simulate
-from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE, ROOMS, piece_of
+from zero_mpi.sharding.offload import NONE, ROOMS, STATE, piece_of
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
@@ -73,51 +74,54 @@ class Memory:
 
 def plan_memory(case: Case) -> Memory:
     """The memory of a case."""
-    seen = simulate(case, ROUNDS)
-    slices = [partition.counts[0] for partition in case.partitions]
-    units = list(zip(case.layout.units, slices, strict=True))
-    buffers = sum(padded(length) for length in case.layout.buffers)
-    gathers = sum(padded(length) for length in case.layout.gathers)
-    kinds, trained = case.precision, [(unit, own) for unit, own in units if unit.trainable]
-    averages = case.ema is not None
-    moments = (2 + averages) * BYTES * sum(updated(case, unit, own) for unit, own in trained)
-    snapshot = BYTES * sum(own * copies(case, unit) for unit, own in units) * case.async_save
-    rounded = [(unit, own) for unit, own in units if not unit.room_unpacked(kinds.compute)]
-    masters = BYTES * sum(updated(case, unit, own) for unit, own in rounded) * kinds.is_low
-    on_host = moments * case.offloads + masters * case.offloads_masters
-    on_host += snapshot * case.on_gpu + case.transport.pinned(case.ranks)
+    seen, kept, host = simulate(case, ROUNDS), Counter[str](), case.transport.pinned(case.ranks)
+    for unit, own in case.slices:
+        kept.update(bytes_of(case, unit, own))
+    away = {"moments": case.offload != NONE, "masters": case.offload == STATE, "snapshot": case.on_gpu}
+    host += sum(kept.pop(name) for name, is_away in away.items() if is_away)
+    pieces = [min(case.updated(unit, own), piece_of(unit.quantum)) for unit, own in case.trained]
+    gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
-        parameters=sum(
-            unit.kept_bytes(kinds.compute) * kept_parameters(case, unit, own) for unit, own in units
-        ),
-        masters=0 if case.offloads_masters else masters,
-        gradients=BYTES * sum(kept_gradients(case, unit, own) for unit, own in trained),
-        moments=0 if case.offloads else moments,
-        rooms=rooms(case, trained) if case.offloads else 0,
+        parameters=kept["parameters"],
+        masters=kept["masters"],
+        gradients=kept["gradients"],
+        moments=kept["moments"],
+        rooms=ROOMS * case.offloaded * BYTES * max(pieces, default=0),
         gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
         unpacked=seen.unpacked,
-        gradient_buffers=buffers if case.shares_slots else seen.gradient_buffers,
+        gradient_buffers=buffers if case.transport.shares_memory else seen.gradient_buffers,
         activations=seen.activations,
         logits=seen.logits,
         transport=case.transport.scratch(reductions(case)),
-        tables=tables(case, units),
+        tables=kept["tables"],
         workspace=KERNELS[case.device].workspace,
-        snapshot=0 if case.on_gpu else snapshot,
-        node_shared=node_shared(case, gathers, buffers),
-        host=on_host,
+        snapshot=kept["snapshot"],
+        node_shared=node_shared(case),
+        host=host,
     )
 
 
-def copies(case: Case, unit: Unit) -> int:
-    """How often a slice is copied for the files of a checkpoint; an average has the frozen ones as well."""
-    average = case.ema is not None and (unit.trainable or case.model.lora is None)
-    whole = 1 if unit.trainable or case.model.lora is None else 0
-    return whole + average + 2 * unit.trainable
-
-
-def kept_parameters(case: Case, unit: Unit, own: int) -> int:
-    """Elements of a unit's parameters on rank 0; what ranks share counts by slices."""
-    return own if keeps_slices(case) else unit.dealt[0]
+def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
+    """What is kept of a unit between rounds and steps, wherever it lies; of what ranks share, slices."""
+    kind, averages = case.precision.compute, case.ema is not None
+    updated, quantum = case.updated(unit, own), unit.quantum
+    # Without a transport that adds in place a slice is summed beside the whole, into which it is gathered.
+    summed = unit.length + own * (not case.allreduces)
+    if case.strategy.shards_moments or case.shares_wholes:
+        summed = own
+    rounded = case.precision.is_low and not unit.room_unpacked(kind)
+    found = {
+        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
+        "masters": BYTES * updated * rounded,
+        "snapshot": BYTES * own * (1 + averages) * (unit.trainable or case.model.lora is None),
+    }
+    if unit.trainable:
+        found["gradients"] = BYTES * summed
+        found["moments"] = BYTES * updated * (2 + averages)
+        found["snapshot"] += BYTES * own * 2
+        # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
+        found["tables"] = NUMBER * (-(-own // quantum) - (-updated // quantum) + 2 * (unit.length // quantum))
+    return found | {"snapshot": found["snapshot"] * case.async_save}
 
 
 def keeps_slices(case: Case) -> bool:
@@ -126,43 +130,9 @@ def keeps_slices(case: Case) -> bool:
     return shared or case.strategy.shards_parameters
 
 
-def kept_gradients(case: Case, unit: Unit, own: int) -> int:
-    """Elements of a unit's summed gradient on rank 0."""
-    if case.strategy.shards_moments or case.shares_wholes:
-        return own
-    if not case.allreduces:
-        return unit.length + own  # the slice is summed beside the whole, into which it is gathered
-    return unit.length
-
-
-def updated(case: Case, unit: Unit, own: int) -> int:
-    """Elements of a unit that rank 0's optimizer works on."""
-    return own if case.strategy.shards_moments else unit.length
-
-
-def rooms(case: Case, trained: list[tuple[Unit, int]]) -> int:
-    """Bytes of the rooms that what is offloaded passes through."""
-    pieces = [min(updated(case, unit, own), piece_of(unit.quantum)) for unit, own in trained]
-    arrays = OF_STATE if case.offloads_masters else OF_MOMENTS
-    return ROOMS * arrays * BYTES * max(pieces, default=0)
-
-
-def tables(case: Case, units: list[tuple[Unit, int]]) -> int:
-    """Numbers a chunk: its place (of slices), whether it decays (of what is updated), squares twice."""
-    places = sum(-(-own // unit.quantum) for unit, own in units if unit.trainable)
-    decaying = sum(-(-updated(case, unit, own) // unit.quantum) for unit, own in units if unit.trainable)
-    return NUMBER * (places + decaying + 2 * chunks(case))
-
-
-def chunks(case: Case) -> int:
-    """Chunks of the whole gradient, over which its norm is summed."""
-    return sum(unit.length // unit.quantum for unit in case.layout.units if unit.trainable)
-
-
 def reductions(case: Case) -> Reductions:
     """What the transport of a case is asked to reduce."""
-    units, rounds = zip(case.layout.units, case.partitions, strict=True), case.rounds
-    slices = tuple(partition.counts[0] for unit, partition in units if unit.trainable)
+    rounds, slices = case.rounds, tuple(own for _, own in case.trained)
     return Reductions(
         ranks=case.ranks,
         nodes=case.nodes,
@@ -177,10 +147,12 @@ def reductions(case: Case) -> Reductions:
     )
 
 
-def node_shared(case: Case, gathers: int, buffers: int) -> int:
+def node_shared(case: Case) -> int:
     """Bytes of a node's shared windows: wholes or gathered units once, gradients of each rank, counters."""
-    if not case.shares_slots:
+    if not case.transport.shares_memory:
         return 0
-    wholes = case.layout.wholes(case.strategy, case.owners) if case.shares_wholes else []
-    once = gathers if case.shares_gathers else sum(padded(whole.length) for whole in wholes)
-    return max(1, once + case.per_node * buffers) + RANK_BYTES * case.per_node
+    layout, wholes = case.layout, list[int]()
+    if case.shares_wholes:
+        wholes = [whole.length for whole in layout.wholes(case.strategy, case.owners)]
+    once = layout.gathers if case.shares_gathers else wholes
+    return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import Machine
+from zero_mpi.plan.machine import RATES, Machine
 from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
 from zero_mpi.plan.rank_memory import keeps_slices
 from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point
+from zero_mpi.sharding.offload import STATE
 
 TITLE, COLUMN = 34, 16  # widths
 SAMPLE = "sample in the end"
@@ -35,8 +37,6 @@ MEMORY = {
     "total": "total",
 }
 ELSEWHERE = {"node_shared": "(a node in /dev/shm)", "host": "(in the host's memory)"}
-
-
 Column = TypeVar("Column")
 Rows = Iterable[tuple[str, Callable[[Column], str]]]  # a title, and what stands in a column
 TRAFFIC: Rows[Plan] = (
@@ -78,8 +78,7 @@ def row(title: str, values: Iterable[str]) -> str:
 
 def rows(found: Sequence[Column], titles: Rows[Column]) -> Iterator[str]:
     """The lines of a table, with a column for each of `found`."""
-    for title, text in titles:
-        yield row(title, map(text, found))
+    return (row(title, map(text, found)) for title, text in titles)
 
 
 def head(title: str, plans: Sequence[Plan]) -> str:
@@ -90,8 +89,7 @@ def head(title: str, plans: Sequence[Plan]) -> str:
 def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Iterator[str]:
     """All of it."""
     yield from introduction(plans[0].case, machine, known)
-    yield from ("", *memory_lines(plans))
-    yield from ("", *traffic_lines(plans))
+    yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time of a step", plans), *rows(plans, TIME))
     if machine.memory is not None:
         found = [plan.fits for plan in plans if plan.fits is not None]
@@ -107,17 +105,12 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     )
     if case.model.stored:
         yield f"frozen base: {base(case)}"
-    rates = {
-        "flops": f"{machine.flops / 1e9:.3g} GFLOP/s a rank",
-        "memory_bandwidth": f"{machine.moves / 1e9:.3g} GB/s a rank",
-        **({"host_bandwidth": f"{machine.host_link / 1e9:.3g} GB/s to the host"} if case.offloads else {}),
-        "alpha_node": f"{seconds(machine.node.alpha)} in a node",
-        "beta_node": f"{rate(machine.node.beta)} in a node",
-        "alpha": f"{seconds(machine.between.alpha)} between nodes",
-        "beta": f"{rate(machine.between.beta)} between nodes",
-    }
     for title, wanted in (("given", True), ("assumed", False)):
-        texts = [text for name, text in rates.items() if (name in known) == wanted]
+        texts = [
+            f"{figure(attrgetter(place)(machine))} {unit}"
+            for name, (place, _, figure, unit) in RATES.items()
+            if (name in known) == wanted and (name != "host_bandwidth" or case.offloaded)
+        ]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
 
@@ -130,19 +123,12 @@ def base(case: Case) -> str:
 
 def kinds_of(case: Case) -> str:
     """Device and types, where they are not the CPU and float32."""
-    about = [f"{case.device}, a GPU a rank"] * case.on_gpu
+    about = [f"; {case.device}, a GPU a rank"] * case.on_gpu
     if case.precision.is_low:
-        about.append(f"{case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
-    if case.offloads:
-        about.append(
-            "moments and fp32 parameters on the host" if case.offloads_masters else "moments on the host"
-        )
-    return "".join(f"; {text}" for text in about)
-
-
-def rate(beta: float) -> str:
-    """A bandwidth from seconds a byte."""
-    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time a byte"
+        about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
+    if case.offloaded:
+        about.append(f"; moments{' and fp32 parameters' if case.offload == STATE else ''} on the host")
+    return "".join(about)
 
 
 def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -173,21 +159,12 @@ def counted(count: int) -> str:
 
 def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> Iterator[str]:
     """A strategy's points, and what stops it."""
-    yield f"{case.strategy_name}: {case.rounds.micro_batches} micro-batches a step at any number of ranks"
+    name = case.strategy_name
+    yield f"{name}: {case.rounds.micro_batches} micro-batches a step at any number of ranks"
     yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
     for point in points:
-        yield row(
-            f"{point.ranks} ({point.nodes})",
-            [
-                size(point.memory),
-                seconds(point.seconds),
-                seconds(point.exposed),
-                f"{point.tokens_per_second:,.0f}",
-                f"{point.efficiency:.0%}",
-            ],
-        )
-    yield (
-        f"  {case.strategy_name} scales up to the end of this table"
-        if not limits
-        else (f"  {case.strategy_name} stops scaling: {'; '.join(limits)}")
-    )
+        figures = [size(point.memory), seconds(point.seconds), seconds(point.exposed)]
+        figures += [f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.0%}"]
+        yield row(f"{point.ranks} ({point.nodes})", figures)
+    end = f"stops scaling: {'; '.join(limits)}" if limits else "scales up to the end of this table"
+    yield f"  {name} {end}"

@@ -87,8 +87,8 @@ def private(case: Case, memory: Memory) -> int:
     """Bytes of the host that the plan counts for a rank, but for those that it shares with its node."""
     if case.on_gpu:
         return memory.host
-    shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.shares_slots
-    if case.shares_slots and case.shares_wholes:
+    shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.transport.shares_memory
+    if case.transport.shares_memory and case.shares_wholes:
         shared += memory.parameters if case.strategy.shards_moments else memory.gradients
     return memory.total - shared
 

@@ -7,8 +7,6 @@ there a gather is free.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import numpy as np
 
 from zero_mpi.comm import Partition
@@ -18,42 +16,30 @@ from zero_mpi.plan.case import Case
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
 
-class Route(ABC):
-    """Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
+class Route:
+    """Each slice straight to every rank, or to its owner.
 
-    `passes_sums`: what goes between nodes in a reduction are sums, float32 always, and not gradients.
+    Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
+    all_give      ranks with only zeros give these as well
+    passes_sums   what goes between nodes in a reduction are sums, float32 always, and not gradients
     """
 
     passes_sums = False
 
-    def __init__(self, ranks: int, per_node: int) -> None:
-        self.ranks, self.per_node = ranks, per_node
+    def __init__(self, ranks: int, per_node: int, all_give: bool = False) -> None:
+        self.ranks, self.per_node, self.all_give = ranks, per_node, all_give
         self.nodes = -(-ranks // per_node)
         self.rank = np.arange(ranks)
         self.node, self.local = self.rank // per_node, self.rank % per_node
         self.mates = np.bincount(self.node)[self.node] - 1  # others on the same node
 
-    @abstractmethod
     def gathered(self, partition: Partition) -> Given:
         """Of one gather."""
-
-    @abstractmethod
-    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """Of one reduction, to which so many ranks give something; `first` of its step."""
-
-
-class DirectRoute(Route):
-    """Each slice straight to every rank, or to its owner; `all_give`: from ranks with only zeros, too."""
-
-    def __init__(self, ranks: int, per_node: int, all_give: bool) -> None:
-        super().__init__(ranks, per_node)
-        self.all_give = all_give
-
-    def gathered(self, partition: Partition) -> Given:
         own = np.array(partition.counts, np.int64)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+        """Of one reduction, to which so many ranks give something; `first` of its step."""
         own = np.array(partition.counts, np.int64)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
@@ -109,7 +95,7 @@ def routes_of(case: Case) -> tuple[Route, Route]:
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_wholes)
         return by_node, by_node
-    direct = DirectRoute(case.ranks, case.per_node, not case.exact)
+    direct = Route(case.ranks, case.per_node, not case.exact)
     if not case.passes_sums:
         return direct, direct
     lanes = Lanes(case.ranks, case.per_node)

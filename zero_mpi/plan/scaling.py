@@ -32,17 +32,14 @@ class Point:
 def sweep(case: Case, machine: Machine, per_node: int, most: int = MOST_RANKS) -> list[Point]:
     """A point for each power of two up to `most`."""
     points: list[Point] = []
-    ranks = 1
-    while ranks <= most:
+    for ranks in (1 << power for power in range(most.bit_length())):
         here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
         time = step_time(here, machine)
         speed = tokens_per_second(here, time)
         alone = points[0].tokens_per_second if points else speed
         memory = plan_memory(here).total
-        points.append(
-            Point(ranks, here.nodes, memory, time.seconds, time.exposed, speed, speed / alone / ranks)
-        )
-        ranks *= 2
+        figures = memory, time.seconds, time.exposed, speed, speed / alone / ranks
+        points.append(Point(ranks, here.nodes, *figures))
     return points
 
 

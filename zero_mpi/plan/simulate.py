@@ -29,6 +29,7 @@ from zero_mpi.sharding.offload import NONE
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
+TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # by device
 STEPS = 2  # the first finds no buffers, and no transfers of the one before

@@ -14,23 +14,9 @@ from dataclasses import astuple, dataclass, replace
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.cost_model import allreduce_seconds, unit_seconds
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.rank_memory import NUMBER, chunks, updated
-from zero_mpi.plan.simulate import (
-    ALLREDUCE,
-    COMPUTE,
-    GATHER,
-    GATHER_SUMS,
-    MOST_ROUNDS,
-    NORM,
-    REDUCE,
-    TOTAL,
-    UPDATE,
-    WAIT,
-    StepEvent,
-    simulate,
-)
+from zero_mpi.plan.rank_memory import NUMBER
+from zero_mpi.plan.simulate import COMPUTE, MOST_ROUNDS, NORM, TRANSFERS, UPDATE, WAIT, StepEvent, simulate
 from zero_mpi.plan.traffic import FLAGS
-from zero_mpi.sharding.offload import OF_MOMENTS, OF_STATE
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
@@ -79,7 +65,7 @@ class Player:
                 self.compute(event.flop, event.moved)
             elif event.kind == WAIT:
                 self.wait(self._due.pop((event.what, event.unit), 0.0))
-            elif event.kind in (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE):
+            elif event.kind in TRANSFERS:
                 self.start(event.kind, event.unit)
             else:
                 self.finish(event.kind)
@@ -110,29 +96,27 @@ class Player:
 
     def finish(self, kind: str) -> None:
         """What a step ends with: the total of the losses, the norm of the gradient, the update."""
-        case, units = self.case, zip(self.case.layout.units, self.case.partitions, strict=True)
-        trained = [(unit, partition.counts[0]) for unit, partition in units if unit.trainable]
-        if kind == NORM:
-            self.compute(0.0, BYTES * sum(own for _, own in trained))
+        case = self.case
         if kind == UPDATE:
-            self.update(sum(updated(case, unit, own) for unit, own in trained))
+            self.update(sum(case.updated(unit, own) for unit, own in case.trained))
             return
-        numbers = chunks(case) if kind == NORM else case.rounds.micro_batches + FLAGS
-        assert kind in (NORM, TOTAL)
-        ranks = replace(case, ranks=case.owners, nodes=1) if kind == NORM and case.hybrid else case
-        seconds = allreduce_seconds(ranks, self.machine, NUMBER * numbers)
+        numbers = case.rounds.micro_batches + FLAGS
+        if kind == NORM:
+            numbers = case.chunks
+            self.compute(0.0, BYTES * sum(own for _, own in case.trained))
+            if case.hybrid:
+                case = replace(case, ranks=case.owners, nodes=1)
+        seconds = allreduce_seconds(case, self.machine, NUMBER * numbers)
         self.communicated += seconds
         self.wait(self.now + seconds)
 
     def update(self, elements: int) -> None:
         """AdamW, which also rounds in low precision; what is offloaded comes and goes meanwhile."""
-        rounded, begun = self.case.compute_bytes * self.case.precision.is_low, self.now
-        self.compute(0.0, elements * (UPDATE_PASSES * BYTES + rounded))
-        if self.case.offloads:
-            arrays = OF_STATE if self.case.offloads_masters else OF_MOMENTS
-            seconds = arrays * BYTES * elements / self.machine.host_link
-            self.communicated += seconds
-            self.wait(begun + seconds)
+        kinds, begun = self.case.precision, self.now
+        self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
+        seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
+        self.communicated += seconds
+        self.wait(begun + seconds)
 
 
 def step_time(case: Case, machine: Machine) -> StepTime:

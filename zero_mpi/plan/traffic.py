@@ -30,7 +30,7 @@ import numpy as np
 from zero_mpi.comm import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.rank_memory import NUMBER, chunks
+from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.plan.routes import Route, routes_of
 from zero_mpi.sharding.actions import Gather
 from zero_mpi.sharding.unit import BYTES
@@ -70,25 +70,19 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     between = BYTES if reducing.passes_sums else case.reduce_bytes
     reduced = np.array([[case.reduce_bytes], [between]])
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
-    for number, partition in enumerate(case.partitions):
-        if gathers := gathers_of(case, number):
-            parameters += case.kept_bytes(number) * gathers * np.stack(gathering.gathered(partition))
-        if not case.layout.units[number].trainable:
-            continue
-        if case.allreduces:
+    for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
+        gathered = np.stack(gathering.gathered(partition))
+        parameters += case.kept_bytes(number) * gathers_of(case, number) * gathered
+        if unit.trainable and case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
-            continue
-        if gathers_gradient(case):
-            gradients += BYTES * np.stack(gathering.gathered(partition))  # sums, float32 always
-        gradients += reduced * reductions(case, reducing, partition)
+        elif unit.trainable:
+            if not case.strategy.shards_moments and not case.shares_wholes:
+                gradients += BYTES * gathered  # each rank updates all of it, from sums: float32 always
+            gradients += reduced * reductions(case, reducing, partition)
+    losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)  # over all ranks
+    vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
     (a, b), (c, d) = parameters, gradients
-    return Traffic(a, b, c, d, np.full(case.ranks, vectors(case, flags), np.int64))
-
-
-def vectors(case: Case, flags: int) -> int:
-    """Bytes of a rank in the sums of losses, over all ranks, and of squares, over owners of slices."""
-    losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)
-    return NUMBER * (losses + chunks(case) * (case.owners > 1))
+    return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 
 
 def reductions(case: Case, route: Route, partition: Partition) -> Array:
@@ -104,14 +98,5 @@ def gathers_of(case: Case, unit: int) -> int:
         return 0
     if not case.strategy.shards_parameters:
         return int(case.layout.units[unit].trainable)  # once, after the update
-    return gathers_in_round(case)[unit] * len(case.rounds)
-
-
-def gathers_in_round(case: Case) -> Counter[int]:
-    """g_u: how often the schedule starts to gather each unit."""
-    return Counter(action.unit for action in case.layout.schedule.training if isinstance(action, Gather))
-
-
-def gathers_gradient(case: Case) -> bool:
-    """Whether summed gradients are gathered once a step: where each rank has and updates all of it."""
-    return not case.strategy.shards_moments and not case.shares_wholes
+    started = [action.unit for action in case.layout.schedule.training if isinstance(action, Gather)]
+    return started.count(unit) * len(case.rounds)  # g_u a round

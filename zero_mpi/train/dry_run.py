@@ -76,7 +76,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     case: Case = world.together(lambda: make_case(settings, spec.model, world.size, nodes))
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
-    if case.shares_slots:
+    if case.transport.shares_memory:
         needed = make_plan(case, ASSUMED).memory.node_shared
         problem = problem or no_room(world, needed)
         case = replace(case, transport_wanted=kinds.MPI) if problem else case

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,6 +16,11 @@ FLOAT = np.dtype(np.float32)
 def padded(length: int) -> int:
     """Bytes of `length` float32 elements, up to the next cache line."""
     return -(-length * FLOAT.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def window_bytes(wholes: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
+    """Bytes of a node's window, from elements: the wholes once, the buffers of each rank."""
+    return max(1, sum(map(padded, wholes)) + ranks * sum(map(padded, buffers)))
 
 
 class SharedGradientPool(BufferPool):

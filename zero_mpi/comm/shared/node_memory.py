@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.counters import Counters
-from zero_mpi.comm.shared.gradient_pool import FLOAT, SharedGradientPool, padded
+from zero_mpi.comm.shared.gradient_pool import FLOAT, SharedGradientPool, padded, window_bytes
 from zero_mpi.comm.shared.window import NoSharedMemory, Window
 from zero_mpi.comm.shared.words import WRITTEN
 from zero_mpi.device.types import Array
@@ -70,7 +70,8 @@ class NodeMemory:
             (start + FLOAT.itemsize * part.start, start + FLOAT.itemsize * part.stop)
             for start, part in zip(starts, (whole.part(self.rank) for whole in wholes), strict=False)
         ]
-        window = Window(self.node, max(1, blocks[-1]), [*slices, (blocks[self.rank], blocks[self.rank + 1])])
+        nbytes = window_bytes((whole.length for whole in wholes), buffers, self.size)
+        window = Window(self.node, nbytes, [*slices, (blocks[self.rank], blocks[self.rank + 1])])
         memory = window.hand_over()
         for first, last in slices:
             memory[first:last] = 0
