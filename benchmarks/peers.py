@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
-from zero_mpi.doctor import kernels
+from zero_mpi.doctor import compute
 from zero_mpi.train import same_bits
 
 BF16 = " bf16"  # behind the name of a variant
@@ -75,7 +75,7 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
 
 def processor() -> str:
     """The processor by name, and which units it has that decide about products."""
-    return f"{same_bits.processor()}: {' '.join(kernels.units()) or 'no units that are known'}"
+    return f"{same_bits.processor()}: {' '.join(compute.units()) or 'no units that are known'}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

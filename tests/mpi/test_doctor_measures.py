@@ -88,7 +88,7 @@ def test_a_clock_that_is_off_is_found(monkeypatch, mpi):
     offsets = clocks.offsets(where)
     assert [round(ahead) for ahead, _ in offsets] == [0] * (last - 1) + [-5]
     assert all(0 <= wrong < 0.5 for _, wrong in offsets)
-    (row,) = clocks.section(where)
+    (row,) = clocks.rows(clocks.offsets(where), where.names[1:])
     assert (row.verdict, where.names[last] in row.value) == (NOTE, True)
 
 

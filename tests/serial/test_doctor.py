@@ -32,7 +32,6 @@ from zero_mpi.doctor import (
     clocks,
     compute,
     gpu,
-    kernels,
     links,
     mpi_library,
     other_processes,
@@ -44,7 +43,7 @@ from zero_mpi.doctor import (
     versions,
 )
 from zero_mpi.doctor import command as doctor
-from zero_mpi.doctor.alpha_beta import Measurement, fit
+from zero_mpi.doctor.links import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
 from zero_mpi.launch.limits import Limits, group_limits
@@ -277,18 +276,18 @@ def test_a_slow_host_is_named():
 
 
 def test_products_of_bfloat16_are_told_beside_those_of_float32(tmp_path):
-    row = kernels.low_row([4e11, 3.8e11, 4.2e11], 2e11, ("oneDNN 3.2.0", ""))
+    row = compute.low_row([4e11, 3.8e11, 4.2e11], 2e11, ("oneDNN 3.2.0", ""))
     assert row.value == "oneDNN 3.2.0: 400 GFLOP/s a rank, 2.0 times fp32"
-    row = kernels.low_row([0.0, 0.0], 2e11, ("", "no oneDNN was found"))
+    row = compute.low_row([0.0, 0.0], 2e11, ("", "no oneDNN was found"))
     assert (row.verdict, row.value) == (OK, "--precision bf16 would be slower than fp32: no oneDNN was found")
     (tmp_path / "cpuinfo").write_text("model name : One\nflags\t\t: fpu avx2 avx512f avx512_bf16\n")
-    assert kernels.units(tmp_path / "cpuinfo") == ["avx512_bf16", "avx512f", "avx2"]
-    assert kernels.units(tmp_path / "none") == []
+    assert compute.units(tmp_path / "cpuinfo") == ["avx512_bf16", "avx512f", "avx2"]
+    assert compute.units(tmp_path / "none") == []
 
 
 def test_a_library_that_is_held_below_the_processor_is_named():
-    assert kernels.pinned(["avx2"], {}, "openblas") == []
-    (row,) = kernels.pinned(["avx512f", "avx2"], {"OPENBLAS_CORETYPE": "Haswell"}, "openblas 0.3 Haswell")
+    assert compute.pinned(["avx2"], {}, "openblas") == []
+    (row,) = compute.pinned(["avx512f", "avx2"], {"OPENBLAS_CORETYPE": "Haswell"}, "openblas 0.3 Haswell")
     assert row.verdict == NOTE
     assert (row.what, row.value) == (
         "OPENBLAS_CORETYPE", "Haswell, on a processor with avx512f, avx2; BLAS: openblas 0.3 Haswell"
@@ -297,20 +296,20 @@ def test_a_library_that_is_held_below_the_processor_is_named():
 
 
 def test_the_bits_of_a_job_are_told_with_the_digest_of_its_trial(monkeypatch):
-    row = kernels.bits_row(["0a", "0a"], "openblas 1 Zen", "")
+    row = compute.bits_row(["0a", "0a"], "openblas 1 Zen", "")
     assert (row.verdict, row.value) == (OK, "native, the best code for each processor; trial 0a")
-    row = kernels.bits_row(["0a", "0b", "0b"], "openblas 1 Zen", "")
+    row = compute.bits_row(["0a", "0b", "0b"], "openblas 1 Zen", "")
     assert row.verdict == NOTE
     assert row.value == "native, the best code for each processor; trial 0a and 1 other among the ranks"
     assert "give --bits portable" in row.remedy
-    assert kernels.pins_fault() == ""
+    assert compute.pins_fault() == ""
     monkeypatch.setenv("ZERO_MPI_BITS", "portable")
-    row = kernels.bits_row(["0a"], "openblas 1 Haswell", "")
+    row = compute.bits_row(["0a"], "openblas 1 Haswell", "")
     told = "portable, x86-64-v3 (openblas 1 Haswell, compiled for haswell); trial 0a"
     assert (row.verdict, row.value) == (OK, told)
-    assert kernels.pins_fault().startswith("--bits portable: NumPy was imported before zero_mpi")
-    row = kernels.bits_row(["0a"], "openblas 1 Zen", kernels.pins_fault())
-    assert (row.verdict, row.value) == (NOTE, kernels.pins_fault())
+    assert compute.pins_fault().startswith("--bits portable: NumPy was imported before zero_mpi")
+    row = compute.bits_row(["0a"], "openblas 1 Zen", compute.pins_fault())
+    assert (row.verdict, row.value) == (NOTE, compute.pins_fault())
 
 
 def test_a_clock_that_is_off_is_named():

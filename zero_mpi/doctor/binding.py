@@ -8,15 +8,14 @@ idle; and ranks dealt out over the hosts in turn, so that neighbours in the orde
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, span
 from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.verdicts import NOTE, Row
+from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.consistency import mpi_library
 
 YIELDING = {  # by how the library's name begins
@@ -57,6 +56,13 @@ class NodeSeats:
         """All cores of its ranks."""
         return sorted({core for seat in self.seats for core in seat.cores})
 
+    def by_cores(self) -> dict[tuple[int, ...], list[int]]:
+        """The ranks that are bound to the same cores."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, seat in zip(self.ranks, self.seats, strict=True):
+            found.setdefault(seat.cores, []).append(rank)
+        return found
+
     @property
     def is_crowded(self) -> bool:
         """Whether there are more ranks than cores."""
@@ -75,19 +81,6 @@ def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
     return Seat(tuple(sorted(os.sched_getaffinity(0))), threads, environment.threads_were_set, yields)
 
 
-def nodes(where: Ranks, seats: Sequence[Seat]) -> list[NodeSeats]:
-    """The hosts with their ranks' seats."""
-    return [
-        NodeSeats(name, ranks, tuple(seats[rank] for rank in ranks))
-        for name, ranks in zip(where.names, where.nodes, strict=True)
-    ]
-
-
-def rows(found: list[NodeSeats], library: str) -> list[Row]:
-    """All rows about hosts, cores and threads."""
-    return [*hosts(found), order(found), crowding(found, library), binding(found), threads(found)]
-
-
 def hosts(found: list[NodeSeats]) -> Iterator[Row]:
     """A row for each host; of many, the first ones."""
     for node in found[:FEW]:
@@ -101,14 +94,16 @@ def hosts(found: list[NodeSeats]) -> Iterator[Row]:
 def order(found: list[NodeSeats]) -> Row:
     """Whether the ranks of a host follow each other, and are as many on each."""
     title, counts = "order of ranks", [len(node.ranks) for node in found]
-    odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
+    odd = [
+        f"{node.name} has {ranks(node.ranks)}"
+        for node in found
+        if node.ranks[-1] - node.ranks[0] >= len(node.ranks)
+    ]
     if odd:
-        text = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
         more = "neighbours are on different hosts, and more goes over the network than need be"
-        return Row(title, f"{text}: {more}", NOTE, IN_TURN)
+        return Row(title, f"{', '.join(few(odd))}: {more}", NOTE, IN_TURN)
+    value = f"{min(counts)} to {max(counts)} ranks on a host: a transport that knows hosts needs equally many"
     if min(counts) < max(counts):
-        value = f"{min(counts)} to {max(counts)} ranks on a host"
-        value += ": a transport that knows hosts needs equally many"
         return Row(title, value, NOTE, f"start the same number on each host; {IN_TURN}")
     return Row(title, "those of a host follow each other")
 
@@ -118,8 +113,8 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
-    counts = [(plural(len(n.ranks), "rank"), plural(len(n.cores), "core"), n.name) for n in crowded]
-    text = ", ".join(few([f"{some} on {cores} of {name}" for some, cores, name in counts]))
+    told = [f"{plural(len(n.ranks), 'rank')} on {plural(len(n.cores), 'core')} of {n.name}" for n in crowded]
+    text = ", ".join(few(told))
     if all(seat.yields for node in crowded for seat in node.seats):
         most = min(len(node.cores) for node in crowded)
         remedy = f"fine for a trial; for speed start at most {most} a host"
@@ -131,48 +126,45 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
 
 def binding(found: list[NodeSeats]) -> Row:
     """Whether several ranks are bound to one core while another core has none."""
-    shared = [text for node in found if not node.is_crowded for text in heaped(node)]
-    if not shared:
-        return Row("binding", "no ranks are bound to a core that they must share")
-    return Row("binding", f"{', '.join(few(shared))} while other cores are free", NOTE, BIND)
-
-
-def heaped(node: NodeSeats) -> Iterator[str]:
-    """Groups of ranks that are bound to the same cores, fewer than they are."""
-    for cores, count in Counter(seat.cores for seat in node.seats).items():
-        if count > len(cores):
-            which = [rank for rank, seat in zip(node.ranks, node.seats, strict=True) if seat.cores == cores]
-            yield f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
+    shared = [
+        f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
+        for node in found
+        for cores, which in node.by_cores().items()
+        if len(which) > len(cores) and not node.is_crowded
+    ]
+    value = f"{', '.join(few(shared))} while other cores are free"
+    return assessed(
+        "binding", value if shared else "no ranks are bound to a core that they must share", not shared, BIND
+    )
 
 
 def threads(found: list[NodeSeats]) -> Row:
     """Whether the threads of a host's ranks fit its cores."""
-    title = "threads"
     value = f"{span(seat.threads for node in found for seat in node.seats)} for each rank"
     for node in found:
-        room = max(1, len(node.cores) // len(node.ranks))
-        room = min([room, *(len(seat.cores) for seat in node.seats)])
+        room = min([max(1, len(node.cores) // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
         if max(seat.threads for seat in node.seats) > room:
             cores = f"{plural(room, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-            remedy = f"{fewer_threads(node)}, or train with --threads {room}"
-            return Row(title, f"{value}, but {cores}: up to 10 times slower", NOTE, remedy)
+            chosen = any(seat.threads_were_set for seat in node.seats)  # by somebody who asked for them
+            names = [name for name in environment.THREADS if chosen and name in os.environ]
+            remedy = f"unset {' '.join(names)}" if names else "do not set the threads"
+            remedy += f", or train with --threads {room}"
+            return Row("threads", f"{value}, but {cores}: up to 10 times slower", NOTE, remedy)
     for node in found:
         free = len(node.cores) - sum(seat.threads for seat in node.seats)
         if free > 0:
             value += f"; {free} of {plural(len(node.cores), 'core')} of {node.name} idle"
             more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
-            return Row(title, value, NOTE, more)
-    return Row(title, value)
-
-
-def fewer_threads(node: NodeSeats) -> str:
-    """How to get rid of threads that somebody has asked for."""
-    chosen = any(seat.threads_were_set for seat in node.seats)
-    names = [name for name in environment.THREADS if name in os.environ] if chosen else []
-    return f"unset {' '.join(names)}" if names else "do not set the threads"
+            return Row("threads", value, NOTE, more)
+    return Row("threads", value)
 
 
 def section(where: Ranks) -> list[Row]:
     """Hosts, cores and threads of all ranks. Collective."""
-    name = mpi_library(where.world) if where.world.mpi is not None else ""
-    return rows(nodes(where, where.gather(look(name))), name)
+    library = mpi_library(where.world) if where.world.mpi is not None else ""
+    seats = where.gather(look(library))
+    found = [
+        NodeSeats(name, which, tuple(seats[rank] for rank in which))
+        for which, name in where.named(where.nodes)
+    ]
+    return [*hosts(found), order(found), crowding(found, library), binding(found), threads(found)]

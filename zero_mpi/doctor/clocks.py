@@ -7,7 +7,6 @@ together.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 from zero_mpi.cli.text import duration
 from zero_mpi.comm.clock_sync import answer, ask
@@ -15,12 +14,8 @@ from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
 
 FAR = 1.0  # seconds
+now = time.time  # this host's clock
 Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many wrong
-
-
-def now() -> float:
-    """This host's clock."""
-    return time.time()
 
 
 def offsets(where: Ranks) -> list[Known]:
@@ -28,25 +23,18 @@ def offsets(where: Ranks) -> list[Known]:
     found: list[Known] = []
     for ranks in where.nodes[1:]:
         if where.rank == 0:
-            offset = ask(where.world.mpi.COMM_WORLD, ranks[0], now)
-            found.append((offset.ahead, offset.wrong))
+            found.append(ask(where.world.mpi.COMM_WORLD, ranks[0], now)[:2])
         elif where.rank == ranks[0]:
             answer(where.world.mpi.COMM_WORLD, now)
     shared: list[Known] = where.world.comm.broadcast_object(found)
     return shared
 
 
-def rows(found: list[Known], names: tuple[str, ...]) -> Iterator[Row]:
+def rows(found: list[Known], names: tuple[str, ...]) -> list[Row]:
     """The worst clock; `names` of the nodes that were asked."""
     if not found:
-        yield Row("clocks", "one host, one clock")
-        return
+        return [Row("clocks", "one host, one clock")]
     (ahead, wrong), name = max(zip(found, names, strict=True), key=lambda entry: abs(entry[0][0]))
     value = f"at most {duration(abs(ahead))} apart: {name} (known to {duration(wrong)})"
     remedy = "let all hosts follow one clock: chronyd, or timedatectl set-ntp true"
-    yield assessed("clocks", value, abs(ahead) <= FAR, remedy)
-
-
-def section(where: Ranks) -> list[Row]:
-    """Compare the clocks of all hosts. Collective."""
-    return list(rows(offsets(where), where.names[1:]))
+    return [assessed("clocks", value, abs(ahead) <= FAR, remedy)]

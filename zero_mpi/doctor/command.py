@@ -13,8 +13,9 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from zero_mpi.doctor import (
     clocks,
     compute,
     gpu,
-    kernels,
     links,
     mpi_library,
     other_processes,
@@ -35,8 +35,8 @@ from zero_mpi.doctor import (
     ranks_or_threads,
     shared_memory,
     system_limits,
+    versions,
 )
-from zero_mpi.doctor import versions as installed
 from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
 from zero_mpi.errors import UsageError
@@ -61,30 +61,6 @@ node (between nodes): (P - 1) / P of a buffer among P. links.node is that of the
 there; over shared memory a gather moves nothing."""
 
 
-@dataclass
-class Examination:
-    """What has been found so far."""
-
-    where: Ranks
-    options: argparse.Namespace
-    watchdog: Watchdog
-    speaks: bool
-    rows: list[Row] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def part(self, name: str, look: Callable[[], Iterable[Row]]) -> None:
-        """Look at one concern and print its rows. Collective."""
-        self.watchdog.beat(name)
-        for row in look():
-            self.rows.append(row)
-            if self.speaks:
-                write(lines(row))
-
-    def count(self, verdict: str) -> int:
-        """How many rows have a verdict."""
-        return sum(row.verdict == verdict for row in self.rows)
-
-
 def make_parser() -> Parser:
     """The command line."""
     parser = Parser(
@@ -95,28 +71,16 @@ def make_parser() -> Parser:
         epilog=FIGURES,
         allow_abbrev=False,
     )
-    default = Config().out
-    parser.add_argument(
-        "--out", default=default, metavar="DIR", help=f"run folder to try (default: {default})"
-    )
-    parser.add_argument(
-        "--max-mb",
-        type=float,
-        metavar="N",
-        help=f"largest buffer to gather and reduce, in MiB (default: {MOST_MB:g}, with --quick {QUICK_MB:g})",
-    )
-    parser.add_argument("--bits", choices=portable.CHOICES, help="as of the job (default: native)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write rows and figures there; zero_mpi.plan reads them"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a few seconds")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="X",
-        help="seconds for one concern (default: 120; 0: any)",
-    )
+    default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
+    add = parser.add_argument
+    add("--out", default=default, metavar="DIR", help=f"run folder to try (default: {default})")
+    buffers = f"largest buffer to gather and reduce, in MiB (default: {most})"
+    add("--max-mb", type=float, metavar="N", help=buffers)
+    add("--bits", choices=portable.CHOICES, help="as of the job (default: native)")
+    add("--json", metavar="FILE", help="write rows and figures there; zero_mpi.plan reads them")
+    add("--quick", action="store_true", help="fewer sizes and repeats: a few seconds")
+    seconds = "seconds for one concern (default: 120; 0: any)"
+    add("--timeout", type=float, default=120.0, metavar="X", help=seconds)
     return parser
 
 
@@ -144,36 +108,51 @@ def command(world: World, arguments: Sequence[str]) -> int:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout)
     watchdog.beat("finding the other ranks")
+    found, figures = list[Row](), dict[str, Any]()
     try:
-        found = Examination(find_ranks(world), options, watchdog, speaks)
-        examine(found)
-        world.on_root(lambda: keep(found))
+        where = find_ranks(world)
+        for name, look in concerns(where, options, figures).items():
+            watchdog.beat(name)
+            for row in look():
+                found.append(row)
+                if speaks:
+                    write(lines(row))
+        if options.json is not None:
+            world.on_root(lambda: keep(Path(options.json), where, figures, found))
     finally:
         watchdog.stop()
+    counts = Counter(row.verdict for row in found)
     if speaks:
-        write([verdict(found)])
-    return FAILED if found.count(BAD) else 0
+        end = "a job would fail" if counts[BAD] else "a job would run"
+        write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])
+    return FAILED if counts[BAD] else 0
 
 
-def examine(found: Examination) -> None:
-    """All concerns, first those that take no time. Collective."""
-    where, options, figures = found.where, found.options, found.figures
+def concerns(
+    where: Ranks, options: argparse.Namespace, figures: dict[str, Any]
+) -> dict[str, Callable[[], Iterable[Row]]]:
+    """All that is looked at, first what takes no time; each notes its `figures`, and is collective."""
     growth, for_links, for_products = QUICK if options.quick else THOROUGH
     figures |= {"ranks": where.size, "nodes": len(where.nodes), "ranks_per_node": max(map(len, where.nodes))}
-    found.part("versions", lambda: installed.section(where))
-    found.part("MPI library", lambda: mpi_library.section(where))
-    found.part("hosts and cores", lambda: binding.section(where))
-    found.part("neighbours", lambda: other_processes.section(where))
-    found.part("limits", lambda: system_limits.section(where, figures))
-    found.part("shared memory", lambda: shared_memory.section(where))
-    found.part("CUDA", lambda: gpu.section(where))
-    found.part("run folder", lambda: output_folder.section(where, Path(options.out)))
-    found.part("clocks", lambda: clocks.section(where))
-    found.part("speed of products", lambda: compute.section(where, for_products, figures))
-    found.part("bf16 and BLAS", lambda: kernels.section(where, for_products, figures))
-    found.part("ranks or threads", lambda: ranks_or_threads.section(where, for_products, figures))
-    effort = links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
-    found.part("gathers and reductions", lambda: links.section(where, effort, figures))
+
+    def effort() -> links.Effort:
+        return links.Effort(largest(options.max_mb, figures["memory_bytes_per_rank"]), growth, for_links)
+
+    return {
+        "versions": lambda: versions.rows(where.gather(versions.look(where.world))),
+        "MPI library": lambda: mpi_library.section(where),
+        "hosts and cores": lambda: binding.section(where),
+        "neighbours": lambda: other_processes.section(where),
+        "limits": lambda: system_limits.section(where, figures),
+        "shared memory": lambda: shared_memory.section(where),
+        "CUDA": lambda: gpu.rows(where.of_nodes(gpu.look), where.names),
+        "run folder": lambda: output_folder.section(where, Path(options.out)),
+        "clocks": lambda: clocks.rows(clocks.offsets(where), where.names[1:]),
+        "speed of products": lambda: compute.section(where, for_products, figures),
+        "bf16 and BLAS": lambda: compute.kernels(where, for_products, figures),
+        "ranks or threads": lambda: ranks_or_threads.section(where, for_products, figures),
+        "gathers and reductions": lambda: links.section(where, effort(), figures),
+    }
 
 
 def largest(mebibytes: float, memory: int) -> int:
@@ -186,28 +165,15 @@ def largest(mebibytes: float, memory: int) -> int:
     return int(mebibytes * 2**20)
 
 
-def verdict(found: Examination) -> str:
-    """The last line."""
-    notes, faults = found.count(NOTE), found.count(BAD)
-    counts = f"{found.count(OK)} ok, {plural(notes, 'note')}, {faults} bad"
-    return f"{counts}: {'a job would fail' if faults else 'a job would run'}"
-
-
-def keep(found: Examination) -> None:
+def keep(path: Path, where: Ranks, figures: dict[str, Any], found: list[Row]) -> None:
     """The file of figures, whole or not at all; UsageError if it cannot be written."""
-    if found.options.json is None:
-        return
     about = {
         "zero_mpi": __version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hosts": [
-            {"name": name, "ranks": list(ranks)}
-            for name, ranks in zip(found.where.names, found.where.nodes, strict=True)
-        ],
-        **found.figures,
-        "rows": [asdict(row) for row in found.rows],
+        "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in where.named(where.nodes)],
+        **figures,
+        "rows": [asdict(row) for row in found],
     }
-    path = Path(found.options.json)
     with refusing("--json", path, "cannot be written"):
         write_output(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
-from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.doctor.versions import installed
 
@@ -44,13 +43,11 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name)) != "none"), "none")
     told, end = run_probe(command, PATIENCE)
-    about = json.loads(told[0]) if told else {"error": end}
+    about, live = [*map(json.loads, told[:2]), {"error": end}, {"error": end}][:2]
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)
-    live = json.loads(told[1]) if len(told) > 1 else {"mpi": end}
     said = live.get("mpi") or live.get("error", "")
-    takes_memory = bool(live.get("takes_memory"))
-    return Devices(tuple(about["names"]), about["driver"], "", cupy, said, takes_memory)
+    return Devices(tuple(about["names"]), about["driver"], "", cupy, said, bool(live.get("takes_memory")))
 
 
 def has_driver() -> bool:
@@ -58,19 +55,16 @@ def has_driver() -> bool:
     return any(Path(path).exists() for path in DRIVER)
 
 
-# ------------------------------------------------------------------------------------------------- rows
-
-
 def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
     """Rows of all hosts; one line where none has a device."""
     if not any(devices.names or devices.error for devices in found):
         return [Row("CUDA", "no CUDA device")]
-    counts = {len(devices.names) for devices in found}
-    told = [row for devices, name in zip(found, names, strict=True) for row in of_host(devices, name)]
-    if len(counts) > 1:
-        pairs = zip(found, names, strict=True)
-        text = ", ".join(f"{len(devices.names)} on {name}" for devices, name in pairs)
-        told.append(Row("CUDA", f"hosts differ: {text}", NOTE, "start the job on hosts of one kind"))
+    pairs = list(zip(found, names, strict=True))
+    told = [row for devices, name in pairs for row in of_host(devices, name)]
+    counts = [f"{len(devices.names)} on {name}" for devices, name in pairs]
+    if len({len(devices.names) for devices in found}) > 1:
+        text = f"hosts differ: {', '.join(counts)}"
+        told.append(Row("CUDA", text, NOTE, "start the job on hosts of one kind"))
     return told
 
 
@@ -88,8 +82,3 @@ def of_host(devices: Devices, name: str) -> list[Row]:
         assessed("CuPy", cupy, has_cupy, "pip install 'zero-mpi[cuda12]' (or cuda13)"),
         assessed("CUDA-aware MPI", f"{name}: {'' if aware else 'no, '}{devices.mpi}", aware, STAGED),
     ]
-
-
-def section(where: Ranks) -> list[Row]:
-    """Devices of all hosts. Collective."""
-    return rows(where.of_nodes(look), where.names)

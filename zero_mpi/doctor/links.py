@@ -8,22 +8,22 @@ link of a node. A time is the median over repeats of the slowest rank.
 In the fits, bytes are what a rank gives to others (between nodes: a node), (P - 1) / P of the buffer among P,
 as `sent_bytes` counts them; messages are those that follow each other, the depth of a tree for a gather and
 one for a reduction, which goes straight to the owners. Over shared memory a gather moves nothing: there only
-reductions count.
+reductions count. Seconds are alpha * messages + beta * bytes (R. W. Hockney, The communication challenge for
+MPP, Parallel Computing 20, 1994), so that what is told holds for other numbers of ranks.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero_mpi.cli.text import duration, short_size
 from zero_mpi.comm import Comm, Partition, kinds
-from zero_mpi.doctor.alpha_beta import Measurement, fit, keys
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
 from zero_mpi.plan.machine import Link
@@ -39,7 +39,18 @@ NAME_IT = (
 )
 SLOW_LINK, LATE = 125e6, 1e-3  # bytes a second (1 Gbit/s) and seconds: worth a look at the network's settings
 Operation = Callable[[], object]
-Times = list[tuple[int, Measurement]]  # bytes of a buffer, and what is given away of it
+
+
+class Measurement(NamedTuple):
+    """A time: how many messages in turn, how many bytes given away, seconds; bytes of the buffer."""
+
+    messages: float
+    nbytes: float
+    seconds: float
+    buffer: int = 0
+
+
+Times = list[Measurement]
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def measure(where: Ranks, way: Way, effort: Effort) -> dict[str, Times]:
         for name, times in found.items():
             seconds = seconds_of(where, operations.get(name), effort.budget)
             given = nbytes * (way.parts - 1) / way.parts
-            times.append((nbytes, Measurement(way.in_turn(name), given, seconds)))
+            times.append(Measurement(way.in_turn(name), given, seconds, nbytes))
     return found
 
 
@@ -163,21 +174,16 @@ def inside(where: Ranks) -> Iterator[Way]:
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.window import NoSharedMemory
 
-    comm: Comm | None
-    parts = max(map(len, where.nodes))
-    alone = len(where.nodes[where.node]) == 1
-    try:
-        comm = None if alone else SharedComm(where.node_comm)
-    except NoSharedMemory:
-        comm = None
-    if any(where.gather(comm is not None)):
-        yield Way(SHARED, comm, parts)
-    if comm is not None:
-        comm.close()
-    comm = None if alone else MPIComm(where.node_comm)
-    yield Way(MESSAGES, comm, parts)
-    if comm is not None:
-        comm.close()
+    parts, alone = max(map(len, where.nodes)), len(where.nodes[where.node]) == 1
+    for name, transport in ((SHARED, SharedComm), (MESSAGES, MPIComm)):
+        try:
+            comm: Comm | None = None if alone else transport(where.node_comm)
+        except NoSharedMemory:
+            comm = None
+        if any(where.gather(comm is not None)):
+            yield Way(name, comm, parts)
+        if comm is not None:
+            comm.close()
 
 
 def between(where: Ranks) -> Iterator[Way]:
@@ -195,20 +201,36 @@ def between(where: Ranks) -> Iterator[Way]:
         group.Free()
 
 
-# -------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------- the model, and rows
 
 
-def link_of(*times: Times) -> Link:
-    """The fit of some operations' times."""
-    return fit([point for found in times for _, point in found])
+def fit(points: Sequence[Measurement]) -> Link:
+    """The line with the least squares of relative errors, so that short calls count as much as long ones.
+
+    Where the best one would be negative in one of the two, that one is 0 and the other the best without it.
+    """
+    m, n = np.array([(point.messages / point.seconds, point.nbytes / point.seconds) for point in points]).T
+    mm, mn, nn = m @ m, m @ n, n @ n
+    flat, steep = Link(float(m.sum() / mm), 0.0), Link(0.0, float(n.sum() / nn))
+    determinant = mm * nn - mn**2
+    if determinant <= 1e-12 * mm * nn:  # all of one size
+        return flat
+    alpha, beta = (m.sum() * nn - n.sum() * mn) / determinant, (n.sum() * mm - m.sum() * mn) / determinant
+    return steep if alpha < 0 else flat if beta < 0 else Link(float(alpha), float(beta))
+
+
+def keys(*times: Times) -> dict[str, float]:
+    """The fit of some operations' times, as it stands in the JSON file."""
+    link = fit([point for found in times for point in found])
+    return {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
 
 
 def as_json(times: dict[str, Times]) -> dict[str, object]:
     """All times of a way as they stand in the JSON file."""
     return {
         kind.replace("-", "_"): {
-            **keys(link_of(found)),
-            "sizes": [{"bytes": nbytes, "seconds": point.seconds} for nbytes, point in found],
+            **keys(found),
+            "sizes": [{"bytes": point.buffer, "seconds": point.seconds} for point in found],
         }
         for kind, found in times.items()
     }
@@ -217,10 +239,10 @@ def as_json(times: dict[str, Times]) -> dict[str, object]:
 def rows(place: str, way: str, times: dict[str, Times]) -> Iterator[Row]:
     """A row for each operation: times by size, and the fit."""
     for kind, found in times.items():
-        link = link_of(found)
-        text = ", ".join(f"{short_size(nbytes)} {duration(point.seconds)}" for nbytes, point in found)
-        rate = "nothing is moved" if kind == GATHER and way == SHARED else speed(link)
-        yield Row(f"{kind} {place}", f"{way}: {text}; latency {duration(link.alpha)}, {rate}")
+        link = fit(found)
+        text = ", ".join(f"{short_size(point.buffer)} {duration(point.seconds)}" for point in found)
+        moved = "nothing is moved" if kind == GATHER and way == SHARED else speed(link)
+        yield Row(f"{kind} {place}", f"{way}: {text}; latency {duration(link.alpha)}, {moved}")
 
 
 def speed(link: Link) -> str:
@@ -258,6 +280,6 @@ def measured(where: Ranks, place: str, ways: Iterator[Way], effort: Effort) -> A
             continue  # no room for the smallest buffer
         yield from rows(place, way.name, times)
         moving = [times[REDUCE]] if way.name == SHARED else times.values()
-        told = told or {"transport": way.name, **keys(link_of(*moving)), "ways": {}}
+        told = told or {"transport": way.name, **keys(*moving), "ways": {}}
         told["ways"][way.name] = as_json(times)
     return told

@@ -50,18 +50,14 @@ def rows(found: list[list[Neighbour]], names: tuple[str, ...]) -> list[Row]:
         for host, neighbours in zip(names, found, strict=True)
         for process, name, cores in neighbours
     ]
-    if not busy:
-        return []
     remedy = "a second job of Open MPI? start both with --bind-to none, or give each its own --cpu-set"
-    return [Row("neighbours", f"bound to our cores and busy: {', '.join(few(busy))}", NOTE, remedy)]
+    value = f"bound to our cores and busy: {', '.join(few(busy))}"
+    return [Row("neighbours", value, NOTE, remedy)] if busy else []
 
 
 def section(where: Ranks) -> list[Row]:
     """Who is in the way. Collective."""
-    mine = tuple(sorted(os.sched_getaffinity(0)))
-    seats = where.gather((os.getpid(), mine))
-    here = [seats[rank] for rank in where.nodes[where.node]]
-    ours = {process for process, _ in here}
-    cores = tuple(sorted({core for _, bound in here for core in bound}))
-    found = where.of_nodes(lambda: look(ours, cores))
-    return rows(found, where.names)
+    seats = where.gather((os.getpid(), os.sched_getaffinity(0)))
+    ours, bound = zip(*(seats[rank] for rank in where.nodes[where.node]), strict=True)
+    cores = tuple(sorted(set().union(*bound)))
+    return rows(where.of_nodes(lambda: look(ours, cores)), where.names)

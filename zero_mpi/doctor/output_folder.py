@@ -7,6 +7,7 @@ a checkpoint. Nothing of it stays.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
+from zero_mpi.doctor.verdicts import BAD, Row, assessed
 
 MOUNTS = Path("/proc/self/mountinfo")
 TRIAL = 16 << 20  # bytes that are written and brought to disk
@@ -88,11 +89,9 @@ def end(found: Found, made: list[Path]) -> None:
     """Remove what `begin` made."""
     if found.trial is not None:
         shutil.rmtree(found.trial, ignore_errors=True)
-    for folder in made:
-        try:
+    with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
+        for folder in made:
             folder.rmdir()
-        except OSError:
-            return  # somebody uses it by now
 
 
 def kind_of(path: Path, mounts: Path = MOUNTS) -> str:
@@ -120,9 +119,6 @@ def sees(trial: Path | None) -> bool:
         time.sleep(LOOK)
 
 
-# ------------------------------------------------------------------------------------------------- rows
-
-
 def rows(out: Path, found: Found, blind: list[str]) -> Iterator[Row]:
     """All rows; `blind`: hosts that do not see the folder."""
     if found.problem:
@@ -142,11 +138,10 @@ def place(out: Path, found: Found) -> Row:
     """Type and free space."""
     models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
     value = f"{out} on {found.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    remedy = "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
     if found.kind in MEMORY:
         remedy = "this is the host's memory, and gone with it: give a folder on a disk, --out DIR"
-        return Row("run folder", value, NOTE, remedy)
-    remedy = "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
-    return assessed("run folder", value, found.free >= LITTLE, remedy)
+    return assessed("run folder", value, found.free >= LITTLE and found.kind not in MEMORY, remedy)
 
 
 def pace(found: Found) -> Row:
@@ -164,4 +159,4 @@ def section(where: Ranks, out: Path) -> list[Row]:
     seen = where.of_nodes(lambda: sees(None if found.problem else found.trial))
     if where.rank == 0:
         end(found, made)
-    return list(rows(out, found, [name for name, ok in zip(where.names, seen, strict=True) if not ok]))
+    return list(rows(out, found, [name for ok, name in where.named(seen) if not ok]))

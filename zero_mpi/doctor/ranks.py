@@ -7,12 +7,14 @@ only for people. Two nodes of one name are told apart by a number.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.launch.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Ranks:
     def place(self) -> int:
         """Where this rank stands among those of its node."""
         return self.nodes[self.node].index(self.rank)
+
+    def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
+        """What was found on each node, with the node's name."""
+        return zip(found, self.names, strict=True)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on all of them. Collective."""

@@ -36,23 +36,18 @@ class SmallRun:
     """Steps of a small model in this process alone."""
 
     def __init__(self, sequences: int) -> None:
-        stages = ARCHITECTURES["llama"].from_flags(SIZES).stages()
-        module = ShardedModule(stages, SerialComm())
+        module = ShardedModule(ARCHITECTURES["llama"].from_flags(SIZES).stages(), SerialComm())
         module.initialize(seed=0)
         self._accumulator, self._optimizer = GradAccum(module, 1), ShardedAdamW(module, lr=1e-4)
         self._tokens = np.arange(sequences * SIZES["context"]).reshape(sequences, -1) % SIZES["vocab_size"]
 
-    def step(self) -> None:
-        """Forward, backward and update."""
-        self._accumulator.accumulate(self._tokens, CrossEntropy(self._tokens, 1 / self._tokens.size))
-        self._accumulator.total_loss()
-        self._optimizer.step(max_norm=1.0)
-
     def rate(self, seconds: float) -> float:
-        """Tokens a second, over `seconds`."""
+        """Tokens a second, over `seconds` of steps: forward, backward and update."""
         begun, steps = time.perf_counter(), 0
         while steps == 0 or time.perf_counter() - begun < seconds:
-            self.step()
+            self._accumulator.accumulate(self._tokens, CrossEntropy(self._tokens, 1 / self._tokens.size))
+            self._accumulator.total_loss()
+            self._optimizer.step(max_norm=1.0)
             steps += 1
         return self._tokens.size * steps / (time.perf_counter() - begun)
 
@@ -91,12 +86,6 @@ def tokens_per_second(where: Ranks, threads: int, cores: Sequence[set[int]], sec
     return found
 
 
-def of_first(where: Ranks, mine: float) -> float:
-    """The sum over the ranks of the first host. Collective."""
-    rates = where.gather(mine)
-    return math.fsum(rates[rank] for rank in where.nodes[0])
-
-
 def row(rates: dict[int, float], ranks: int) -> list[Row]:
     """The row of a host of so many ranks: tokens a second of all together, by threads a rank."""
     if len(rates) < 2:
@@ -115,13 +104,13 @@ def layout(ranks: int, threads: int) -> str:
 
 def section(where: Ranks, seconds: float, figures: dict[str, object]) -> list[Row]:
     """Try it on all hosts at once, tell of the first; notes `tokens_per_second_by_threads`. Collective."""
-    seats = where.gather((os.sched_getaffinity(0), domains()))
+    seats, first = where.gather((os.sched_getaffinity(0), domains())), where.nodes[0]
     mine = [seats[rank][0] for rank in where.nodes[where.node]]
-    first = [seats[rank] for rank in where.nodes[0]]
-    tried = choices(len(first), len(set().union(*(cores for cores, _ in first))), first[0][1])
-    rates = {
-        threads: of_first(where, tokens_per_second(where, threads, mine, seconds))
-        for threads in ([1, *tried] if tried else [])
-    }
+    cores = set().union(*(seats[rank][0] for rank in first))
+    rates: dict[int, float] = {}
+    if tried := choices(len(first), len(cores), seats[first[0]][1]):
+        for threads in (1, *tried):
+            found = where.gather(tokens_per_second(where, threads, mine, seconds))
+            rates[threads] = math.fsum(found[rank] for rank in first)
     figures["tokens_per_second_by_threads"] = {str(threads): rate for threads, rate in rates.items()}
     return row(rates, len(first))

@@ -30,20 +30,20 @@ MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,si
 class SharedMemory:
     """Of a host: free bytes, and what was left behind (paths), with its bytes."""
 
-    free: int
-    left: tuple[str, ...]
-    left_bytes: int
+    free: int = 0
+    left: tuple[str, ...] = ()
+    left_bytes: int = 0
 
 
 def look() -> SharedMemory:
     """What there is in this host's shared memory."""
     try:
         about = os.statvfs(PLACE)
-        free = about.f_bavail * about.f_frsize
     except OSError:
-        return SharedMemory(0, (), 0)
+        return SharedMemory()
     left = left_behind(PLACE)
-    return SharedMemory(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+    nbytes = sum(path.stat().st_size for path in left)
+    return SharedMemory(about.f_bavail * about.f_frsize, tuple(map(str, left)), nbytes)
 
 
 def try_window(where: Ranks) -> str:
@@ -79,12 +79,9 @@ def largest_model(free: int, ranks: int) -> int:
     return int(free / (4 * (1 + slots)))
 
 
-# ------------------------------------------------------------------------------------------------- rows
-
-
 def rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
     """All rows: room, the trial, leftovers; `problems` of the trial, by host."""
-    broken = [f"{name}: {text}" for name, text in zip(where.names, problems, strict=True) if text]
+    broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
     value = "made, written to and read by all ranks of each host"
     if broken:
         value = f"{'; '.join(few(broken))}: a run would go over messages"
@@ -96,9 +93,10 @@ def rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[R
 
 def room(found: list[SharedMemory], where: Ranks) -> Row:
     """Free shared memory of the host that has least, and the largest model for it."""
-    models = [largest_model(r.free, len(ranks)) for r, ranks in zip(found, where.nodes, strict=True)]
+    hosts = [(host.free, len(ranks)) for host, ranks in zip(found, where.nodes, strict=True)]
+    models = [largest_model(*host) for host in hosts]
     least = models.index(min(models))
-    free, count = found[least].free, len(where.nodes[least])
+    free, count = hosts[least]
     value = (
         f"{short_size(free)} free in {PLACE} of {where.names[least]}: for {plural(count, 'rank')}, a model "
         f"of {models[least] / 1e6:,.0f} million parameters in {BLOCKS} blocks"
@@ -131,5 +129,5 @@ def removal(paths: tuple[str, ...]) -> str:
 def section(where: Ranks) -> list[Row]:
     """Shared memory of all hosts. Collective."""
     problems = where.gather(try_window(where) if where.node_comm is not None else "")
-    by_node = [next((problems[rank] for rank in ranks if problems[rank]), "") for ranks in where.nodes]
+    by_node = [next(filter(None, (problems[rank] for rank in ranks)), "") for ranks in where.nodes]
     return rows(where.of_nodes(look), by_node, where)

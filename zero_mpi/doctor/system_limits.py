@@ -23,16 +23,14 @@ def rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 def memory_per_rank(found: list[Limits], where: Ranks) -> int:
     """Bytes that every rank can have, where all of its host take as much."""
-    shares = (limits.memory // len(ranks) for limits, ranks in zip(found, where.nodes, strict=True))
-    return min(shares)
+    return min(limits.memory // len(ranks) for limits, ranks in zip(found, where.nodes, strict=True))
 
 
 def memory(found: list[Limits], where: Ranks) -> Row:
     """What there is for a rank."""
-    each = memory_per_rank(found, where)
+    each, most = memory_per_rank(found, where), max(map(len, where.nodes))
     tight = next((limits for limits in found if limits.memory != limits.available), None)
     limit = f"; a control group allows a host {short_size(tight.group_memory or 0)}" if tight else ""
-    most = max(map(len, where.nodes))
     own = short_size(programs(most) + most * WITH_UCX)
     value = f"{short_size(each)} for each rank{limit}; of a host, interpreters, libraries and MPI take {own}"
     remedy = "ask the batch system for more (Slurm: --mem), or start fewer ranks a host"
@@ -43,7 +41,7 @@ def processors(found: list[Limits], where: Ranks) -> Iterator[Row]:
     """Where less processor time is to be had than there are cores."""
     short = [
         f"{limits.group_cores:g} of {plural(limits.cores, 'core')} on {name}"
-        for limits, name in zip(found, where.names, strict=True)
+        for limits, name in where.named(found)
         if limits.group_cores is not None and limits.group_cores < limits.cores
     ]
     if short:
@@ -53,7 +51,7 @@ def processors(found: list[Limits], where: Ranks) -> Iterator[Row]:
 
 def processes(found: list[Limits], where: Ranks) -> Iterator[Row]:
     """Limits of a process that would bite."""
-    for limits, name in zip(found, where.names, strict=True):
+    for limits, name in where.named(found):
         if limits.address_space is not None:
             value = f"address space of {short_size(limits.address_space)} on {name}: shared memory needs much"
             yield Row("limits", value, NOTE, "ulimit -v unlimited, in the job script")

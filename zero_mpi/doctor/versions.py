@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from zero_mpi.cli.text import few, ranks
-from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, Row
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
@@ -49,20 +48,16 @@ def row(name: str, values: list[str], verdict: str) -> Row:
     """The row of one name; `verdict` where ranks differ."""
     others: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        if value != values[0]:
-            others.setdefault(value, []).append(rank)
+        others.setdefault(value, []).append(rank)
+    first = values[0]
+    del others[first]
     if others:
         text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
         remedy = "install the same on all hosts, and start all ranks from one environment"
         if name == "BLAS":
             remedy = "choose hosts of one kind, or give all ranks the same OPENBLAS_CORETYPE"
-        return Row(name, f"{values[0]}, but {text}", verdict, remedy)
-    if name == "operations" and values[0] == SLOW:
+        return Row(name, f"{first}, but {text}", verdict, remedy)
+    if name == "operations" and first == SLOW:
         remedy = "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset"
         return Row(name, "plain NumPy, several times slower than compiled ones", NOTE, remedy)
-    return Row(name, " ".join(values[0].split(", package")[0].split()))  # Open MPI tells more of itself
-
-
-def section(where: Ranks) -> list[Row]:
-    """The versions of all ranks. Collective."""
-    return rows(where.gather(look(where.world)))
+    return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI tells more of itself
