@@ -416,9 +416,7 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
 
 
 def test_little_shared_memory_is_a_note(monkeypatch):
-    monkeypatch.setattr(
-        shared_memory.os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9))
-    )
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
     room = shared_memory.look()
     assert room.free == 64 << 20  # as containers have it
     where = place((0, 1))
@@ -466,7 +464,7 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
 def test_what_the_live_test_of_devices_says(end, value, verdict, monkeypatch):
     """A child that finds two devices and then ends in some way; CuPy is not installed."""
     monkeypatch.setattr(gpu, "PATIENCE", 1.0)
-    monkeypatch.setattr(gpu, "installed", lambda name: "none")
+    monkeypatch.setattr(gpu, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
     found = gpu.look([sys.executable, "-c", code], present=True)
     devices, cupy, aware = gpu.rows([found], ("a",))

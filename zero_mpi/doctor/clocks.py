@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from zero_mpi.cli.text import duration
-from zero_mpi.comm.clock_sync import answer, ask
+from zero_mpi.comm.clock_sync import offset_of_node
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
 
@@ -20,14 +20,10 @@ Known = tuple[float, float]  # seconds ahead of rank 0's clock, at most so many 
 
 def offsets(where: Ranks) -> list[Known]:
     """Of each node but the first. Collective; the answers are on all ranks."""
-    found: list[Known] = []
-    for ranks in where.nodes[1:]:
-        if where.rank == 0:
-            found.append(ask(where.world.mpi.COMM_WORLD, ranks[0], now)[:2])
-        elif where.rank == ranks[0]:
-            answer(where.world.mpi.COMM_WORLD, now)
-    shared: list[Known] = where.world.comm.broadcast_object(found)
-    return shared
+    if len(where.nodes) == 1:
+        return []
+    found = where.gather(offset_of_node(where.world.mpi.COMM_WORLD, where.node_comm, now)[:2])
+    return [found[ranks[0]] for ranks in where.nodes[1:]]
 
 
 def rows(found: list[Known], names: tuple[str, ...]) -> list[Row]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
-from zero_mpi.doctor.versions import installed
+from zero_mpi.ops.code_cache import installed
 
 PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
@@ -41,7 +41,7 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
     """The devices of this host; without a driver nothing is started."""
     if not (has_driver() if present is None else present):
         return Devices()
-    cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name)) != "none"), "none")
+    cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "none")
     told, end = run_probe(command, PATIENCE)
     about, live = [*map(json.loads, told[:2]), {"error": end}, {"error": end}][:2]
     if about.get("error") or not about.get("names"):

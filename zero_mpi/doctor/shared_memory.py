@@ -8,8 +8,8 @@ segments of the library; they are named here, and the next run of the same user 
 
 from __future__ import annotations
 
-import os
 import shlex
+import shutil
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from pathlib import Path
@@ -38,12 +38,12 @@ class SharedMemory:
 def look() -> SharedMemory:
     """What there is in this host's shared memory."""
     try:
-        about = os.statvfs(PLACE)
+        free = shutil.disk_usage(PLACE).free
     except OSError:
         return SharedMemory()
     left = left_behind(PLACE)
     nbytes = sum(path.stat().st_size for path in left)
-    return SharedMemory(about.f_bavail * about.f_frsize, tuple(map(str, left)), nbytes)
+    return SharedMemory(free, tuple(map(str, left)), nbytes)
 
 
 def try_window(where: Ranks) -> str:

@@ -7,12 +7,12 @@ it. So it does where BLAS chose other kernels: then results would depend on who 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from zero_mpi.cli.text import few, ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, Row
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
+from zero_mpi.ops.code_cache import installed
 
 SLOW = "numpy"  # the operations of an installation without numba
 
@@ -27,15 +27,7 @@ class Versions:
 
 def look(world: World) -> Versions:
     """The versions that this rank runs."""
-    return Versions(consistency.installation(world), {"mpi4py": installed("mpi4py")})
-
-
-def installed(package: str) -> str:
-    """A package's version, or "none"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    return Versions(consistency.installation(world), {"mpi4py": installed("mpi4py") or "none"})
 
 
 def rows(found: list[Versions]) -> list[Row]:

@@ -6,10 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from zero_mpi.cli.text import write as show
+from zero_mpi.cli.text import write
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World
@@ -32,9 +31,11 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
     if question.json is not None:
         check_target("--json", question.json)
-    show(lines)
+    write(lines)
     if question.json is not None:
-        write(question.json, numbers | {"machine": asdict(question.machine)})
+        text = json.dumps(numbers | {"machine": asdict(question.machine)}, indent=2, allow_nan=False)
+        with refusing("--json", question.json, "cannot be written"):
+            question.json.write_text(text + "\n")
     return 0
 
 
@@ -59,12 +60,6 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
         lines += ["", *sweep_lines(case, points, reasons)]
         numbers[case.strategy_name] = {"points": [asdict(point) for point in points], "limits": reasons}
     return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
-
-
-def write(path: Path, numbers: dict[str, Any]) -> None:
-    """The numbers as JSON; raises UsageError."""
-    with refusing("--json", path, "cannot be written"):
-        path.write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
 
 
 def main() -> None:

@@ -42,16 +42,14 @@ class FakeArray(np.ndarray[Any, Any]):
 
 
 class FakeMemory:
-    """Counts what fake arrays would take, and what making them would cost.
+    """Counts what fake arrays would take, and what making them would cost; `plan.workspaces` has its kinds.
 
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
-    kernels   what operations take beside their results (`plan.workspaces`)
     """
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    def __init__(self) -> None:
         self.held = self.small = self.logits = 0
         self.flop = self.moved = 0.0
         self._small_now = 0

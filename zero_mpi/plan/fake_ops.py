@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops.sizes import head_weights, unseen_weights
-from zero_mpi.plan.fake_array import FakeArray, FakeMemory
+from zero_mpi.plan.fake_array import FakeArray
+from zero_mpi.plan.workspaces import Compiled
 
 FLOAT = 4  # bytes of a score
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -27,10 +28,10 @@ def fake(operation: Any) -> Callable[[Operation], Operation]:
     return lambda function: operation.register(FakeArray, function)
 
 
-def memory_of(x: Array) -> FakeMemory:
+def memory_of(x: Array) -> Compiled:
     """Where the results of operations on x are counted."""
     assert x.memory is not None, "a fake array comes from a memory"
-    memory: FakeMemory = x.memory
+    memory: Compiled = x.memory
     return memory
 
 
@@ -60,7 +61,7 @@ def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors:
     """A norm's backward; `others`: as many statistics as vectors, gradients of these, what is added to dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx, memory = elementwise(x, reads=2 + any(array is not None for array in plus)), memory_of(x)
-    memory.kernels.norm_sums(memory, x, sum(gradient is not None for gradient in gradients))
+    memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
     return dx
 
 
@@ -143,7 +144,7 @@ def column_sums(dy: Array, rows: int, width: int) -> None:
     """The gradient of a vector, a sum over rows."""
     memory = memory_of(dy)
     memory.passes(dy)
-    memory.kernels.column_sums(memory, rows, width)
+    memory.column_sums(rows, width)
 
 
 @fake(ops.embedding)
@@ -158,7 +159,7 @@ def _(tokens: Array, w: Array) -> Array:
 def _(tokens: Array, dy: Array, dw: Array) -> None:
     memory = memory_of(tokens)
     memory.passes(dy, dy, dy)
-    memory.kernels.sorted_tokens(memory, tokens, dy.shape[-1])
+    memory.sorted_tokens(tokens, dy.shape[-1])
 
 
 # ---------------------------------------------------------------------------------------- attention and loss
@@ -166,7 +167,7 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 
 @fake(ops.causal_attention)
 def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -> tuple[Array, Any]:
-    y, kept = memory_of(q).kernels.attention(memory_of(q), q, k, v, begins)
+    y, kept = memory_of(q).attention(q, k, v, begins)
     count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # the most, the exponentials, the shares
     return y, (*kept, begins)
 
@@ -174,7 +175,7 @@ def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -
 @fake(ops.causal_attention_backward)
 def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple[Array, Array, Array]:
     memory = memory_of(dy)
-    (dq, dk, dv), again = memory.kernels.attention_backward(memory, dy, q, k, v, kept)
+    (dq, dk, dv), again = memory.attention_backward(dy, q, k, v, kept)
     count_attention(q, k, (3 if again else 2) * q.shape[3] + 2 * v.shape[3], 4, kept[-1])
     return dq, dk, dv
 
@@ -183,10 +184,10 @@ def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array 
     """The work of attention: blocks above the diagonal are not computed, nor what lies before a window."""
     memory, (batch, length, heads, _) = memory_of(q), q.shape
     size = batch * head_weights(length, k.shape[1])
-    if begins is not None and memory.kernels.skips_unseen:
+    if begins is not None and memory.skips_unseen:
         size -= unseen_weights(begins)
     memory.product(heads, size, widths)
-    memory.moved += passes * FLOAT * heads * size * memory.kernels.moves_scores(q, begins)
+    memory.moved += passes * FLOAT * heads * size * memory.moves_scores(q, begins)
 
 
 @fake(ops.cross_entropy)
@@ -200,9 +201,9 @@ def _(
     x: Array, w: Array, b: Array | None, targets: Array, scale: float, *gradients: Any, need_dx: bool = True
 ) -> tuple[float, Array | None]:
     memory, (dw, db) = memory_of(x), gradients or (None, None)
-    logits, dx = memory.kernels.logits(memory, x, w, need_dx)
+    logits, dx = memory.logits_and_dx(x, w, need_dx)
     if db is not None:
-        memory.kernels.column_sums(memory, len(logits), w.shape[0])
+        memory.column_sums(len(logits), w.shape[0])
     memory.logits = max(memory.logits, int(logits.nbytes))
     for _ in range(1 + (dw is not None) + need_dx):
         memory.product(lines(x), *w.shape)

@@ -28,20 +28,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """node: between ranks of a node; between: a node's link, which its ranks share.
+    """What is known or assumed of a machine."""
 
-    flops    floating-point operations a second of a rank's matrix products, while all ranks compute
-    moves    bytes a second of a rank in everything else
-    memory   bytes for a rank, or None: not known
-    host_link   bytes a second from a GPU to its host, and as many back at the same time
-    """
-
-    node: Link
-    between: Link
-    flops: float
-    moves: float
-    memory: int | None = None
-    host_link: float = 4e10
+    node: Link  # between ranks of a node
+    between: Link  # of a node, which its ranks share
+    flops: float  # operations a second of a rank's matrix products, while all ranks compute
+    moves: float  # bytes a second of a rank in everything else
+    memory: int | None = None  # bytes for a rank; None: not known
+    host_link: float = 4e10  # bytes a second from a GPU to its host, and as many back at the same time
 
 
 # 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.

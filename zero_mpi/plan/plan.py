@@ -25,29 +25,26 @@ class Plan:
     fits: Largest | None
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers by name: bytes and seconds."""
+        """The numbers by name: bytes and seconds; of traffic, what ranks give away in a step."""
+        given = self.traffic
+        sums = {
+            "rank_0": given.sent[0],
+            "most_of_a_rank": given.sent.max(),
+            "all": given.sent.sum(),
+            "all_inside_nodes": given.inside.sum(),
+            "all_between_nodes": given.between.sum(),
+            "parameters": (given.parameters_inside + given.parameters_between).sum(),
+            "gradients": (given.gradients_inside + given.gradients_between).sum(),
+            "vectors": given.vectors.sum(),
+        }
         return {
             "strategy": self.case.strategy_name,
             "transport": self.case.transport.name,
             "memory": asdict(self.memory) | {"total": self.memory.total},
-            "traffic": traffic_sums(self.traffic),
+            "traffic": {name: int(count) for name, count in sums.items()},
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
             "largest": None if self.fits is None else asdict(self.fits),
         }
-
-
-def traffic_sums(traffic: Traffic) -> dict[str, Any]:
-    """Bytes that rank 0, the busiest rank and all ranks give away in a step."""
-    return {
-        "rank_0": int(traffic.sent[0]),
-        "most_of_a_rank": int(traffic.sent.max()),
-        "all": int(traffic.sent.sum()),
-        "all_inside_nodes": int(traffic.inside.sum()),
-        "all_between_nodes": int(traffic.between.sum()),
-        "parameters": int((traffic.parameters_inside + traffic.parameters_between).sum()),
-        "gradients": int((traffic.gradients_inside + traffic.gradients_between).sum()),
-        "vectors": int(traffic.vectors.sum()),
-    }
 
 
 def make_plan(case: Case, machine: Machine) -> Plan:

@@ -26,40 +26,25 @@ NUMBER = 8  # bytes of a float64 or an int64
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0.
+    """Bytes on rank 0. What a node shares in one copy counts by this rank's part of it."""
 
-    parameters, gradients, moments   kept between rounds and steps: slices, or wholes where replicated; where
-                    a node shares one copy, this rank's part of it; a moving average counts as a moment
-    masters         the parameters in float32, where `parameters` are rounded copies of them
-    rooms           on the GPU, for moments that pass through it
-    gathered        units that are whole for a while
-    unpacked        what is made for layers of gathered blocks
-    gradient_buffers  gradients of a micro-batch before they are reduced
-    activations, logits   what layers keep and make, in memory that is used again
-    transport       slices that arrive in a reduction
-    tables          where chunks lie, which ones decay, their sums of squares
-    workspace       of the GPU's library of matrix products
-    snapshot        copies while a checkpoint is written in the background
-    node_shared     not of a rank: what the ranks of a node need in /dev/shm together
-    host            not on the device: pinned memory of a rank with a GPU, and its snapshot
-    """
-
+    # Kept between rounds and steps: slices, or wholes where replicated.
     parameters: int
-    masters: int
+    masters: int  # the parameters in float32, where `parameters` are rounded copies of them
     gradients: int
-    moments: int
-    rooms: int
-    gathered: int
-    unpacked: int
-    gradient_buffers: int
-    activations: int
+    moments: int  # and a moving average
+    rooms: int  # on the GPU, for moments that pass through it
+    gathered: int  # units that are whole for a while
+    unpacked: int  # what is made for layers of gathered blocks
+    gradient_buffers: int  # gradients of a micro-batch before they are reduced
+    activations: int  # what layers keep and make, in memory that is used again, but for the logits
     logits: int
-    transport: int
-    tables: int
-    workspace: int
-    snapshot: int
-    node_shared: int
-    host: int
+    transport: int  # slices that arrive in a reduction
+    tables: int  # where chunks lie, which ones decay, their sums of squares
+    workspace: int  # of the GPU's library of matrix products
+    snapshot: int  # copies while a checkpoint is written in the background
+    node_shared: int  # not of a rank: what the ranks of a node need in /dev/shm together
+    host: int  # not on the device: pinned memory of a rank with a GPU, and its snapshot
 
     @property
     def total(self) -> int:

@@ -37,17 +37,13 @@ READING = 2  # times the tokens, beside them, while rank 0 reads them
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a node.
+    """Bytes of a node."""
 
-    programs  interpreters, libraries, the compiler;  mpi  segments of the library;  text  tokens of all ranks
-    arrays    what the plan counts, on the host, of all ranks;  sample  the whole model on rank 0 in the end
-    """
-
-    programs: int
-    mpi: int
-    text: int
-    arrays: int
-    sample: int
+    programs: int  # interpreters, libraries, the compiler
+    mpi: int  # segments of the library
+    text: int  # tokens of all ranks
+    arrays: int  # what the plan counts, on the host, of all ranks
+    sample: int  # the whole model on rank 0 in the end
 
     @property
     def total(self) -> int:

@@ -133,8 +133,8 @@ class ScriptedComm(SimulatedComm):
 class Simulator:
     """A module as it is, over a transport and a device without memory, and the steps that it takes."""
 
-    def __init__(self, case: Case, kernels: Compiled | None = None) -> None:
-        self.case, self.memory = case, FakeMemory(kernels or KERNELS[case.device]())
+    def __init__(self, case: Case, memory: Compiled | None = None) -> None:
+        self.case, self.memory = case, memory or KERNELS[case.device]()
         self.script = StepScript(self.memory)
         with without_memory(self.memory):
             self.module = ShardedModule(

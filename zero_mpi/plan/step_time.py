@@ -24,16 +24,12 @@ UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and write
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of rank 0, and floating-point operations of its products.
-
-    communication   of all transfers, one after the other
-    exposed         what the rank stands and waits for them
-    """
+    """Seconds of a step of rank 0, and floating-point operations of its products."""
 
     seconds: float
     computation: float
-    communication: float
-    exposed: float
+    communication: float  # of all transfers, one after the other
+    exposed: float  # what the rank stands and waits for them
     flop: float
 
 

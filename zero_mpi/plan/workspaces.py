@@ -1,8 +1,8 @@
 """What operations take beside their results: the compiled ones of the CPU, and those of a GPU.
 
-Each method takes from the memory what `ops.cpu` or `ops.gpu` takes from its pool, in the same order, and lets
-go of it in the same way. Sizes are those of `ops.sizes`, for neither package can be imported where a plan is
-made.
+Each is a memory, of which its methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
+order, and let go of it in the same way. Sizes are those of `ops.sizes`, for neither package can be imported
+where a plan is made.
 """
 
 from __future__ import annotations
@@ -20,41 +20,39 @@ from zero_mpi.plan.fake_array import FakeMemory
 Gradients = tuple[Array, Array, Array]
 
 
-class Compiled:
+class Compiled(FakeMemory):
     """The CPU's."""
 
     workspace = 0  # bytes
     skips_unseen = True  # whether attention leaves out keys that a block of rows does not see
 
-    def attention(
-        self, memory: FakeMemory, q: Array, k: Array, v: Array, begins: Array | None
-    ) -> tuple[Array, tuple[Any, ...]]:
+    def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
         """y, and what backward takes; begins: the first key that each row sees, or None for all."""
         batch, length, heads, _ = q.shape
         tile = low_tile(q, k)
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
         size = sizes.head_weights(length, k.shape[1], block)
         keep = size <= sizes.KEPT_WEIGHTS
-        y = memory.take((batch, length, heads, v.shape[3]), q.dtype)
-        p = memory.take((batch * heads * size if keep else tile or block * k.shape[1],), q.dtype)
-        sums, scores = memory.take((batch * heads * length,)), memory.take((tile,))
+        y = self.take((batch, length, heads, v.shape[3]), q.dtype)
+        p = self.take((batch * heads * size if keep else tile or block * k.shape[1],), q.dtype)
+        sums, scores = self.take((batch * heads * length,)), self.take((tile,))
         del scores
         return y, (p if keep else None, sums)
 
     def attention_backward(
-        self, memory: FakeMemory, dy: Array, q: Array, k: Array, v: Array, kept: Any
+        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
         """dq, dk and dv; whether the weights are computed again."""
         again, tile = kept[0] is None, low_tile(q, k)
         size = tile or sizes.BLOCK * k.shape[1]
-        rooms = [memory.take((size,))]
-        rooms += [memory.take((size,), q.dtype) for _ in range(again + bool(tile))]
-        gradients = sizes.gradients_like(q, k, v, memory.take)
+        rooms = [self.take((size,))]
+        rooms += [self.take((size,), q.dtype) for _ in range(again + bool(tile))]
+        gradients = sizes.gradients_like(q, k, v, self.take)
         if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
             sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
             for x in (k, v):
                 length = sequences * heads * x.shape[1] * x.shape[3]
-                rooms += [memory.take((length,)), memory.take((length,), x.dtype)]
+                rooms += [self.take((length,)), self.take((length,), x.dtype)]
         del rooms
         return gradients, again
 
@@ -62,19 +60,19 @@ class Compiled:
         """Whether attention's scores go through memory."""
         return True
 
-    def logits(self, memory: FakeMemory, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
+    def logits_and_dx(self, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
         """A chunk of logits, and dx."""
         rows = x.size // x.shape[-1]
-        logits = memory.take((chunk_rows(rows, w.shape[0]), w.shape[0]))
-        return logits, memory.take(x.shape, x.dtype) if need_dx else None
+        logits = self.take((chunk_rows(rows, w.shape[0]), w.shape[0]))
+        return logits, self.take(x.shape, x.dtype) if need_dx else None
 
-    def norm_sums(self, memory: FakeMemory, x: Array, count: int) -> None:
+    def norm_sums(self, x: Array, count: int) -> None:
         """For the gradients of a norm's `count` vectors."""
 
-    def column_sums(self, memory: FakeMemory, rows: int, width: int) -> None:
+    def column_sums(self, rows: int, width: int) -> None:
         """For a sum over rows."""
 
-    def sorted_tokens(self, memory: FakeMemory, tokens: Array, width: int) -> None:
+    def sorted_tokens(self, tokens: Array, width: int) -> None:
         """For the gradient of an embedding."""
 
 
@@ -84,55 +82,60 @@ class OnGPU(Compiled):
     workspace = sizes.WORKSPACE
     skips_unseen = False
 
-    def attention(
-        self, memory: FakeMemory, q: Array, k: Array, v: Array, begins: Array | None
-    ) -> tuple[Array, tuple[Any, ...]]:
-        y = memory.take((*q.shape[:3], v.shape[3]), q.dtype)
-        sums = memory.take((q.shape[0], q.shape[2], q.shape[1]))
+    def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
+        y = self.take((*q.shape[:3], v.shape[3]), q.dtype)
+        sums = self.take((q.shape[0], q.shape[2], q.shape[1]))
         if by_cudnn(q, begins):
             return y, (y, sums)
-        heads = [memory.take((x.size,), x.dtype) for x in (q, k, v)]
-        scores = [memory.take((y.size,), y.dtype), *scores_of(memory, q, k)]
+        heads = [self.take((x.size,), x.dtype) for x in (q, k, v)]
+        scores = [self.take((y.size,), y.dtype), *self.scores(q, k)]
         del heads, scores
         return y, (None, sums)
 
     def attention_backward(
-        self, memory: FakeMemory, dy: Array, q: Array, k: Array, v: Array, kept: Any
+        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
-        gradients = sizes.gradients_like(q, k, v, memory.take)
+        gradients = sizes.gradients_like(q, k, v, self.take)
         if kept[0] is None:
-            heads = [memory.take((x.size,), x.dtype) for x in (q, k, v, dy)]
-            sums = [memory.take((q.size,), q.dtype), memory.take((k.size,)), memory.take((v.size,))]
-            scores = scores_of(memory, q, k)
-            slopes = memory.take(scores[0].shape)
+            heads = [self.take((x.size,), x.dtype) for x in (q, k, v, dy)]
+            sums = [self.take((q.size,), q.dtype), self.take((k.size,)), self.take((v.size,))]
+            scores = self.scores(q, k)
+            slopes = self.take(scores[0].shape)
             del heads, sums, scores, slopes
         else:
-            memory.take((sizes.cudnn_slopes(q.shape, k.shape[1]),), np.uint8)
+            self.take((sizes.cudnn_slopes(q.shape, k.shape[1]),), np.uint8)
         return gradients, True
+
+    def scores(self, q: Array, k: Array) -> list[Array]:
+        """A block's scores, float32, and in a low type its weights."""
+        (batch, length, heads, _), total = q.shape, k.shape[1]
+        most = min(length, sizes.score_rows(batch * heads, total))
+        size = batch * heads * most * sizes.scores_across(total)
+        return [self.take((size,)), *([self.take((size,), q.dtype)] if q.itemsize == 2 else [])]
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:
         return not by_cudnn(q, begins)
 
-    def logits(self, memory: FakeMemory, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
+    def logits_and_dx(self, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
         rows, width = x.size // x.shape[-1], sizes.logit_width(w.shape[0])
-        dx = memory.take(x.shape, x.dtype) if need_dx else None
-        logits = memory.take((sizes.logit_rows(rows, width * x.itemsize), width), x.dtype)
-        memory.take((len(logits),), np.float64)
+        dx = self.take(x.shape, x.dtype) if need_dx else None
+        logits = self.take((sizes.logit_rows(rows, width * x.itemsize), width), x.dtype)
+        self.take((len(logits),), np.float64)
         return logits, dx
 
-    def norm_sums(self, memory: FakeMemory, x: Array, count: int) -> None:
+    def norm_sums(self, x: Array, count: int) -> None:
         width = x.shape[-1]
         lanes = sizes.norm_lanes(width, sizes.PACK // x.itemsize, sizes.HELD)
         lines = min(sizes.NORM_LINES, sizes.norm_blocks(x.size // width, lanes))
-        partial = [memory.take((lines, width)) for _ in range(count)]
+        partial = [self.take((lines, width)) for _ in range(count)]
         del partial
 
-    def column_sums(self, memory: FakeMemory, rows: int, width: int) -> None:
-        memory.take((sizes.column_lines(rows), width))
+    def column_sums(self, rows: int, width: int) -> None:
+        self.take((sizes.column_lines(rows), width))
 
-    def sorted_tokens(self, memory: FakeMemory, tokens: Array, width: int) -> None:
-        keys = memory.take((tokens.size,), np.int64)
-        memory.take((2 * sizes.embedding_runs(tokens.size), width))
+    def sorted_tokens(self, tokens: Array, width: int) -> None:
+        keys = self.take((tokens.size,), np.int64)
+        self.take((2 * sizes.embedding_runs(tokens.size), width))
         del keys
 
 
@@ -144,11 +147,3 @@ def low_tile(q: Array, k: Array) -> int:
 def by_cudnn(q: Array, begins: Array | None) -> bool:
     """Whether attention is not by own kernels, as it is wherever rows do not see all keys before them."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"
-
-
-def scores_of(memory: FakeMemory, q: Array, k: Array) -> list[Array]:
-    """A block's scores, float32, and in a low type its weights."""
-    (batch, length, heads, _), total = q.shape, k.shape[1]
-    most = min(length, sizes.score_rows(batch * heads, total))
-    size = batch * heads * most * sizes.scores_across(total)
-    return [memory.take((size,)), *([memory.take((size,), q.dtype)] if q.itemsize == 2 else [])]

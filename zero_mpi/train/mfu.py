@@ -18,7 +18,6 @@ from zero_mpi import device, ops
 from zero_mpi.device.types import Array
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.fake_array import FakeMemory
 from zero_mpi.plan.simulate import Simulator
 from zero_mpi.plan.workspaces import Compiled
 
@@ -72,10 +71,10 @@ class Once(Compiled):
     """Operations that keep all they need for backward: nothing is computed a second time."""
 
     def attention_backward(
-        self, memory: FakeMemory, dy: Array, q: Array, k: Array, v: Array, kept: Any
+        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[tuple[Array, Array, Array], bool]:
         """Attention's backward, without computing the weights again."""
-        return super().attention_backward(memory, dy, q, k, v, kept)[0], False
+        return super().attention_backward(dy, q, k, v, kept)[0], False
 
 
 def step_flop(case: Case) -> float:
