@@ -82,10 +82,6 @@ class Way:
     parts: int
     stripes: int = 1
 
-    def in_turn(self, kind: str) -> int:
-        """Messages one after the other."""
-        return (self.parts - 1).bit_length() if kind == GATHER and self.name != SHARED else 1
-
 
 # --------------------------------------------------------------------------------------------- measuring
 
@@ -120,7 +116,9 @@ def measure(where: Ranks, way: Way, effort: Effort) -> dict[str, Times]:
         for name, times in found.items():
             seconds = seconds_of(where, operations.get(name), effort.budget)
             given = nbytes * (way.parts - 1) / way.parts
-            times.append(Measurement(way.in_turn(name), given, seconds, nbytes))
+            tree = name == GATHER and way.name != SHARED
+            in_turn = (way.parts - 1).bit_length() if tree else 1
+            times.append(Measurement(in_turn, given, seconds, nbytes))
     return found
 
 

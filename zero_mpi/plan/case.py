@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from zero_mpi.comm import Partition, SerialComm, kinds
 from zero_mpi.comm.kinds import Transport
@@ -145,6 +146,12 @@ class Case:
         """Of a step, on all ranks."""
         return self.batch_size * self.context
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a module is told beside its stages and its strategy, and lays out its units by."""
+        names = ("prefetch", "bucket_mb", "frozen", "precision")
+        return {name: getattr(self, name) for name in names} | {"stored": self.model.stored}
+
     @cached_property
     def layout(self) -> Layout:
         """Units and schedule, which no number of ranks changes."""
@@ -179,15 +186,7 @@ class Case:
 @lru_cache(maxsize=64)
 def layout_of(case: Case) -> Layout:
     """The layout that the runtime would work out; many cases share it."""
-    return lay_out(
-        case.model.stages(case.recompute),
-        case.strategy,
-        prefetch=case.prefetch,
-        bucket_mb=case.bucket_mb,
-        frozen=case.frozen,
-        precision=case.precision,
-        stored=case.model.stored,
-    )
+    return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
 
 
 @lru_cache(maxsize=4096)

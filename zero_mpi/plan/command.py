@@ -44,7 +44,10 @@ def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
     made = [make_plan(case, question.machine) for case in question.cases]
     case = question.cases[0]
     asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
-    tables = [plan.as_json() | {"node": node.as_json()} for plan, node in zip(made, asked, strict=True)]
+    tables = [
+        plan.as_json() | {"node": asdict(node) | {"total": node.total, "ask": node.ask}}
+        for plan, node in zip(made, asked, strict=True)
+    ]
     numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": tables}
     title = head("memory of a node's host", made)
     return [*report(made, question.machine, question.known), "", title, *ask_lines(asked)], numbers

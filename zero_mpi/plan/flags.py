@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.machine import RATES, Machine, assumed, machine_of, read_doctor
 from zero_mpi.plan.resident import text_bytes
+from zero_mpi.plan.scaling import MOST_RANKS
 from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
@@ -41,8 +43,8 @@ Examples:
   python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks 64
   python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
 SAME = (  # called alike in a case and among the flags of a run
-    "batch_size", "context", "prefetch", "bucket_mb", "recompute", "async_save", "reduce_dtype", "offload",
-    "ema",
+    "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
+    "offload", "ema",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
 OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
@@ -93,7 +95,7 @@ def add_own(group: Any) -> None:
         group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before --doctor")
     group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
     group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
-    group.add_argument("--most-ranks", type=int, metavar="N", help="of the sweep (default: 4096)")
+    group.add_argument("--most-ranks", type=int, metavar="N", help=f"of the sweep (default: {MOST_RANKS})")
     group.add_argument("--json", metavar="FILE", help="write the numbers there as well")
 
 
@@ -118,25 +120,20 @@ def read(arguments: Sequence[str]) -> Question:
     for case in cases:
         check_layout(case)
     machine, known = find_machine(own, cases[0])
+    text = 0
+    with contextlib.suppress(UsageError, OSError):  # a plan may be made where the data are not
+        text = text_bytes(config, model)
     return Question(
         cases,
         machine,
         known,
         per_node=within("ranks_per_node", own.get("ranks_per_node", ranks // nodes), 1),
-        most_ranks=within("most_ranks", own.get("most_ranks", 4096), 1),
+        most_ranks=within("most_ranks", own.get("most_ranks", MOST_RANKS), 1),
         sweeps="sweep" in own,
         json=Path(own["json"]) if "json" in own else None,
-        text=text_if_there(config, model),
+        text=text,
         sample=config.sample > 0,
     )
-
-
-def text_if_there(config: Config, model: ModelConfig) -> int:
-    """Bytes of the tokens of the data; 0 where the plan is made on a machine that has not got them."""
-    try:
-        return text_bytes(config, model)
-    except (UsageError, OSError):
-        return 0
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
@@ -200,7 +197,6 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         transport_wanted=wanted,
         exact_wanted=config.reduction == "exact",
         micro_batch=min(config.micro_batch, config.batch_size),
-        frozen=config.frozen,
         precision_name=config.precision,
         device="cuda" if on_gpu else "cpu",
         **{name: getattr(config, name) for name in SAME},

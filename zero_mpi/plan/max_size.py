@@ -80,8 +80,10 @@ def most(size: Callable[[int], int], limit: int) -> int:
     Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
     and halves what is left. A size is worth a simulation, so few are asked for.
     """
-    low, high = 0, MOST + 1  # low fits; high does not, or is more than is wanted
-    probe, stride = guess(size, limit), 1
+    low, high, stride = 0, MOST + 1, 1  # low fits; high does not, or is more than is wanted
+    first, second = size(2), size(4)
+    slope = max(1, second - first) / 2
+    probe = min(max(1, 4 + int((limit - second) / slope)), MOST)  # where the line meets the limit
     while high - low > 1:
         if size(probe) <= limit:
             low, probe = probe, probe + stride
@@ -91,13 +93,6 @@ def most(size: Callable[[int], int], limit: int) -> int:
         if not low < probe < high:
             probe = (low + high) // 2
     return low
-
-
-def guess(size: Callable[[int], int], limit: int) -> int:
-    """Where the line through two small sizes meets the limit."""
-    first, second = size(2), size(4)
-    slope = max(1, second - first) / 2
-    return min(max(1, 4 + int((limit - second) / slope)), MOST)
 
 
 def width_steps(model: ModelConfig) -> int:

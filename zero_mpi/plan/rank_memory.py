@@ -63,14 +63,12 @@ def plan_memory(case: Case) -> Memory:
     for unit, own in case.slices:
         kept.update(bytes_of(case, unit, own))
     away = {"moments": case.offload != NONE, "masters": case.offload == STATE, "snapshot": case.on_gpu}
-    host += sum(kept.pop(name) for name, is_away in away.items() if is_away)
+    for name in (name for name, is_away in away.items() if is_away):
+        host, kept[name] = host + kept[name], 0
     pieces = [min(case.updated(unit, own), piece_of(unit.quantum)) for unit, own in case.trained]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
-        parameters=kept["parameters"],
-        masters=kept["masters"],
-        gradients=kept["gradients"],
-        moments=kept["moments"],
+        **kept,
         rooms=ROOMS * case.offloaded * BYTES * max(pieces, default=0),
         gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
         unpacked=seen.unpacked,
@@ -78,9 +76,7 @@ def plan_memory(case: Case) -> Memory:
         activations=seen.activations,
         logits=seen.logits,
         transport=case.transport.scratch(reductions(case)),
-        tables=kept["tables"],
         workspace=KERNELS[case.device].workspace,
-        snapshot=kept["snapshot"],
         node_shared=node_shared(case),
         host=host,
     )
@@ -88,25 +84,23 @@ def plan_memory(case: Case) -> Memory:
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     """What is kept of a unit between rounds and steps, wherever it lies; of what ranks share, slices."""
-    kind, averages = case.precision.compute, case.ema is not None
-    updated, quantum = case.updated(unit, own), unit.quantum
-    # Without a transport that adds in place a slice is summed beside the whole, into which it is gathered.
+    kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
+    updated, averages = case.updated(unit, own), case.ema is not None
+    # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
         summed = own
-    rounded = case.precision.is_low and not unit.room_unpacked(kind)
-    found = {
+    written = (1 + averages) * (trained or case.model.lora is None) + 2 * trained
+    # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
+    numbers = -(-own // quantum) - (-updated // quantum) + 2 * (unit.length // quantum)
+    return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
-        "masters": BYTES * updated * rounded,
-        "snapshot": BYTES * own * (1 + averages) * (unit.trainable or case.model.lora is None),
+        "masters": BYTES * updated * (case.precision.is_low and not unit.room_unpacked(kind)),
+        "gradients": BYTES * summed * trained,
+        "moments": BYTES * updated * (2 + averages) * trained,
+        "tables": NUMBER * numbers * trained,
+        "snapshot": BYTES * own * written * case.async_save,
     }
-    if unit.trainable:
-        found["gradients"] = BYTES * summed
-        found["moments"] = BYTES * updated * (2 + averages)
-        found["snapshot"] += BYTES * own * 2
-        # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
-        found["tables"] = NUMBER * (-(-own // quantum) - (-updated // quantum) + 2 * (unit.length // quantum))
-    return found | {"snapshot": found["snapshot"] * case.async_save}
 
 
 def keeps_slices(case: Case) -> bool:

@@ -9,7 +9,7 @@ test holds runs against the sum. What ranks share is in the plan of a rank by it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi import ops
@@ -54,10 +54,6 @@ class Resident:
     def ask(self) -> int:
         """What to ask for."""
         return -(-self.total // STEP) * STEP
-
-    def as_json(self) -> dict[str, int]:
-        """The numbers by name."""
-        return asdict(self) | {"total": self.total, "ask": self.ask}
 
 
 def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:

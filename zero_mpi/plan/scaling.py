@@ -29,7 +29,7 @@ class Point:
     efficiency: float
 
 
-def sweep(case: Case, machine: Machine, per_node: int, most: int = MOST_RANKS) -> list[Point]:
+def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
     """A point for each power of two up to `most`."""
     points: list[Point] = []
     for ranks in (1 << power for power in range(most.bit_length())):
@@ -46,12 +46,11 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int = MOST_RANKS) -
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
     """What ends the scaling, each from how many ranks on up to the end, the first of them first."""
 
-    def saves_little(before: Point, here: Point) -> bool:
-        return here.memory > (1 - LEAST_SAVING) * before.memory
-
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
-        "memory of a rank no longer falls": saves_little,
+        "memory of a rank no longer falls": lambda before, here: (
+            here.memory > (1 - LEAST_SAVING) * before.memory
+        ),
         "there is less than one micro-batch a rank": lambda _, here: here.ranks > case.rounds.micro_batches,
     }
     found = []

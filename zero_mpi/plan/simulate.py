@@ -137,16 +137,9 @@ class Simulator:
         self.case, self.memory = case, memory or KERNELS[case.device]()
         self.script = StepScript(self.memory)
         with without_memory(self.memory):
-            self.module = ShardedModule(
-                case.model.stages(case.recompute),
-                ScriptedComm(case, self.script, case.ranks),
-                case.strategy,
-                prefetch=case.prefetch,
-                bucket_mb=case.bucket_mb,
-                frozen=case.frozen,
-                precision=case.precision,
-                stored=case.model.stored,
-            )
+            comm = ScriptedComm(case, self.script, case.ranks)
+            stages = case.model.stages(case.recompute)
+            self.module = ShardedModule(stages, comm, case.strategy, **case.settings)
 
     def step(self) -> tuple[StepEvent, ...]:
         """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
