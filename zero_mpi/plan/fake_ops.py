@@ -17,7 +17,6 @@ from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 from zero_mpi.plan.fake_array import FakeArray
-from zero_mpi.plan.workspaces import Compiled
 
 FLOAT = 4  # bytes of a score
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -26,13 +25,6 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 def fake(operation: Any) -> Callable[[Operation], Operation]:
     """Let a function stand for an operation where its first array is a fake one."""
     return lambda function: operation.register(FakeArray, function)
-
-
-def memory_of(x: Array) -> Compiled:
-    """Where the results of operations on x are counted."""
-    assert x.memory is not None, "a fake array comes from a memory"
-    memory: Compiled = x.memory
-    return memory
 
 
 def lines(x: Array) -> int:
@@ -45,7 +37,7 @@ def lines(x: Array) -> int:
 
 def elementwise(x: Array, *others: Array, reads: int) -> Array:
     """One array of x's shape from `reads` such arrays."""
-    memory = memory_of(x)
+    memory = x.memory
     y = memory.take(x.shape, x.dtype)
     memory.passes(*[y] * (reads + 1))
     return y
@@ -53,14 +45,14 @@ def elementwise(x: Array, *others: Array, reads: int) -> Array:
 
 def norm(x: Array, *parameters: Any, statistics: int) -> tuple[Array, ...]:
     """A norm over rows, with so many numbers a row for its backward."""
-    y, memory = elementwise(x, reads=1), memory_of(x)
+    y, memory = elementwise(x, reads=1), x.memory
     return y, *(memory.take((*x.shape[:-1], 1)) for _ in range(statistics))
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
     """A norm's backward; `others`: as many statistics as vectors, gradients of these, what is added to dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
-    dx, memory = elementwise(x, reads=2 + any(array is not None for array in plus)), memory_of(x)
+    dx, memory = elementwise(x, reads=2 + any(array is not None for array in plus)), x.memory
     memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
     return dx
 
@@ -94,13 +86,13 @@ def _(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
 @fake(ops.dequantize)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
     """Blocks become elements in memory that is there."""
-    memory_of(out).passes(raw, out)
+    out.memory.passes(raw, out)
 
 
 @fake(ops.rope)
 def _(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    y = memory_of(x).take(x.shape, x.dtype) if out is None else out
-    memory_of(x).passes(y, y)
+    y = x.memory.take(x.shape, x.dtype) if out is None else out
+    x.memory.passes(y, y)
     return y
 
 
@@ -109,7 +101,7 @@ def _(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = N
 
 @fake(ops.linear)
 def _(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    memory = memory_of(x)
+    memory = x.memory
     y = memory.take((*x.shape[:-1], w.shape[0]), x.dtype)
     memory.product(lines(x), *w.shape)
     if plus is not None or b is not None:
@@ -121,13 +113,13 @@ def _(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> 
 
 @fake(ops.linear_backward_x)
 def _(dy: Array, w: Array, into: Array | None = None) -> Array:
-    memory_of(dy).product(lines(dy), *w.shape)
-    return memory_of(dy).take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
+    dy.memory.product(lines(dy), *w.shape)
+    return dy.memory.take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
 
 
 @fake(ops.linear_backward_w)
 def _(dy: Array, x: Array, dw: Array) -> None:
-    memory_of(dy).product(lines(dy), *dw.shape)
+    dy.memory.product(lines(dy), *dw.shape)
 
 
 @fake(ops.linear_backward_b)
@@ -142,14 +134,14 @@ def _(dy: Array, dw: Array) -> None:
 
 def column_sums(dy: Array, rows: int, width: int) -> None:
     """The gradient of a vector, a sum over rows."""
-    memory = memory_of(dy)
+    memory = dy.memory
     memory.passes(dy)
     memory.column_sums(rows, width)
 
 
 @fake(ops.embedding)
 def _(tokens: Array, w: Array) -> Array:
-    memory = memory_of(tokens)
+    memory = tokens.memory
     y = memory.take((*tokens.shape, w.shape[1]), w.dtype)
     memory.passes(y, y)
     return y
@@ -157,7 +149,7 @@ def _(tokens: Array, w: Array) -> Array:
 
 @fake(ops.embedding_backward)
 def _(tokens: Array, dy: Array, dw: Array) -> None:
-    memory = memory_of(tokens)
+    memory = tokens.memory
     memory.passes(dy, dy, dy)
     memory.sorted_tokens(tokens, dy.shape[-1])
 
@@ -167,14 +159,14 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 
 @fake(ops.causal_attention)
 def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -> tuple[Array, Any]:
-    y, kept = memory_of(q).attention(q, k, v, begins)
+    y, kept = q.memory.attention(q, k, v, begins)
     count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # the most, the exponentials, the shares
     return y, (*kept, begins)
 
 
 @fake(ops.causal_attention_backward)
 def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple[Array, Array, Array]:
-    memory = memory_of(dy)
+    memory = dy.memory
     (dq, dk, dv), again = memory.attention_backward(dy, q, k, v, kept)
     count_attention(q, k, (3 if again else 2) * q.shape[3] + 2 * v.shape[3], 4, kept[-1])
     return dq, dk, dv
@@ -182,7 +174,7 @@ def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple
 
 def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
     """The work of attention: blocks above the diagonal are not computed, nor what lies before a window."""
-    memory, (batch, length, heads, _) = memory_of(q), q.shape
+    memory, (batch, length, heads, _) = q.memory, q.shape
     size = batch * head_weights(length, k.shape[1])
     if begins is not None and memory.skips_unseen:
         size -= unseen_weights(begins)
@@ -192,7 +184,7 @@ def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array 
 
 @fake(ops.cross_entropy)
 def _(logits: Array, targets: Array, scale: float) -> tuple[float, Array]:
-    memory_of(logits).logits = int(logits.nbytes)
+    logits.memory.logits = int(logits.nbytes)
     return 0.0, elementwise(logits, reads=3)
 
 
@@ -200,7 +192,7 @@ def _(logits: Array, targets: Array, scale: float) -> tuple[float, Array]:
 def _(
     x: Array, w: Array, b: Array | None, targets: Array, scale: float, *gradients: Any, need_dx: bool = True
 ) -> tuple[float, Array | None]:
-    memory, (dw, db) = memory_of(x), gradients or (None, None)
+    memory, (dw, db) = x.memory, gradients or (None, None)
     logits, dx = memory.logits_and_dx(x, w, need_dx)
     if db is not None:
         memory.column_sums(len(logits), w.shape[0])
