@@ -463,7 +463,7 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
 )
 def test_what_the_live_test_of_devices_says(end, value, verdict, monkeypatch):
     """A child that finds two devices and then ends in some way; CuPy is not installed."""
-    monkeypatch.setattr(gpu, "PATIENCE", 1.0)
+    monkeypatch.setattr(gpu, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(gpu, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
     found = gpu.look([sys.executable, "-c", code], present=True)

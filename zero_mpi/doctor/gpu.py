@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi.cli.text import plural
-from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
+from zero_mpi.comm.gpu.run_probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.ops.code_cache import installed
 
-PATIENCE = 20.0  # seconds for the child; the first use of a device takes some
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
 STAGED = (
@@ -42,7 +41,7 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
     if not (has_driver() if present is None else present):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "none")
-    told, end = run_probe(command, PATIENCE)
+    told, end = run_probe(command, PROBE_SECONDS)
     about, live = [*map(json.loads, told[:2]), {"error": end}, {"error": end}][:2]
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)

@@ -107,16 +107,14 @@ def kind_of(path: Path, mounts: Path = MOUNTS) -> str:
 
 def sees(trial: Path | None) -> bool:
     """Whether this host sees what rank 0 published; a network file system may take a moment."""
-    if trial is None:
-        return True
     until = time.monotonic() + PATIENCE
-    while True:
-        try:
+    while trial is not None:
+        with contextlib.suppress(OSError):
             return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
-        except OSError:
-            if time.monotonic() > until:
-                return False
+        if time.monotonic() > until:
+            return False
         time.sleep(LOOK)
+    return True
 
 
 def rows(out: Path, found: Found, blind: list[str]) -> Iterator[Row]:
