@@ -121,9 +121,7 @@ def test_fit_is_never_negative():
 
 def installed(**other):
     """What a rank has: our own versions, but for some."""
-    mine = versions.look(World(0, 1))
-    same = {name: other.get(name, value) for name, value in mine.same.items()}
-    return versions.Versions(same, {name: other.get(name, value) for name, value in mine.other.items()})
+    return {name: other.get(name, value) for name, value in versions.look(World(0, 1)).items()}
 
 
 def test_versions_are_those_that_are_installed():

@@ -31,11 +31,6 @@ SAME_MPI = (
 OFF = ("", "0", "no", "false", "off")
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """Who started this process, or an empty text."""
-    return next((name for variable, name in LAUNCHERS.items() if variable in environ), "")
-
-
 def told_size(environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks the launcher says that there are; 1 where none says it."""
     return max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
@@ -53,11 +48,11 @@ def speaks(size: int, environ: Mapping[str, str] = os.environ) -> bool:
 
 def started(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """The row of the launcher."""
+    launcher = next((name for variable, name in LAUNCHERS.items() if variable in environ), "")
     if is_split(size, environ):
-        count = told_size(environ)
-        value = f"{launcher(environ)} started {count} processes, and each is a job of one rank"
+        value = f"{launcher} started {told_size(environ)} processes, and each is a job of one rank"
         return Row("launcher", value, BAD, SAME_MPI)
-    return Row("launcher", f"{launcher(environ) or 'none'}, {plural(size, 'rank')}")
+    return Row("launcher", f"{launcher or 'none'}, {plural(size, 'rank')}")
 
 
 def threads(where: Ranks) -> Row:

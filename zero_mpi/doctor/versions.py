@@ -6,34 +6,27 @@ it. So it does where BLAS chose other kernels: then results would depend on who 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zero_mpi.cli.text import few, ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, Row
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
 from zero_mpi.ops.code_cache import installed
 
+OTHER = "mpi4py"  # may differ
 SLOW = "numpy"  # the operations of an installation without numba
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Of a rank, by name: what a job compares before it starts, and the rest."""
-
-    same: dict[str, str]
-    other: dict[str, str]
+def look(world: World) -> dict[str, str]:
+    """What this rank runs, by name: what a job compares before it starts, and mpi4py."""
+    return consistency.installation(world) | {OTHER: installed(OTHER) or "none"}
 
 
-def look(world: World) -> Versions:
-    """The versions that this rank runs."""
-    return Versions(consistency.installation(world), {"mpi4py": installed("mpi4py") or "none"})
-
-
-def rows(found: list[Versions]) -> list[Row]:
+def rows(found: list[dict[str, str]]) -> list[Row]:
     """A row for each name; ranks that differ from the first are named with what they have."""
-    same = [row(name, [versions.same.get(name, "none") for versions in found], BAD) for name in found[0].same]
-    return same + [row(name, [versions.other[name] for versions in found], NOTE) for name in found[0].other]
+    return [
+        row(name, [versions.get(name, "none") for versions in found], NOTE if name == OTHER else BAD)
+        for name in found[0]
+    ]
 
 
 def row(name: str, values: list[str], verdict: str) -> Row:
