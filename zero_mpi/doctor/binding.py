@@ -25,8 +25,6 @@ YIELDING = {  # by how the library's name begins
 IN_TURN = (
     "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
 )
-
-
 BIND = (
     "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
     "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
@@ -132,10 +130,10 @@ def binding(found: list[NodeSeats]) -> Row:
         for cores, which in node.by_cores().items()
         if len(which) > len(cores) and not node.is_crowded
     ]
-    value = f"{', '.join(few(shared))} while other cores are free"
-    return assessed(
-        "binding", value if shared else "no ranks are bound to a core that they must share", not shared, BIND
-    )
+    value = "no ranks are bound to a core that they must share"
+    if shared:
+        value = f"{', '.join(few(shared))} while other cores are free"
+    return assessed("binding", value, not shared, BIND)
 
 
 def threads(found: list[NodeSeats]) -> Row:
@@ -148,8 +146,8 @@ def threads(found: list[NodeSeats]) -> Row:
             chosen = any(seat.threads_were_set for seat in node.seats)  # by somebody who asked for them
             names = [name for name in environment.THREADS if chosen and name in os.environ]
             remedy = f"unset {' '.join(names)}" if names else "do not set the threads"
-            remedy += f", or train with --threads {room}"
-            return Row("threads", f"{value}, but {cores}: up to 10 times slower", NOTE, remedy)
+            value += f", but {cores}: up to 10 times slower"
+            return Row("threads", value, NOTE, f"{remedy}, or train with --threads {room}")
     for node in found:
         free = len(node.cores) - sum(seat.threads for seat in node.seats)
         if free > 0:

@@ -42,7 +42,8 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "none")
     told, end = run_probe(command, PROBE_SECONDS)
-    about, live = [*map(json.loads, told[:2]), {"error": end}, {"error": end}][:2]
+    answers = [*map(json.loads, told), {"error": end}, {"error": end}]  # or else how the process ended
+    about, live = answers[:2]
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)
     said = live.get("mpi") or live.get("error", "")

@@ -214,7 +214,9 @@ def fit(points: Sequence[Measurement]) -> Link:
     if determinant <= 1e-12 * mm * nn:  # all of one size
         return flat
     alpha, beta = (m.sum() * nn - n.sum() * mn) / determinant, (n.sum() * mm - m.sum() * mn) / determinant
-    return steep if alpha < 0 else flat if beta < 0 else Link(float(alpha), float(beta))
+    if alpha < 0:
+        return steep
+    return Link(float(alpha), float(beta)) if beta >= 0 else flat
 
 
 def keys(*times: Times) -> dict[str, float]:

@@ -37,23 +37,22 @@ def lines(x: Array) -> int:
 
 def elementwise(x: Array, *others: Array, reads: int) -> Array:
     """One array of x's shape from `reads` such arrays."""
-    memory = x.memory
-    y = memory.take(x.shape, x.dtype)
-    memory.passes(*[y] * (reads + 1))
+    y = x.memory.take(x.shape, x.dtype)
+    x.memory.passes(*[y] * (reads + 1))
     return y
 
 
 def norm(x: Array, *parameters: Any, statistics: int) -> tuple[Array, ...]:
     """A norm over rows, with so many numbers a row for its backward."""
-    y, memory = elementwise(x, reads=1), x.memory
-    return y, *(memory.take((*x.shape[:-1], 1)) for _ in range(statistics))
+    y = elementwise(x, reads=1)
+    return y, *(x.memory.take((*x.shape[:-1], 1)) for _ in range(statistics))
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
     """A norm's backward; `others`: as many statistics as vectors, gradients of these, what is added to dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
-    dx, memory = elementwise(x, reads=2 + any(array is not None for array in plus)), x.memory
-    memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
+    dx = elementwise(x, reads=2 + any(array is not None for array in plus))
+    x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
     return dx
 
 

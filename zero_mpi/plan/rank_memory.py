@@ -63,8 +63,10 @@ def plan_memory(case: Case) -> Memory:
     for unit, own in case.slices:
         kept.update(bytes_of(case, unit, own))
     away = {"moments": case.offload != NONE, "masters": case.offload == STATE, "snapshot": case.on_gpu}
-    for name in (name for name, is_away in away.items() if is_away):
-        host, kept[name] = host + kept[name], 0
+    for name, is_away in away.items():
+        if is_away:
+            host += kept[name]
+            kept[name] = 0
     pieces = [min(case.updated(unit, own), piece_of(unit.quantum)) for unit, own in case.trained]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
@@ -92,7 +94,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
         summed = own
     written = (1 + averages) * (trained or case.model.lora is None) + 2 * trained
     # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
-    numbers = -(-own // quantum) - (-updated // quantum) + 2 * (unit.length // quantum)
+    numbers = -(-own // quantum) + -(-updated // quantum) + 2 * (unit.length // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
         "masters": BYTES * updated * (case.precision.is_low and not unit.room_unpacked(kind)),
