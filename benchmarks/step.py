@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, WORKLOADS, Workload
 
-from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule, ops, portable
+from zero_mpi import Comm, GradAccum, ShardedAdamW, ShardedModule, ops
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import recycled_stats
+from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

@@ -11,7 +11,8 @@ import sys
 import architectures
 import numpy as np
 
-from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, nn, portable
+from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, nn
+from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
 from zero_mpi.train.lr_schedule import make_schedule

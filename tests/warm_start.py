@@ -180,7 +180,7 @@ def compute_once() -> None:
     from zero_mpi.ops import trial
     from zero_mpi.train import mfu
 
-    package = Path(environment.__file__).parent
+    package = Path(environment.__file__).parents[1]
     remember(consistency, "source_digest", package)
     for module, name in ((trial, "digest"), (mfu, "rate")):
         remember(module, name, np.dtype(np.float32))

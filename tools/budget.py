@@ -19,9 +19,9 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 9035, "package": 51152}
+BUDGET = {"engine": 9035, "package": 51158}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
-ENGINE = ("device", "nn", "models", "sharding", "environment.py", "errors.py")
+ENGINE = ("device", "nn", "models", "sharding", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")

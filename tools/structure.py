@@ -19,7 +19,7 @@ PACKAGE = "zero_mpi"
 
 # What lies at the top of the package; each imports only those before it.
 ORDER = (
-    "errors", "environment", "portable", "files", "arguments", "telemetry",
+    "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",

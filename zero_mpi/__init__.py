@@ -15,7 +15,8 @@ elif interrupts.program:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero_mpi import environment, portable
+from zero_mpi import environment
+from zero_mpi.environment import portable
 
 environment.prepare()  # before numpy is imported and MPI starts
 portable.prepare()

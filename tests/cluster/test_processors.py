@@ -17,7 +17,7 @@ from jobs import COMPILED, clean_environment, launcher, launcher_kind, run_comma
 from test_command_bits import files, needs_mpiexec, write_text
 from test_consistency import FLAGS, RUN
 
-from zero_mpi import portable
+from zero_mpi.environment import portable
 
 STEPS = Path(__file__).resolve().parents[1] / "portable_steps.py"
 EMULATOR = "qemu-x86_64"

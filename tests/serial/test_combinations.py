@@ -4,12 +4,13 @@ import re
 
 import pytest
 
-from zero_mpi import environment, portable
+from zero_mpi import environment
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, FlagContext, without_effect
 from zero_mpi.config.remarks import remarks, threads_within
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 
 REFUSED = {  # flags that are refused: what is said, and what lets them be

@@ -17,13 +17,13 @@ from jobs import COMPILED, clean_environment, launcher, run_command, run_job
 from test_command_bits import needs_mpiexec, write_text
 from test_consistency import FLAGS, RUN
 
-from zero_mpi import portable
 from zero_mpi.config.command_line import parse
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
 from zero_mpi.ops import elementary
 
-PACKAGE = Path(portable.__file__).parent
+PACKAGE = Path(portable.__file__).parents[1]
 ROOT = PACKAGE.parent
 PINNED = COMPILED | {portable.VARIABLE: portable.PORTABLE}
 fitting = pytest.mark.skipif(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero_mpi import portable
+from zero_mpi.environment import portable
+from zero_mpi.environment.portable import NATIVE, PORTABLE
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.portable import NATIVE, PORTABLE
 
 if TYPE_CHECKING:
     from zero_mpi.config.settings import Config

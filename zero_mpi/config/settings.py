@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi import portable
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import STEPS, defaults
 from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
+from zero_mpi.environment import portable
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 

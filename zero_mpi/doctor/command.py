@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import __version__, portable
+from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import plural, write
 from zero_mpi.config.settings import Config
@@ -39,6 +39,7 @@ from zero_mpi.doctor import (
 )
 from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import environment, ops, portable
+from zero_mpi import environment, ops
 from zero_mpi.cli.text import few, plural
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import blas, check_pins
 from zero_mpi.ops import trial

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from zero_mpi import ops, portable
+from zero_mpi import ops
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm
 from zero_mpi.comm.serial import SerialComm
+from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
 from zero_mpi.launch.hang_report import RankReports

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from zero_mpi import __version__, device, environment, ops, portable
+from zero_mpi import __version__, device, environment, ops
 from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
 from zero_mpi.comm.base import Comm
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.ending import BAD_USAGE
@@ -71,7 +72,7 @@ def installation(world: World) -> dict[str, str]:
     """What this rank computes with."""
     facts = {
         "zero_mpi": __version__,
-        "zero_mpi's source": source_digest(Path(environment.__file__).parent),
+        "zero_mpi's source": source_digest(Path(environment.__file__).parents[1]),
         "Python": platform.python_version(),
         "NumPy": np.__version__,
         "operations": ops.backend(),

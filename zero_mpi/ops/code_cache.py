@@ -18,7 +18,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from zero_mpi import portable
+from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from zero_mpi import portable
 from zero_mpi.device.types import Array
+from zero_mpi.environment import portable
 
 T = TypeVar("T")
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from zero_mpi import device, environment, portable
+from zero_mpi import device, environment
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import leftovers
 from zero_mpi.launch.consistency import check_installation, check_not_alone

@@ -53,7 +53,7 @@ def identity(
         SETTINGS: settings_of(config),
         FACTS: {**facts, **begun},
         MACHINE: dict(description.machine),
-        CODE: consistency.source_digest(Path(environment.__file__).parent),
+        CODE: consistency.source_digest(Path(environment.__file__).parents[1]),
     }
 
 

@@ -52,12 +52,12 @@ from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Stream
 from zero_mpi.data.packing import DOCUMENTS, NONE
+from zero_mpi.environment.portable import PORTABLE
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.portable import PORTABLE
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.sharding.rates import check_scales

@@ -21,11 +21,11 @@ from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.packing import NONE
+from zero_mpi.environment.portable import NATIVE
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
-from zero_mpi.portable import NATIVE
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.same_bits import changes
 

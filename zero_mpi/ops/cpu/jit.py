@@ -25,8 +25,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from zero_mpi import portable
 from zero_mpi.device.types import Array
+from zero_mpi.environment import portable
 from zero_mpi.ops import code_cache
 from zero_mpi.ops.elementary import ROOT_HALF, log_of_parts
 from zero_mpi.ops.rowsums import LANE_ROWS, LANES

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from zero_mpi import portable
 from zero_mpi.device.types import Array
+from zero_mpi.environment import portable
 from zero_mpi.ops.cpu.blas import times
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
 

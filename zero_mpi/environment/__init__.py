@@ -3,7 +3,7 @@
 A rank computes with one thread unless the user says otherwise: many ranks with a thread per core each are
 ten times slower, and exact mode pins the number because BLAS rounds differently with another. Where a node
 has more ranks than cores, the MPI library must hand a core over instead of spinning on it: a factor of 10 to
-100.
+100. `portable` has what `--bits portable` sets beside this.
 """
 
 from __future__ import annotations
