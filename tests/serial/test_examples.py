@@ -15,12 +15,12 @@ from test_command_bits import needs_mpiexec
 from thinned import thinned
 
 import zero_mpi
-from zero_mpi import hostfile
 from zero_mpi.config import settings
 from zero_mpi.doctor import command as doctor
 from zero_mpi.errors import UsageError
 from zero_mpi.export import command as export
 from zero_mpi.generate import command as generate
+from zero_mpi.hostfile import command as hostfile
 from zero_mpi.inspect import command as inspect_command
 from zero_mpi.plan import flags as plan_options
 

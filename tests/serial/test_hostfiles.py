@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
 from zero_mpi.errors import UsageError
-from zero_mpi.hostfile import LINES, HostEntry, command, read_hosts
+from zero_mpi.hostfile.command import command
+from zero_mpi.hostfile.host_entries import LINES, HostEntry, read_hosts
 from zero_mpi.launch.world import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"

@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+"""Hosts and their ranks, in the forms that launchers and batch systems write them. Nothing heavy is imported.
 
 MPICH writes ranks a host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
 or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import write
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file as read_whole
-from zero_mpi.launch.ending import say
-from zero_mpi.launch.world import World, run
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
 NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
@@ -106,39 +102,3 @@ def read_file(path: str) -> list[HostEntry]:
         raise UsageError(f"{error}; {FORMS} on each line") from None
     except UnicodeDecodeError:
         raise UsageError(f"{where}: is not text; {FORMS} on each line") from None
-
-
-def make_parser() -> Parser:
-    """The parser of the command line."""
-    parser = Parser(
-        prog="python -m zero_mpi.hostfile",
-        description="Write a hostfile in the form that a launcher reads.",
-        epilog="Examples, in a job of PBS and of Slurm:\n\n"
-        "  python -m zero_mpi.hostfile $PBS_NODEFILE --for openmpi\n"
-        "  scontrol show hostnames | python -m zero_mpi.hostfile - --for mpich",
-    )
-    parser.add_argument("file", help="in either form, or a list of names; - for standard input")
-    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="who reads it")
-    return parser
-
-
-def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the hosts. Returns the exit status."""
-    options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("hostfile runs in one process: leave mpirun out")
-    hosts = read_file(options.file)
-    limited = [host.name for host in hosts if host.most is not None]
-    if limited and options.launcher == "mpich":
-        say(f"zero_mpi hostfile: {MOST} of {', '.join(limited)} left out: MPICH has no such limit")
-    write(map(LINES[options.launcher], hosts))
-    return 0
-
-
-def main() -> None:
-    """The entry point of the command."""
-    run("hostfile", command, sys.argv[1:], alone=True)
-
-
-if __name__ == "__main__":
-    main()

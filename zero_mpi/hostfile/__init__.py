@@ -1,0 +1,11 @@
+"""`python -m zero_mpi.hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+
+`host_entries` reads and writes the forms, also for other commands; `command` is the command.
+"""
+
+
+def main() -> None:
+    """Entry point of the command."""
+    from zero_mpi.hostfile.command import main as run
+
+    run()

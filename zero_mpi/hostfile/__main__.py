@@ -1,0 +1,5 @@
+"""`python -m zero_mpi.hostfile`."""
+
+from zero_mpi.hostfile import main
+
+main()
