@@ -110,6 +110,7 @@ def test_one_changed_byte_of_the_source_shows(tmp_path):
     copy = copy_of_package(tmp_path)
     same = consistency.source_digest(copy)
     assert same == consistency.source_digest(PACKAGE)
+    assert same == consistency.installation(World(0, 1))["zero_mpi's source"], "ranks compare all of it"
     changed = copy / "sharding" / "optimizer.py"
     changed.write_text(changed.read_text().replace("eps", "eqs", 1))
     assert consistency.source_digest(copy) != same
