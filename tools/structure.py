@@ -25,7 +25,7 @@ ORDER = (
     "trace", "checkpoint", "config",
     "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate", "verify",
     "inspect",
-    "hostfile", "completion", "__main__",
+    "hostfile", "supervise", "completion", "__main__",
 )  # fmt: skip
 
 # What the order would allow and the design does not: a room, and those that it may not use.

@@ -162,6 +162,26 @@ def test_a_job_that_is_preempted_saves_and_goes_on(launch, here, flags, unbroken
     assert_same_run(out, unbroken)
 
 
+def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
+    """A rank is killed, with which the job would end: it is done all the same, and was not requeued."""
+    _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
+    out, steps = tmp_path / "out", ["--steps", "400", "--save-every", "30"]
+    launch = f"zero-mpi supervise --backoff 0.2 -- {environ['LAUNCH']}"
+    job = here.submit(
+        [*on_one_node("many_nodes.sbatch", 3), "--no-kill"],
+        "examples/slurm/many_nodes.sbatch",
+        ["--out", str(out), *flags, *steps],
+        env={"LAUNCH": launch, "SLURM_WAIT": "3"},
+    )
+    until_steps(here, job, out, 40)
+    os.kill(here.ranks(job)[1], signal.SIGKILL)
+    here.until(lambda: "supervise: restart 1 of 10 from step-" in here.log(job), job, "not restarted")
+    here.wait(job, "COMPLETED")
+    assert here.facts(job)["Restarts"] == "0"
+    train(1, tmp_path / "unbroken", *flags, *steps, timeout=150)
+    assert_same_run(out, tmp_path / "unbroken")
+
+
 # the end of the job's time
 
 

@@ -287,6 +287,24 @@ PLACES: dict[str, How] = {
         "tests/serial/test_hostfiles.py::test_standard_input_is_read"
     ),
     'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.train --out /shared/run': OVER_HOSTS,
+    "python -m zero_mpi.supervise -- mpirun -n 8 python -m zero_mpi.train --config run.toml "
+    "--out runs/default": ByTest(
+        "tests/serial/test_supervise.py::"
+        "test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed"
+    ),
+    'python -m zero_mpi.supervise --spare 1 -- mpirun --hostfile hosts -n 6 "$(command -v python)" '
+    "-m zero_mpi.train --out /shared/run": ByTest(
+        "tests/cluster/test_supervised_hosts.py::"
+        "test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done"
+    ),
+    'LAUNCH="zero-mpi supervise -- srun --mpi=pmi2" sbatch --no-kill --nodes=4 '
+    "examples/slurm/many_nodes.sbatch --config run.toml --out /shared/run": ByTest(
+        f"{SLURM}test_a_supervised_job_goes_on_in_its_allocation"
+    ),
+    'LAUNCH="zero-mpi supervise -- mpirun" FLAGS="--config run.toml --out /shared/run" '
+    "qsub -l select=4:ncpus=8:mpiprocs=8 examples/pbs/many_nodes.pbs": ByTest(
+        f"{BATCH}test_a_supervised_pbs_job_goes_on_without_a_host"
+    ),
     'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.doctor --out /shared/run '
     "--json doctor.json": ByTest("tests/cluster/test_doctor_hosts.py::test_hosts_and_the_link_between_them"),
     "mpiexec -f hostfiles/two_nodes.mpich -n 4 python -m zero_mpi.train --out /shared/run": OVER_HOSTS,

@@ -374,6 +374,31 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     assert_same_run(out, tmp_path / "unbroken")
 
 
+def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path):
+    """The launcher and the way to hosts are stand-ins: the first start loses a host, the second is done."""
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    program(programs, "ssh", '[[ " $* " != *" n2 "* ]]')
+    program(
+        programs,
+        "mpirun",
+        f"echo $1 $3 $4 >> {tmp_path}/starts; cat $2 >> {tmp_path}/starts; "
+        f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]",
+    )
+    environ = {"LAUNCH": "zero-mpi supervise --backoff 0 -- mpirun", "FLAGS": f"--out {tmp_path}/out"}
+    script = ["bash", str(EXAMPLES / "pbs" / "many_nodes.pbs")]
+    status, printed, errors = run_command(script, timeout=60, env=pbs_job | environ)
+    assert status == 0, printed + errors
+    assert "restart 1 of 10 from the start on 1 host (n1), 2 ranks; left out, as no answer came: n2" in errors
+    form = "{}:2" if pbs_job["LIBRARY"] == "mpich" else "{} slots=2"
+    first, second = (["n1", "n2"], "4"), (["n1"], "2")
+    expected = [
+        line
+        for names, ranks in (first, second)
+        for line in (f"--hostfile -n {ranks}", *map(form.format, names))
+    ]
+    assert (tmp_path / "starts").read_text().splitlines() == expected
+
+
 @needs_mpiexec
 def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, programs, tmp_path):
     """Before the first line of the program nothing can hear a signal, which must neither kill nor be lost.

@@ -51,6 +51,7 @@ READ = {  # commands that read the path in the place of PATH
     "report": ["zero_mpi.report", "PATH"],
     "trace": ["zero_mpi.trace", "PATH"],
     "hostfile": ["zero_mpi.hostfile", "PATH", "--for", "mpich"],
+    "supervise --hostfile": ["zero_mpi.supervise", "--hostfile", "PATH", "--", "mpirun"],
 }
 WRITE = {
     "train --out": [*TRAIN, "--out", "PATH"],

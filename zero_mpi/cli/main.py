@@ -18,6 +18,7 @@ COMMANDS = {
     "samples": "conversations as training reads them, and which of their tokens count",
     "inspect": "what a model file or checkpoint holds, and whether it is sound",
     "export": "a model as F16, BF16, Q8_0, ... or safetensors",
+    "supervise": "starts a run again where a rank or a host was lost, on the hosts that are left",
     "plan": "memory, traffic and time of a run, before it is started",
     "hostfile": "a hostfile in the form that MPICH or Open MPI reads",
     "doctor": "whether a job would run well on these hosts, and what to do where not",

@@ -15,11 +15,13 @@ import numpy as np
 from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size
 from zero_mpi.report.columns import CURVES, MEMORY, WAITS, Floats, Metrics, Places
 from zero_mpi.report.runs import LOST, Run, Said
+from zero_mpi.telemetry.events import GAVE_UP
 from zero_mpi.telemetry.status import FAILED
 
 MOST_MARKS = 300  # of a run, saves apart; more would be a grey wall
 FAULT, RESUMED, STOPPED, WARNING, SAVED = "fault", "resumed", "stopped", "warning", "saved"
-KINDS = {kind: kind for kind in (RESUMED, STOPPED, WARNING, SAVED)} | dict.fromkeys((LOST, FAILED), FAULT)
+KINDS = {kind: kind for kind in (RESUMED, STOPPED, WARNING, SAVED)}
+KINDS |= dict.fromkeys((LOST, FAILED, GAVE_UP), FAULT)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from zero_mpi.telemetry import log
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"
 STOPPED, FAILED, DONE, EARLY_STOP = "stopped", "failed", "done", "early-stop"
+RESTARTED, GAVE_UP = "restarted", "gave-up"  # by `supervise`, between two jobs
 
 
 class Events:

@@ -1,0 +1,702 @@
+"""A run that is started again: what is decided after an end, on which hosts it goes on, who is told to stop.
+
+The launcher is a small script here, which does at each start what the test says; at the end there is one real
+job. tests/cluster has hosts that are lost.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment, end, launcher, run_command, warm_python
+from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
+from test_resume import SMALL
+from thinned import thinned
+
+from zero_mpi.config.settings import Config
+from zero_mpi.errors import UsageError
+from zero_mpi.hostfile.host_entries import HostEntry
+from zero_mpi.report.charts import about
+from zero_mpi.report.runs import read_events
+from zero_mpi.supervise import attempt, host_pool, restarts
+from zero_mpi.supervise.command import prepare
+from zero_mpi.supervise.host_pool import HostPool, find_pool, ranks_of
+from zero_mpi.supervise.launch_line import DEFAULT_OUT, LaunchLine
+from zero_mpi.supervise.run_facts import RunFacts
+from zero_mpi.supervise.stop_request import StopRequest
+
+# What stands for mpirun: at start N it does what the file start-N says, with words for what a run leaves.
+LAUNCHER = """#!/bin/bash
+here=${0%/*} out=${0%/*}/out
+printf '%s\\n' "$*" >> "$here/starts"
+number=$(wc -l < "$here/starts")
+while [[ $# -gt 0 ]]; do
+    [[ $1 = --hostfile ]] && tr '\\n' ' ' < "$2" >> "$here/hostfiles" && echo >> "$here/hostfiles"
+    shift
+done
+says() {
+    mkdir -p "$out"
+    printf '{"state": "%s", "reason": "%s", "start": %s}' "$1" "$2" "$number" > "$out/status.json"
+}
+records() { mkdir -p "$out"; echo "{\\"step\\": $1}" >> "$out/metrics.jsonl"; }
+saves() { mkdir -p "$out/step-$1"; ln -sfn "step-$1" "$out/latest"; }
+. "$here/start-$number"
+"""
+DONE = "says done"
+
+
+class Trial:
+    """A run by the small launcher: `starts` says what each start does."""
+
+    def __init__(self, folder: Path, *starts: str) -> None:
+        self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
+        self.errors = folder / "errors"
+        self.program.write_text(LAUNCHER)
+        self.program.chmod(0o755)
+        for number, text in enumerate(starts, 1):
+            (folder / f"start-{number}").write_text(text + "\n")
+
+    def words(self, *of_launcher: str) -> list[str]:
+        """The command that is supervised."""
+        return [str(self.program), *of_launcher, "python", "-m", "zero_mpi.train", "--out", str(self.out)]
+
+    def run(self, *flags: str, of_launcher: tuple[str, ...] = (), of_run: tuple[str, ...] = ()) -> int:
+        """Supervise it in this process. Returns the exit status."""
+        command = [*self.words(*of_launcher), *of_run]
+        return prepare(["--backoff", "0", *flags, "--", *command]).run()
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        """Supervise it in a process, which can be told something."""
+        start = [sys.executable, "-m", "zero_mpi.supervise", "--backoff", "0", *flags, "--", *self.words()]
+        with self.errors.open("wb") as errors:
+            return subprocess.Popen(
+                start,
+                env=clean_environment(),
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    @property
+    def starts(self) -> list[str]:
+        """The arguments of each start so far."""
+        path = self.folder / "starts"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def hostfiles(self) -> list[str]:
+        """What stood in the hostfile of each start that had one."""
+        return [line.strip() for line in (self.folder / "hostfiles").read_text().splitlines()]
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """What was written down between the starts."""
+        return [(event["event"], event["reason"]) for event in read_events(self.out / "events.jsonl")]
+
+
+def until(holds, what: str) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------- what an end means
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ("exit 0", 0),  # of a command that is no run
+        ("says done; exit 0", 0),
+        ("says done; exit 1", 0),  # the run's own word holds
+        ("says stopped SIGTERM; exit 75", 75),
+        ("says stopped SIGTERM; exit 1", 75),  # Open MPI's launcher, told to end
+        ("exit 75", 75),
+        ("exit 2", 2),
+        ("says failed interrupted; exit 130", 130),
+    ],
+)
+def test_an_end_that_is_the_last(ends, status, tmp_path, capfd):
+    trial = Trial(tmp_path, ends)
+    assert trial.run() == status
+    assert len(trial.starts) == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ("says running; exit 0", "status 0: killed, or a host was lost"),  # seen of Open MPI's launcher
+        ("says running; exit 9", "status 9: killed, or a host was lost"),
+        ("says running; exit 255", "status 255: killed, or a host was lost"),
+        ("says running; kill -KILL $$", "status 137 (SIGKILL): killed, or a host was lost"),
+        ("says failed 'no progress for 5.2 s'; exit 86", "no progress for 5.2 s"),
+        ("says failed 'rank 1: OSError'; exit 1", "rank 1: OSError"),
+        ("mkdir -p $out; exit 7", "status 7"),
+    ],
+)
+def test_an_end_after_which_it_is_started_again(ends, reason, tmp_path, capfd):
+    trial = Trial(tmp_path, f"records 12; saves 00000010; {ends}", DONE)
+    assert trial.run("--restarts", "4") == 0
+    assert trial.starts == [" ".join(trial.words()[1:])] * 2, "the command as it is given"
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        f"zero_mpi supervise: the run ended after step 12: {reason}; restart 1 of 4 now",
+        "zero_mpi supervise: restart 1 of 4 from step-00000010",
+    ]
+    assert trial.events == [("restarted", f"{reason}; restart 1 of 4")]
+    (event,) = read_events(trial.out / "events.jsonl")
+    assert event["step"] == 12
+    assert about(event) == f"restarted: {reason}; restart 1 of 4", "so it stands in a report"
+
+
+@pytest.mark.parametrize("word", ["done", "stopped"])
+def test_the_word_of_the_job_before_is_not_its_own(word, tmp_path):
+    trial = Trial(tmp_path, "records 3; exit 9", DONE)
+    trial.out.mkdir()
+    (trial.out / "status.json").write_text(json.dumps({"state": word, "reason": ""}))
+    assert trial.run() == 0
+    assert len(trial.starts) == 2
+
+
+def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(tmp_path, capfd):
+    """Numbers in the reason do not count: ranks, seconds and processes differ."""
+    fails = "saves 00000010; records 12; says failed 'rank {} after {}.5 s: ValueError'; exit 1"
+    again = "records 12; says failed 'rank 3 after 9.5 s: ValueError'; exit 1"
+    trial = Trial(tmp_path, fails.format(1, 4), again, DONE)
+    assert trial.run() == 1
+    assert len(trial.starts) == 2
+    why = "the same failure again after step 12: rank 3 after 9.5 s: ValueError"
+    assert f"gives up: {why}" in capfd.readouterr().err
+    assert trial.events[-1] == ("gave-up", why)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "records 13; says running; exit 9",  # another step
+        "records 12; says running; exit 255",  # another end
+        "records 12; saves 00000012; says running; exit 9",  # it got further
+    ],
+)
+def test_another_failure_is_none_of_that(second, tmp_path):
+    trial = Trial(tmp_path, "records 12; says running; exit 9", second, DONE)
+    assert trial.run() == 0
+    assert len(trial.starts) == 3
+
+
+def test_the_limit_counts_restarts_without_a_new_checkpoint(tmp_path, capfd):
+    fails = "records {0}; says running; exit 9"
+    saves = "saves {0}; records {0}; says running; exit 9"
+    starts = [fails.format(1), saves.format(20), fails.format(21), fails.format(22), fails.format(23)]
+    trial = Trial(tmp_path, *starts, DONE)
+    assert trial.run("--restarts", "2") == 9
+    assert len(trial.starts) == 4, "one, then two after the checkpoint"
+    assert "gives up: status 9: killed, or a host was lost; 2 restarts without" in capfd.readouterr().err
+
+
+def test_pauses_double_until_there_is_a_new_checkpoint(tmp_path, monkeypatch):
+    paused = []
+    monkeypatch.setattr(restarts.Restarts, "_pause", lambda self, seconds: paused.append(seconds) or True)
+    fails = [f"records {step}; says running; exit 9" for step in range(1, 8)]
+    fails[4] += "; saves 5"
+    fails[4] = f"saves 5; {fails[4]}"
+    trial = Trial(tmp_path, *fails, DONE)
+    assert trial.run("--backoff", "100") == 0
+    assert paused == [100, 200, 300, 300, 100, 200, 300]
+
+
+def test_a_run_that_is_never_restarted(tmp_path):
+    trial = Trial(tmp_path, "says running; exit 9", DONE)
+    assert trial.run("--restarts", "0") == 9
+    assert len(trial.starts) == 1
+
+
+@pytest.mark.parametrize("flag", [("--resume", "never"), ("--resume=never",), ("--resume", "elsewhere")])
+def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_path):
+    """Before that from where the command says; a checkpoint that lay there before is not its own."""
+    starts = ["records 1; says running; exit 9", "saves 2; records 2; says running; exit 9", DONE]
+    trial = Trial(tmp_path, *starts)
+    (trial.out / "step-00000099").mkdir(parents=True)
+    (trial.out / "latest").symlink_to("step-00000099")
+    assert trial.run(of_run=(*flag, "--steps", "9")) == 0
+    asked = " ".join(flag)
+    assert [asked in start for start in trial.starts] == [True, True, False]
+    assert "--resume auto --steps 9" in trial.starts[2].replace("=", " ")
+
+
+def test_a_settings_file_that_says_never_is_overruled(tmp_path):
+    trial = Trial(tmp_path, "saves 2; says running; exit 9", DONE)
+    (tmp_path / "run.toml").write_text(f'resume = "never"\nout = "{trial.out}"\n')
+    words = [str(trial.program), "python", "-m", "zero_mpi.train", "--config", str(tmp_path / "run.toml")]
+    assert prepare(["--backoff", "0", "--", *words]).run() == 0
+    assert ["--resume auto" in start for start in trial.starts] == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------- hosts
+
+
+def host_trial(folder: Path, text: str, *starts: str) -> tuple[Trial, tuple[str, ...]]:
+    """A run over hosts, and the launcher's flags. A host answers unless a file down-HOST lies there."""
+    (folder / "hosts").write_text(text)
+    probe = folder / "probe"
+    probe.write_text(f'#!/bin/sh\necho "$1" >> {folder}/asked\n[ ! -e {folder}/down-"$1" ]\n')
+    probe.chmod(0o755)
+    return Trial(folder, *starts), ("--hostfile", str(folder / "hosts"))
+
+
+LOSES = "touch $here/down-{0}; records {1}; says running; exit 255"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "hostfiles", "counts"),
+    [
+        ("n1:2\nn2:2\nn3:2\n", ("-n", "6"), ["n1:2 n2:2 n3:2", "n1:2 n3:2", "n3:2"], [6, 4, 2]),
+        ("n1 slots=2\nn2 slots=2\nn3 slots=2\n", ("-np", "6"),
+         ["n1 slots=2 n2 slots=2 n3 slots=2", "n1 slots=2 n3 slots=2", "n3 slots=2"], [6, 4, 2]),
+        ("n1\nn1\nn2\nn2\nn3\nn3\n", ("-n=6",), ["n1 n1 n2 n2 n3 n3", "n1 n1 n3 n3", "n3 n3"], [6, 4, 2]),
+        ("n1\nn2\nn3\n", ("-n", "6"), ["n1 n2 n3", "n1 n3", "n3"], [6, 4, 2]),
+        ("n1\nn2\nn3\n", ("-n", "5"), ["n1 n2 n3", "n1 n3", "n3"], [5, 4, 2]),
+        ("n1:9\nn2:9\nn3:9\n", ("-n", "6", "-ppn", "2"), ["n1:9 n2:9 n3:9", "n1:9 n3:9", "n3:9"], [6, 4, 2]),
+        ("n1:2\nn2:2\nn3:2\n", ("-n", "2"), ["n1:2 n2:2 n3:2", "n1:2 n3:2", "n3:2"], [2, 2, 2]),
+    ],
+)  # fmt: skip
+def test_hosts_that_do_not_answer_are_left_out(text, ranks, hostfiles, counts, tmp_path, capfd):
+    starts = [LOSES.format("n2", 5), LOSES.format("n1", 7), DONE]
+    trial, of_launcher = host_trial(tmp_path, text, *starts)
+    assert trial.run("--probe", f"{tmp_path}/probe {{host}}", of_launcher=(*of_launcher, *ranks)) == 0
+    assert trial.hostfiles == hostfiles
+    name = ranks[0].partition("=")[0]
+    found = [start.replace("=", " ").split() for start in trial.starts]
+    assert [int(words[words.index(name) + 1]) for words in found] == counts
+    assert trial.starts[0] == " ".join(trial.words(*of_launcher, *ranks)[1:])
+    said = capfd.readouterr().err
+    assert f"from the start on 2 hosts (n1, n3), {counts[1]} ranks; left out, as no answer came: n2" in said
+    first, _ = read_events(trial.out / "events.jsonl")
+    assert (first["hosts"], first["silent"], first["ranks"]) == (["n1", "n3"], ["n2"], counts[1])
+
+
+def test_a_host_in_reserve_takes_the_place_of_a_lost_one_until_that_answers(tmp_path):
+    starts = [LOSES.format("n1", 1), "rm $here/down-n1; records 2; says running; exit 9", DONE]
+    trial, of_launcher = host_trial(tmp_path, "n1:2\nn2:2\nn3:2\n", *starts)
+    probe = f"{tmp_path}/probe {{host}}"
+    assert trial.run("--spare", "1", "--probe", probe, of_launcher=(*of_launcher, "-n", "6")) == 0
+    assert trial.hostfiles == ["n1:2 n2:2", "n2:2 n3:2", "n1:2 n2:2"]
+    assert [" -n 4 " in start for start in trial.starts] == [True] * 3
+
+
+def test_the_same_failure_on_other_hosts_is_another_one(tmp_path):
+    starts = ["touch $here/down-n2; records 4; says running; exit 9", "records 4; says running; exit 9", DONE]
+    trial, of_launcher = host_trial(tmp_path, "n1\nn2\n", *starts)
+    probe = f"{tmp_path}/probe {{host}}"
+    assert trial.run("--probe", probe, of_launcher=(*of_launcher, "-n", "2")) == 0
+    assert len(trial.starts) == 3
+
+
+def test_it_waits_for_hosts_where_too_few_answer_and_gives_up_in_the_end(tmp_path, capfd, monkeypatch):
+    trial, of_launcher = host_trial(tmp_path, "n1\nn2\nn3\n", LOSES.format("n2", 1), DONE)
+    flags = ("--min-hosts", "3", "--restarts", "3", "--probe", f"{tmp_path}/probe {{host}}")
+    assert trial.run(*flags, of_launcher=of_launcher) == 1
+    assert len(trial.starts) == 1
+    said = capfd.readouterr().err.splitlines()
+    few = "2 of 3 hosts answer, --min-hosts 3"
+    assert said[1:3] == [
+        f"zero_mpi supervise: the run ended after step 1: {few}; restart {n} of 3 now" for n in (2, 3)
+    ]
+    assert said[3] == f"zero_mpi supervise: gives up: {few}; 3 restarts without a new checkpoint"
+    (tmp_path / "starts").unlink()
+    paused = []
+
+    def returns(self, seconds):
+        paused.append(seconds)
+        if len(paused) == 2:
+            (tmp_path / "down-n2").unlink()
+        return True
+
+    monkeypatch.setattr(restarts.Restarts, "_pause", returns)
+    assert trial.run(*flags, of_launcher=of_launcher) == 0
+    assert len(paused) == 2
+
+
+def test_a_question_that_hangs_is_no_answer_and_is_ended(tmp_path, monkeypatch):
+    asking, start = [], host_pool.start_quietly
+    monkeypatch.setattr(host_pool, "start_quietly", lambda words: asking.append(start(words)) or asking[-1])
+    probe = ("sh", "-c", "sleep 1000 # {host}")
+    pool = HostPool((HostEntry("n1"), HostEntry("n2")), "mpich", probe, timeout=0.2)
+    assert pool.silent() == ["n1", "n2"]
+    assert [one.returncode for one in asking] == [-signal.SIGKILL] * 2
+
+
+def test_this_host_is_not_asked_and_a_program_that_is_not_there_is_no_answer(tmp_path):
+    name = os.uname().nodename
+    hosts = (HostEntry("localhost", 2), HostEntry(name), HostEntry("n1"))
+    assert HostPool(hosts, "mpich", (f"{tmp_path}/none", "{host}")).silent() == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "probe"),
+    [
+        (
+            ["mpirun", "-launcher-exec", "ssh"],
+            "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true",
+        ),
+        (["mpiexec", "-launcher-exec", "/x/ssh"], "/x/ssh {host} true"),
+        (["mpiexec", "-bootstrap-exec", "/x/rsh"], "/x/rsh {host} true"),
+        (["mpirun", "--prtemca", "plm_ssh_agent", "/x/enter"], "/x/enter {host} true"),
+    ],
+)
+def test_hosts_are_asked_as_the_launcher_goes_there(words, probe, tmp_path):
+    (tmp_path / "hosts").write_text("n1\n")
+    found = find_pool(LaunchLine.of([*words, "python"]), str(tmp_path / "hosts"), "")
+    assert " ".join(found.probe) == probe
+
+
+def test_a_hostfile_that_the_command_does_not_know_is_given_to_it(tmp_path):
+    trial, _ = host_trial(tmp_path, "n1:3\nn2:3\n", DONE)
+    assert trial.run("--hostfile", str(tmp_path / "hosts"), of_launcher=("-n", "6")) == 0
+    assert trial.hostfiles == ["n1:3 n2:3"]
+
+
+# -------------------------------------------------------------------------------- hosts of batch systems
+
+
+def scontrol(folder: Path, monkeypatch, names: str) -> None:
+    """A Slurm that names nodes."""
+    program = folder / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '{names}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_the_nodes_of_a_slurm_job(tmp_path, monkeypatch):
+    scontrol(tmp_path, monkeypatch, "n1\\nn2\\nn3\\n")
+    environ = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+    found = find_pool(LaunchLine.of(["srun", "python"]), "", "", environ)
+    assert found.hosts == (HostEntry("n1", 4), HostEntry("n2", 4), HostEntry("n3", 2))
+    assert found.probe[0] == "srun"
+    assert "--nodelist={host}" in found.probe
+    assert find_pool(LaunchLine.of(["./train.sh"]), "", "", environ) is None
+
+
+def test_srun_is_told_nodes_and_ranks(tmp_path, monkeypatch):
+    scontrol(tmp_path, monkeypatch, "n1\\nn2\\nn3\\n")
+    trial, _ = host_trial(tmp_path, "", LOSES.format("n2", 5), DONE)
+    trial.program = trial.program.rename(tmp_path / "srun")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
+    assert trial.run("--probe", f"{tmp_path}/probe {{host}}", of_launcher=("--mpi=pmi2",)) == 0
+    run = " ".join(trial.words()[1:])
+    assert trial.starts == [f"--mpi=pmi2 {run}", f"--ntasks=8 --nodelist=n1,n3 --nodes=2 --mpi=pmi2 {run}"]
+    line = LaunchLine.of(["srun", "-N", "3", "-n", "12", "python"])
+    assert line.by_srun(["n1"], 4).words == ("srun", "--nodelist=n1", "-N", "1", "-n", "4", "python")
+
+
+def test_the_nodes_of_a_pbs_job(tmp_path):
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    found = find_pool(LaunchLine.of(["mpirun", "python"]), "", "", {"PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert found.hosts == (HostEntry("n1", 2), HostEntry("n2", 2))
+    assert found.lines(found.hosts[1:]) == "n2\nn2\n"
+
+
+# ------------------------------------------------------------------------------------ what a command says
+
+
+@pytest.mark.parametrize(
+    ("words", "hostfile", "ranks", "each"),
+    [
+        ("mpirun -n 4 python -m x -n 9 -f y", "", 4, None),
+        ("enter h1 /opt/bin/mpiexec.hydra -f hosts -np 8 -ppn 2 python3.11 x.py", "hosts", 8, 2),
+        ("mpirun --hostfile=hosts --np 4 --map-by ppr:2:node:OVERSUBSCRIBE bash -c python", "hosts", 4, 2),
+        ("env A=1 mpiexec -machinefile m zero-mpi train -n 3", "m", None, None),
+        ("srun --ntasks=6 --ntasks-per-node=3 bash", "", 6, 3),
+        ("./mine.sh mpirun -n 4", "", 4, None),
+        ("python train.py -n 4", "", None, None),
+    ],
+)
+def test_a_launchers_flags_are_found(words, hostfile, ranks, each):
+    line = LaunchLine.of(words.split())
+    assert (line.hostfile(), line.ranks(), line.per_host()) == (hostfile, ranks, each)
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [
+        ("mpirun -n 4 python -m zero_mpi.train --out a --out=b", "b"),
+        ("mpirun -n 4 zero-mpi train", DEFAULT_OUT),
+        ("mpirun bash -c x python --out c", "c"),
+        ("mpirun -n 4 python mine.py", None),
+    ],
+)
+def test_the_folder_of_a_run_is_found(words, out):
+    assert LaunchLine.of(words.split()).out() == (Path(out) if out else None)
+    assert Config().out == DEFAULT_OUT
+
+
+def test_ranks_follow_the_hosts():
+    hosts = (HostEntry("n1", 4), HostEntry("n2", 4), HostEntry("n3", 2))
+    pool = HostPool(hosts, "mpich", ())
+    for words, counts in (("mpirun -n 10", [10, 6, 2]), ("mpirun", [10, 6, 2]), ("mpirun -n 7", [7, 6, 2])):
+        line = LaunchLine.of(words.split())
+        assert [ranks_of(line, pool, hosts[left:]) for left in range(3)] == counts
+
+
+# ---------------------------------------------------------------------------------------- what hangs
+
+
+def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
+    """Also where it does not hear SIGTERM, and with all processes of its group."""
+    left, why = tmp_path / "left", "no sign of life"
+    monkeypatch.setattr(attempt, "GRACE", 0.3)
+    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.0)
+    monkeypatch.setattr(attempt.Attempt, "_silence", lambda self, now: why if left.exists() else "")
+    hangs = "trap '' TERM; records 3; saves 2; says running\nsleep 1000 & echo $! > $here/new\n"
+    hangs += "mv $here/new $here/left; while :; do wait; done"
+    trial = Trial(tmp_path, hangs, f"mv $here/left $here/was; {DONE}")
+    assert trial.run() == 0
+    assert f"after step 3: {why}; restart 1 of 10 now" in capfd.readouterr().err
+    until(lambda: not is_alive(int((tmp_path / "was").read_text())), "its process is gone")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and not only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_signs_of_life_are_what_the_run_writes(tmp_path):
+    """Also its lock, which a rank renews all the time; a run without a folder shows nothing."""
+    now = time.monotonic()
+    found = attempt.Attempt(RunFacts(tmp_path), StopRequest(), 900.0)
+    assert found._silence(now + 800) == ""
+    for number, name in enumerate((".lock", "metrics.jsonl", "status.json", "events.jsonl"), 1):
+        (tmp_path / name).write_text("x")
+        assert found._silence(now + 1000 * number) == ""
+        assert found._silence(now + 1000 * number + 899) == ""
+    assert found._silence(now + 5000) == "no sign of life in the run's folder for 900 s"
+    assert attempt.Attempt(RunFacts(tmp_path), StopRequest(), 0.0)._silence(now + 1e6) == ""
+    assert attempt.Attempt(RunFacts(None), StopRequest(), 900.0)._silence(now + 1e6) == ""
+
+
+def test_a_launcher_is_asked_before_it_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempt, "LINGER", 0.3)
+    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.05)
+    asked = "trap 'says failed asked; exit 3' TERM; says stopped; while :; do sleep 0.05; done"
+    trial = Trial(tmp_path, asked, DONE)
+    assert trial.run() == 0
+    assert [reason for _, reason in trial.events] == ["asked; restart 1 of 10"]
+
+
+@pytest.mark.parametrize(("word", "status", "starts"), [("done", 0, 1), ("stopped", 75, 1), ("failed", 0, 2)])
+def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_path, monkeypatch):
+    """As Open MPI's does for 16 minutes where it cannot reach a host."""
+    monkeypatch.setattr(attempt, "LINGER", 0.3)
+    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.05)
+    trial = Trial(tmp_path, f"says {word} so; sleep 1000", DONE)
+    assert trial.run() == status
+    assert len(trial.starts) == starts
+
+
+# ------------------------------------------------------------------------------------- being told to stop
+
+WAITS = "touch $here/ready; while :; do sleep 0.05; done"
+HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
+
+
+@pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP], 2))
+def test_a_signal_is_handed_on_and_ends_all(number, tmp_path):
+    trial = Trial(tmp_path, HEARS.format("says stopped; exit 75"), DONE)
+    process = trial.start()
+    try:
+        until((tmp_path / "ready").exists, "the run is there")
+        process.send_signal(number)
+        assert process.wait(60) == 75
+    finally:
+        end(process)
+    assert (tmp_path / "told").read_text() == "told\n", "the launcher alone hears it, once"
+    assert len(trial.starts) == 1
+
+
+def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempt, "AGAIN", 0.2)
+    counts = "n=$((n+1)); [[ $n = 3 ]] && says stopped && exit 1"
+    trial = Trial(tmp_path, HEARS.format(counts), DONE)
+    found = prepare(["--backoff", "0", "--", *trial.words()])
+
+    def tell() -> None:
+        until((tmp_path / "ready").exists, "the run is there")
+        found.stop.told = "SIGUSR1"
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    assert found.run() == 75
+    thread.join()
+    assert (tmp_path / "told").read_text() == "told\n" * 3
+
+
+def test_a_launcher_that_dies_of_the_signal_before_the_run_began_loses_nothing(tmp_path):
+    trial = Trial(tmp_path, "touch $here/ready; sleep 1000", DONE)
+    process = trial.start()
+    try:
+        until((tmp_path / "ready").exists, "the launcher is there")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 75
+    finally:
+        end(process)
+    assert len(trial.starts) == 1
+
+
+def test_a_failure_after_the_signal_is_not_restarted(tmp_path):
+    trial = Trial(tmp_path, HEARS.format("says failed disk; exit 1"), DONE)
+    process = trial.start()
+    try:
+        until((tmp_path / "ready").exists, "the run is there")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+    finally:
+        end(process)
+    assert len(trial.starts) == 1
+
+
+def test_a_pause_ends_at_a_signal(tmp_path):
+    trial = Trial(tmp_path, "says running; exit 9", DONE)
+    process = trial.start("--backoff", "1000")
+    try:
+        until(lambda: "in 300 s" in trial.errors.read_text(), "it pauses")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    finally:
+        end(process)
+    assert len(trial.starts) == 1
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    trial = Trial(tmp_path, HEARS.format(":"), DONE)
+    process = trial.start()
+    try:
+        until((tmp_path / "ready").exists, "the run is there")
+        process.send_signal(signal.SIGINT)
+        until((tmp_path / "told").exists, "the first was handed on")
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert process.returncode == 130
+    finally:
+        end(process)
+
+
+def test_a_run_whose_supervisor_is_killed_is_told_to_stop(tmp_path):
+    trial = Trial(tmp_path, f"trap 'touch $here/told; exit' TERM; {WAITS}")
+    process = trial.start()
+    try:
+        until((tmp_path / "ready").exists, "the run is there")
+        process.kill()
+        until((tmp_path / "told").exists, "the kernel tells the launcher")
+    finally:
+        end(process)
+
+
+# --------------------------------------------------------------------------------------------- bad usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected the command behind --: zero-mpi supervise -- mpirun ..."),
+        (["mpirun", "-n", "2"], "expected the command behind --: zero-mpi supervise -- mpirun ..."),
+        (["--"], "expected the command behind --: zero-mpi supervise -- mpirun ..."),
+        (["--sparre", "1", "--", "mpirun"], "unknown flag --sparre; did you mean --spare?"),
+        (["--restarts", "-1", "--", "mpirun"], "--restarts -1: expected a number from 0 to 1e9"),
+        (["--backoff", "nan", "--", "mpirun"], "--backoff nan: expected a number from 0 to 1e9"),
+        (["--min-hosts", "0", "--", "mpirun"], "--min-hosts 0: expected a number from 1 to 1e9"),
+        (["--hostfile", "none", "--", "mpirun"], "none: no such file; expected HOST"),
+        (["--spare", "1", "--", "mpirun"], "--spare and --min-hosts: no hosts are known; give --hostfile"),
+        (["--hostfile", "hosts", "--", "./x"], "--hostfile: expected mpirun, mpiexec or srun in the command"),
+        (["--hostfile", "hosts", "--spare", "2", "--", "mpirun"], "--spare 2: of 2 hosts at least 1 must be"),
+        (["--hostfile", "hosts", "--probe", "ssh true", "--", "mpirun"], "--probe ssh true: expected {host}"),
+        (["--hostfile", "hosts", "--probe", "'", "--", "mpirun"], "--probe ': not a command: No closing"),
+    ],
+)
+def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("n1\nn2\n")
+    with pytest.raises(UsageError) as error:
+        prepare(arguments)
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "./missing"], "'./missing' cannot be started: No such file or directory"),
+        (["--", "mpirun", "-n", "two", "-f", "hosts"], "the launcher's number of ranks: expected a number"),
+    ],
+)
+def test_it_is_one_line_and_status_2(arguments, said, tmp_path):
+    (tmp_path / "hosts").write_text("n1\n")
+    start = [sys.executable, "-m", "zero_mpi.supervise", *arguments]
+    status, printed, errors = run_command(start, timeout=50, cwd=tmp_path)
+    assert (status, printed) == (2, "")
+    assert errors.startswith(f"zero_mpi supervise: error: {said}")
+    assert errors.count("\n") == 1
+
+
+def test_it_loads_neither_numpy_nor_mpi(tmp_path):
+    trial = Trial(tmp_path, "records 1; saves 1; says running; exit 9", DONE)
+    code = "import sys; from zero_mpi.supervise.command import prepare\n"
+    code += f"prepare(['--backoff', '0', '--', *{trial.words()!r}]).run()\n"
+    code += "print([name for name in ('numpy', 'mpi4py', 'numba', 'cupy') if name in sys.modules])"
+    status, printed, errors = run_command([sys.executable, "-c", code], timeout=60)
+    assert (status, printed) == (0, "[]\n"), errors
+    assert len(trial.starts) == 2
+
+
+# --------------------------------------------------------------------------------------------- a real job
+
+
+@needs_mpiexec
+@pytest.mark.timeout_seconds(180)
+def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed(tmp_path):
+    """The rank kills itself, at the beginning of a step that is drawn, in the first two starts."""
+    flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "30", "--save-every", "4", "--keep", "2"]
+    train(1, tmp_path / "unbroken", *flags)
+    draw = random.Random(time.time_ns())
+    steps = [draw.randrange(5, 18), draw.randrange(22, 30)]
+    script, out = tmp_path / "killed.py", tmp_path / "out"
+    script.write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from zero_mpi.train import command as train_command, trainer as train\n"
+        "step = train.Trainer.step\n"
+        "def killed_step(self):\n"
+        f"    left = sorted(Path({str(tmp_path)!r}).glob('kill-*'))\n"
+        "    if self.world.rank == 1 and left and self.progress.step == int(left[0].name[5:]):\n"
+        "        left[0].unlink()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return step(self)\n"
+        "train.Trainer.step = killed_step\n"
+        "train_command.main()\n"
+    )
+    for number in steps:
+        (tmp_path / f"kill-{number:03d}").touch()
+    job = [*launcher(), "-n", "2", *warm_python(clean_environment()), str(script), "--out", str(out), *flags]
+    start = [sys.executable, "-m", "zero_mpi.supervise", "--backoff", "0.1", "--", *job]
+    status, printed, errors = run_command(start, timeout=120)
+    assert status == 0, f"killed before steps {steps}\n{printed}{errors}"
+    assert json.loads((out / "status.json").read_text())["state"] == "done"
+    events = [event["event"] for event in read_events(out / "events.jsonl")]
+    assert [events.count(name) for name in ("restarted", "lost", "resumed", "done")] == [2, 2, 2, 1]
+    assert errors.count("zero_mpi supervise: restart 1 of 10 from step-") == 2
+    assert_same_run(out, tmp_path / "unbroken")
