@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def write_files(folder: Path) -> None:
     write_model(folder / "swapped.gguf", MODEL, keys)
     (folder / "text").write_text(TEXT)
     (folder / "short").write_text("Too short.")
+    (folder / "tokenized").mkdir()
+    np.save(folder / "tokenized" / "ids.npy", np.arange(100, dtype=np.uint16))
+    shutil.copy(folder / "new.gguf", folder / "tokenized" / "tokenizer.gguf")
     np.save(folder / "ids.npy", np.arange(100, dtype=np.uint16) % 61)
     np.save(folder / "far.npy", np.array([1, 2, 300] * 30, np.uint16))
     (folder / "questions.jsonl").write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
@@ -326,6 +330,11 @@ BAD = {
         [*TEXT_OF, "--against", "swapped.gguf"],
         "--against swapped.gguf: token 65 is 'B', expected 'A' as in new.gguf",
     ),
+    "tokens of another model": (
+        ["swapped.gguf", "--data", "tokenized"],
+        "swapped.gguf has another tokenizer than made the token files: expected token 65 to be 'A', as in "
+        "tokenized/tokenizer.gguf, found 'B'",
+    ),
     "far ids": (["new.gguf", "--data", "far.npy"], "id 300 at position 2 is outside the vocabulary"),
     "no tokenizer": (["ids.gguf", "--data", "text"], "where text can only be read with"),
     "another tokenizer": (
@@ -368,6 +377,15 @@ def test_a_fault_is_one_line_and_status_2(faulty, case):
     assert line.startswith("zero_mpi evaluate: error: ")
     with pytest.raises(UsageError, match=expected):
         raise UsageError(line)
+
+
+@needs_mpiexec
+def test_token_files_that_the_models_own_tokenizer_made_are_taken(folder):
+    status, printed, errors = run_job(
+        2, ["-m", "zero_mpi.evaluate", "new.gguf", "--data", "tokenized"], cwd=folder
+    )
+    assert status == 0, errors
+    assert "nats" in printed
 
 
 def test_flags_of_training_keep_their_bounds():

@@ -9,9 +9,17 @@ from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.inputs import check_kind_of_data, fitting_tokenizer, read_model, tokenizer_of
+from zero_mpi.config.inputs import (
+    check_kind_of_data,
+    check_same_tokens,
+    fitting_tokenizer,
+    read_model,
+    tokenizer_in,
+    tokenizer_of,
+)
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data.token_folder import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.task import MOST_CONTEXT, Task
 from zero_mpi.files.foreign import show, shown
@@ -73,7 +81,7 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     candidates = tuple(open_candidate(path, lora) for path, lora in asked if path is not None)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
-        check_same_tokens(candidates[0], base)
+        check_same_vocabulary(candidates[0], base)
     config = replace(task.config, context=window_length(task, candidates))
     facts: dict[str, object] = {}
     for candidate in candidates:
@@ -94,12 +102,20 @@ def open_candidate(path: str, lora: str | None) -> Candidate:
 
 
 def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
-    """The tokenizer that text and questions need; for ids alone the model's own, if it can be read."""
+    """The tokenizer that text and questions need; for ids alone the model's own, if it can be read.
+
+    Raises UsageError where ids mean other tokens to the model than to what made the token files.
+    """
     config = task.config
     check_kind_of_data(config)
     if task.choices is not None or not holds_token_files(config.data):
-        return fitting_tokenizer(config, candidate.source, candidate.model)
-    return own_tokenizer(candidate)
+        found: Tokenizer | None = fitting_tokenizer(config, candidate.source, candidate.model)
+    else:
+        found = own_tokenizer(candidate)
+    for path in tokenizers_of(config.data):
+        if found is not None:
+            check_same_tokens(shown(candidate.path), found, path, tokenizer_in(path))
+    return found
 
 
 def own_tokenizer(candidate: Candidate) -> Tokenizer | None:
@@ -111,7 +127,7 @@ def own_tokenizer(candidate: Candidate) -> Tokenizer | None:
     return found if found.vocab_size == candidate.model.vocab_size else None
 
 
-def check_same_tokens(candidate: Candidate, base: Candidate) -> None:
+def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
     """Raise UsageError unless two models have the same tokens, for all that their files say."""
     sizes = candidate.model.vocab_size, base.model.vocab_size
     if sizes[0] != sizes[1]:
