@@ -264,3 +264,15 @@ def test_of_two_claims_at_once_the_one_written_last_stays(tmp_path, monkeypatch)
             folder_lock.time, "sleep", lambda seconds: folder_lock.write(file.fileno(), second)
         )
         assert not folder_lock.Taking(path, first)._claim(file.fileno())
+
+
+def test_a_file_that_is_only_being_made_is_not_called_left(tmp_path, monkeypatch):
+    """Its maker has not said yet who it is; if it never does, the second look tells."""
+    said = []
+    monkeypatch.setattr(folder_lock.log, "info", lambda form, *values: said.append(form % values))
+    (tmp_path / ".lock").touch()
+    taking = folder_lock.Taking(tmp_path / ".lock", Record("2026-01-01T00:00:00Z"))
+    assert (taking.look(), said) == (None, [])
+    time.sleep(0.01)
+    assert taking.look() is None
+    assert said == [f"{tmp_path}/.lock was left by a job that is not known: waiting 20 s for a sign of life"]

@@ -212,7 +212,8 @@ class Taking:
         if locked is False and quiet > SETTLE:
             self._refuse(holder, f", though it gives no sign of life for {quiet:.0f} s")
         if locked is False or quiet <= PATIENCE:
-            self._tell(holder, locked)
+            if holder or quiet > 0:  # one that says nothing at the first look is only being made
+                self._tell(holder, locked)
             return False
         return self._claim(handle)
 
