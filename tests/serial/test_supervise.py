@@ -4,6 +4,7 @@ The launcher is a small script here, which does at each start what the test says
 job. tests/cluster has hosts that are lost.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,17 +74,22 @@ class Trial:
         command = [*self.words(*of_launcher), *of_run]
         return prepare(["--backoff", "0", *flags, "--", *command]).run()
 
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        """Supervise it in a process, which can be told something."""
+    @contextlib.contextmanager
+    def running(self, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Supervise it in a process, which can be told something, and which is ended with the body."""
         start = [sys.executable, "-m", "zero_mpi.supervise", "--backoff", "0", *flags, "--", *self.words()]
         with self.errors.open("wb") as errors:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 start,
                 env=clean_environment(),
                 stdin=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
             )
+        try:
+            yield process
+        finally:
+            end(process)
 
     @property
     def starts(self) -> list[str]:
@@ -517,13 +524,10 @@ HEARS = "trap 'echo told >> $here/told; {}' USR1; says running; " + WAITS
 @pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP], 2))
 def test_a_signal_is_handed_on_and_ends_all(number, tmp_path):
     trial = Trial(tmp_path, HEARS.format("says stopped; exit 75"), DONE)
-    process = trial.start()
-    try:
+    with trial.running() as process:
         until((tmp_path / "ready").exists, "the run is there")
         process.send_signal(number)
         assert process.wait(60) == 75
-    finally:
-        end(process)
     assert (tmp_path / "told").read_text() == "told\n", "the launcher alone hears it, once"
     assert len(trial.starts) == 1
 
@@ -547,44 +551,34 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
 
 def test_a_launcher_that_dies_of_the_signal_before_the_run_began_loses_nothing(tmp_path):
     trial = Trial(tmp_path, "touch $here/ready; sleep 1000", DONE)
-    process = trial.start()
-    try:
+    with trial.running() as process:
         until((tmp_path / "ready").exists, "the launcher is there")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(60) == 75
-    finally:
-        end(process)
     assert len(trial.starts) == 1
 
 
 def test_a_failure_after_the_signal_is_not_restarted(tmp_path):
     trial = Trial(tmp_path, HEARS.format("says failed disk; exit 1"), DONE)
-    process = trial.start()
-    try:
+    with trial.running() as process:
         until((tmp_path / "ready").exists, "the run is there")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1
-    finally:
-        end(process)
     assert len(trial.starts) == 1
 
 
 def test_a_pause_ends_at_a_signal(tmp_path):
     trial = Trial(tmp_path, "says running; exit 9", DONE)
-    process = trial.start("--backoff", "1000")
-    try:
+    with trial.running("--backoff", "1000") as process:
         until(lambda: "in 300 s" in trial.errors.read_text(), "it pauses")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
-    finally:
-        end(process)
     assert len(trial.starts) == 1
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     trial = Trial(tmp_path, HEARS.format(":"), DONE)
-    process = trial.start()
-    try:
+    with trial.running() as process:
         until((tmp_path / "ready").exists, "the run is there")
         process.send_signal(signal.SIGINT)
         until((tmp_path / "told").exists, "the first was handed on")
@@ -593,19 +587,14 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         assert process.returncode == 130
-    finally:
-        end(process)
 
 
 def test_a_run_whose_supervisor_is_killed_is_told_to_stop(tmp_path):
     trial = Trial(tmp_path, f"trap 'touch $here/told; exit' TERM; {WAITS}")
-    process = trial.start()
-    try:
+    with trial.running() as process:
         until((tmp_path / "ready").exists, "the run is there")
         process.kill()
         until((tmp_path / "told").exists, "the kernel tells the launcher")
-    finally:
-        end(process)
 
 
 # --------------------------------------------------------------------------------------------- bad usage

@@ -63,8 +63,9 @@ ENVIRONMENT.globals |= {
     "figures": figures,
     "state_line": state_line,
     "version": __version__,
+    "whereabouts": sections.whereabouts,
+    "memory_of": sections.memory_of,
 }
-ENVIRONMENT.globals |= {"whereabouts": sections.whereabouts, "memory_of": sections.memory_of}
 
 
 def page(runs: Sequence[Run], now: datetime) -> str:
