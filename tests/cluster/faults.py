@@ -17,7 +17,8 @@ from jobs import RANK_VARIABLES, clean_environment, end
 
 STEPS, SAVE_EVERY = 60, 5  # of every run
 RANKS, VICTIM = 3, 1  # on this machine
-TIMEOUT = 5.0  # --timeout
+TIMEOUT = 5.0  # --timeout of a run that is to end by it
+PATIENT = 100.0  # of any other: a machine that stands still for some seconds must not end it
 KILLED = (9, 137)  # what a launcher makes of a rank that was killed
 
 
@@ -48,6 +49,12 @@ class Fault:
     def name(self) -> str:
         """For people and for the docs."""
         return f"{self.event}, {self.launcher}, {self.transport}"
+
+    @property
+    def timeout(self) -> float:
+        """The run's --timeout, in seconds. A launcher may leave ranks behind that it does not reach."""
+        ends_by_it = 86 in self.statuses or self.event == "host lost"
+        return TIMEOUT if ends_by_it else PATIENT
 
 
 # What a rank does to itself.
@@ -238,7 +245,7 @@ class Trial:
         path = self.out / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 25) -> None:
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
         """Wait while the job runs."""
         until = time.monotonic() + seconds
         while not condition():

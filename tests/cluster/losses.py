@@ -28,7 +28,8 @@ from test_command_bits import assert_same_run  # noqa: E402
 from test_faults import flags, read_status, write_tokens  # noqa: E402
 
 SECONDS = 60  # for the next thing to happen, on a busy machine
-SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "5"]
+SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "10"]
+TIMEOUT = 12.0  # --timeout: a machine that stands still for some seconds is not to cost a restart
 
 
 def processes_of(here: Hosts, host: str) -> Iterator[int]:
@@ -73,7 +74,7 @@ def supervised(here: Hosts, trial: Trial) -> None:
     enter, first, *job = here.job(3, 1, [], mpi="mpich")
     start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
-    trial.start(start, [*flags(trial.out.parent), "--transport", "mpi"])
+    trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
 
 
 def restarted(trial: Trial) -> int:

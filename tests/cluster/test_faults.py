@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import CLOCK, INSIDE, RANKS, ROWS, SAVE_EVERY, STEPS, TIMEOUT, Fault, Trial, memory_group
+from faults import CLOCK, INSIDE, PATIENT, RANKS, ROWS, SAVE_EVERY, STEPS, Fault, Trial, memory_group
 from hosts import OPENMPI_FLAGS, Hosts, hosts, installed, why_no_hosts
 from jobs import run_command
 from test_command_bits import assert_same_run, needs_mpiexec
@@ -34,7 +34,7 @@ TOKENS = 60_000
 FLAGS = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 FLAGS += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--steps", str(STEPS), "--keep", "3"]
 FLAGS += ["--max-time", "10m"]  # which is not to be reckoned by a clock that jumps
-FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY), "--timeout", str(TIMEOUT)]
+FLAGS += ["--arch", "llama", "--vocab-size", "64", "--save-every", str(SAVE_EVERY)]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def write_tokens(path: Path) -> None:
     np.save(path, ((place % 61) ^ (place // 997 % 64)).astype(np.uint16))
 
 
-def flags(folder: Path) -> list[str]:
+def flags(folder: Path, timeout: float = PATIENT) -> list[str]:
     """The run; its data are in its folder."""
-    return [*FLAGS, "--data", str(folder / "tokens.npy")]
+    return [*FLAGS, "--data", str(folder / "tokens.npy"), "--timeout", str(timeout)]
 
 
 def command(mpi: str, ranks: int) -> list[str]:
@@ -282,7 +282,7 @@ def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
     write_tokens(trial.out.parent / "tokens.npy")
     start = stage.command or command(fault.launcher, RANKS)
     more = ["--transport", fault.transport]
-    trial.start(start, [*flags(trial.out.parent), *more], stage.env)
+    trial.start(start, [*flags(trial.out.parent, fault.timeout), *more], stage.env)
     trial.until_step(HAPPENS_AT)
     trial.happens(stage.fire)
     seconds = trial.end_of_job(fault.seconds)
