@@ -15,7 +15,7 @@ from typing import Any
 from zero_mpi.cli.main import COMMANDS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -59,11 +59,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 def import_shtab() -> Any:
     """The library that writes the scripts. Raises UsageError where it is not installed."""
-    try:
-        import shtab
-    except ImportError as error:
-        raise UsageError("completion needs shtab: pip install 'zero-mpi[completion]'") from error
-    return shtab
+    return import_optional("completion", "completion", "shtab")
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:

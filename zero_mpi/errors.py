@@ -4,9 +4,11 @@
 library need not know the class to catch it. `JobError` is a failure of the machine that all ranks share.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -43,3 +45,19 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or os.fspath(path)
         raise
+
+
+def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -> Any:
+    """The modules of an optional library, imported; one of them, or a tuple.
+
+    `user` is the flag or thing that needs it, `extra` the package's extra that brings it, `otherwise` what
+    else helps. UsageError where a module cannot be imported.
+    """
+    package = modules[0].partition(".")[0]
+    try:
+        importlib.import_module(package)
+        found = tuple(map(importlib.import_module, modules))
+    except ImportError as error:
+        remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
+        raise UsageError(f"{user} needs {package} ({error}): {remedy}") from error
+    return found[0] if len(found) == 1 else found

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.token_file import TokenLayout
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import shown
 
 COLUMN = "input_ids"
@@ -23,12 +23,7 @@ KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 
 def pyarrow(what: str = "Arrow files") -> Any:
     """The package pyarrow, for files of a kind. UsageError, with the remedy, where it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise UsageError(f"{what} need the package pyarrow: pip install 'zero-mpi[arrow]'") from error
-    return pyarrow
+    return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:

@@ -10,7 +10,7 @@ import numpy as np
 
 from zero_mpi.device.host import _Owner
 from zero_mpi.device.types import Array
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import import_optional
 
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -182,13 +182,8 @@ class CudaStopwatch:
 
 def import_cupy() -> Any:
     """CuPy. Raises UsageError where it is not installed."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise UsageError(
-            "--device cuda needs CuPy: pip install 'zero-mpi[cuda12]' or 'zero-mpi[cuda13]', as the driver is"
-        ) from error
-    return cupy
+    others = " or 'zero-mpi[cuda13]', as the driver is"
+    return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
 def gpus() -> int:

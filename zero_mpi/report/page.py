@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from zero_mpi import __version__
 from zero_mpi.cli.text import size
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 from zero_mpi.report import sections
 from zero_mpi.report.charts import charts_of
@@ -35,14 +35,8 @@ HERE = Path(__file__).parent
 
 def plotly() -> str:
     """The library that draws, as a script. UsageError if it is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UsageError(
-            "the page draws with plotly, which is not installed; install it: pip install 'zero-mpi[report]', "
-            "or use --text"
-        ) from error
-    return str(get_plotlyjs())
+    offline = import_optional("the page", "report", "plotly.offline", otherwise=", or use --text")
+    return str(offline.get_plotlyjs())
 
 
 def visible(text: object, most: int = LONGEST_LINE) -> object:

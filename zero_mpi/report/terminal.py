@@ -10,14 +10,13 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.cli.text import count, plural, power_of_1024
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import LONGEST_LINE, cut, printable, shown
 from zero_mpi.report.charts import SAVED, Chart, charts_of, curve_name, marks, points, stretches, written
 from zero_mpi.report.columns import Floats
@@ -34,12 +33,7 @@ LAST_MARKS = 8
 
 def terminal(runs: Sequence[Run]) -> Iterator[str]:
     """All lines. UsageError if plotille is not installed."""
-    try:
-        library = import_module("plotille")
-    except ImportError as error:
-        raise UsageError(
-            "--text draws with plotille, which is not installed; install it: pip install 'zero-mpi[report]'"
-        ) from error
+    library = import_optional("--text", "report", "plotille")
     width = min(max(shutil.get_terminal_size().columns, LEAST), MOST)
     for run in runs:
         yield from about(run, width)

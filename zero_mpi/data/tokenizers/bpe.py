@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.gguf_tokenizer import KEY, NORMAL, PIECE, USER_DEFINED, GGUFTokenizer, Parts
 from zero_mpi.data.tokenizers.pretokenizers import GPT2, pre_tokenizer
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
@@ -27,15 +27,9 @@ _BATCH = 1 << 22  # characters under way at once: its answers take 150 bytes for
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 
 
-def library() -> Any:
+def tokenizers() -> Any:
     """The package `tokenizers`. UsageError, with the remedy, where it is not installed."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UsageError(
-            "this model's tokenizer needs the package tokenizers: pip install 'zero-mpi[tokenizers]'"
-        ) from error
-    return tokenizers
+    return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
 class BPETokenizer(GGUFTokenizer):
@@ -49,7 +43,7 @@ class BPETokenizer(GGUFTokenizer):
         self.pre = pre_tokenizer(GGUFKeys(metadata, place).text(KEY + "pre"), place)
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
-        library()  # now, and not when only rank 0 encodes
+        tokenizers()  # now, and not when only rank 0 encodes
 
     def adds_bos(self) -> bool:
         """As llama.cpp ties it to the splitting."""
@@ -99,7 +93,7 @@ def build(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], regexes: Sequence[str], ignore_merges: bool
 ) -> Any:
     """A tokenizer of the library with these parts. UsageError if it refuses them."""
-    lib = library()
+    lib = tokenizers()
     pre = lib.pre_tokenizers
     by_itself = regexes[-1] == GPT2  # which the library has compiled in, faster
     cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in regexes[: -1 if by_itself else None]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.data.tokenizers.bpe import BPETokenizer, build, library
+from zero_mpi.data.tokenizers.bpe import BPETokenizer, build, tokenizers
 from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
@@ -64,7 +64,7 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
     filler = {f"[PAD{place}]" for place, kind in enumerate(bpe.types) if kind == UNUSED}
     vocabulary = {token: place for token, place in bpe.ids.items() if token not in filler}
     tokenizer = build(vocabulary, bpe.merges, bpe.pre.regexes, bpe.pre.ignore_merges)
-    lib = library()
+    lib = tokenizers()
     for token, kind in zip(bpe.tokens, bpe.types, strict=True):
         if kind in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([lib.AddedToken(token, special=True, normalized=False)])

@@ -17,7 +17,6 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -26,7 +25,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import import_optional
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
 from zero_mpi.ops.gpu.launch import PACK, tiled
 from zero_mpi.ops.sizes import WORKSPACE
@@ -128,12 +127,8 @@ def fit(address: int) -> int:
 
 def import_lt() -> Any:
     """The bindings of cuBLASLt. Raises UsageError where they are not installed."""
-    try:
-        return import_module("nvmath.bindings.cublasLt")
-    except ImportError as error:
-        raise UsageError(
-            f"--device cuda needs nvmath-python for matrix products: pip install nvmath-python ({error})"
-        ) from error
+    others = " or 'zero-mpi[cuda13]', as the driver is"
+    return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=others)
 
 
 class AttributeSetter:

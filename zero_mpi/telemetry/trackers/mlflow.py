@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
+from zero_mpi.errors import import_optional
 from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, library
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
 
 EVERY_SECONDS = 1.0
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # that a request may have; letters of a value
@@ -22,7 +23,7 @@ MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # that a request may have; 
 
 def check(wish: str) -> Any:
     """The library's entities and its client. Raises UsageError where it is not installed."""
-    return library("--mlflow", "mlflow", "mlflow.entities", "mlflow.tracking")
+    return import_optional("--mlflow", "mlflow", "mlflow.entities", "mlflow.tracking")
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import shown
 from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, library
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
 
 EVERY_SECONDS = 1.0
 PREFIX = "zero_mpi_"
@@ -30,7 +30,7 @@ def check(wish: str) -> Any:
         raise UsageError(
             f"--prometheus: {shown(Path(wish))}: expected a folder, that of the textfile collector"
         )
-    return library("--prometheus", "prometheus", "prometheus_client")
+    return import_optional("--prometheus", "prometheus", "prometheus_client")
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:

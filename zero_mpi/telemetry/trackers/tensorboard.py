@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.errors import naming
+from zero_mpi.errors import import_optional, naming
 from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import TrackedJob, library
+from zero_mpi.telemetry.trackers.tracker import TrackedJob
 
 FOLDER = "tensorboard"
 NEEDS = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
@@ -22,7 +22,7 @@ NEEDS = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
 
 def check(wish: bool) -> Any:
     """tensorboardX's writer and its messages. Raises UsageError where it is not installed."""
-    return library("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in NEEDS))
+    return import_optional("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in NEEDS))
 
 
 def begin(run: TrackedJob, wish: bool) -> TensorBoard:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero_mpi.errors import JobError, UsageError
+from zero_mpi.errors import JobError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.telemetry import log
 
@@ -33,17 +32,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """The steps of this job are done."""
-
-
-def library(flag: str, extra: str, *modules: str) -> Any:
-    """The modules of a library, imported; one of them, or a tuple. Raises UsageError where one is missing."""
-    package = modules[0].partition(".")[0]
-    try:
-        importlib.import_module(package)
-        found = tuple(map(importlib.import_module, modules))
-    except ImportError as error:
-        raise UsageError(f"{flag} needs {package} ({error}): pip install 'zero-mpi[{extra}]'") from error
-    return found[0] if len(found) == 1 else found
 
 
 class Guarded:

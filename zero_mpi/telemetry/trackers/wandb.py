@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero_mpi.errors import import_optional
 from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, library
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
 
 
 def check(wish: str) -> Any:
     """The library. Raises UsageError where it is not installed."""
-    return library("--wandb", "wandb", "wandb")
+    return import_optional("--wandb", "wandb", "wandb")
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:
