@@ -259,6 +259,8 @@ print(ops.linear(x, x).astype(np.float32).tolist())
         ({"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}, "/nowhere/libdnnl.so is no oneDNN 3"),
         ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is no oneDNN 3"),
         pytest.param({"DNNL_MAX_CPU_ISA": "AVX2"}, "no bfloat16 units", marks=needs_library),
+        ({"ZERO_MPI_OPS": "reference"}, "('', 'ZERO_MPI_OPS=reference keeps compiled operations away')"),
+        ({"NUMBA_DISABLE_JIT": "1"}, "('', 'NUMBA_DISABLE_JIT keeps numba from compiling')"),
     ],
 )
 def test_without_a_library_that_can_results_are_right_and_it_is_known_why(environ, reason):

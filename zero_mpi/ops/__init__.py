@@ -60,11 +60,12 @@ moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
 dequantize = _dispatched(reference.dequantize)
 
-_compiles = (
-    os.environ.get("ZERO_MPI_OPS") != "reference"
-    and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
-    and find_spec("numba") is not None
-)
+_INSTEAD = {  # why operations are not compiled: whether it is so
+    "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
+    "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
+    "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
+}
+_compiles = not any(_INSTEAD.values())
 _prepared: set[str] = set()  # types whose kernels are loaded
 _gpu_prepared = False
 
@@ -87,7 +88,7 @@ def products(kind: Any) -> tuple[str, str]:
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "no processor's own are used for it"
-    library, reason = None, "numba is not installed: pip install 'zero-mpi[fast,onednn]'"
+    library, reason = None, next((why for why, is_so in _INSTEAD.items() if is_so), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn
 
