@@ -357,11 +357,11 @@ def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
 def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
     """A batch system may stop all of its processes and let them go on later: nobody stands still."""
     script = tmp_path / "suspended.py"
-    suspend = "kill -STOP {pids}; sleep 3; kill -CONT {pids}"
+    suspend = "kill -STOP {pids}; sleep 5; kill -CONT {pids}"
     fault = (
         "import subprocess; pids = ' '.join(map(str, self.session.comm.allgather_object(os.getpid()))); "
         f"rank == 0 and subprocess.Popen({suspend!r}.format(pids=pids), shell=True); "
-        "self.watchdog.limit = 1.5; [time.sleep(0.1) for _ in range(10)]"
+        "self.watchdog.limit = 3.0; [time.sleep(0.1) for _ in range(10)]"
     )
     script.write_text(FAULTY.format(step=2, where="True", fault=fault))
     train(2, tmp_path / "out", *flags[:-2], "--steps", "5", script=script)
@@ -371,8 +371,8 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(flags, tmp_path):
 def test_the_watchdog_lets_a_slow_run_be(flags, tmp_path):
     """Every step takes part of the limit; all together take longer than it."""
     script = tmp_path / "slow.py"
-    script.write_text(FAULTY.format(step="self.progress.step", where="True", fault="time.sleep(0.4)"))
-    train(2, tmp_path / "out", *flags[:-2], "--steps", "5", "--timeout", "1.5", script=script)
+    script.write_text(FAULTY.format(step="self.progress.step", where="True", fault="time.sleep(1)"))
+    train(2, tmp_path / "out", *flags[:-2], "--steps", "5", "--timeout", "4", script=script)
     assert len(fields(tmp_path / "out")) == 5
 
 
