@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -170,6 +171,47 @@ def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
         end(job)
     assert 2 <= complete_parts(out) < len(whole) // 2
     tokenize(1, *some, out=out)
+    assert files(out) == whole
+
+
+HANGING = """
+import os, signal
+from mpi4py import MPI
+from zero_mpi.tokenize import {module}
+from zero_mpi.tokenize.command import main
+
+usual = {module}.{name}
+
+def hangs(*arguments):
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return usual(*arguments)
+
+{module}.{name} = hangs
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [
+        ("survey", "look_at_file", "looking at the files"),
+        ("encode_parts", "check_unchanged", "writing token files"),
+    ],
+)
+def test_a_rank_that_stands_still_ends_the_job(module, name, what, some, whole, tmp_path):
+    """The others go on as long as they have work, then wait for it; the same command does the rest."""
+    out, script = tmp_path / "out", tmp_path / "hanging.py"
+    script.write_text(HANGING.format(module=module, name=name))
+    job = [str(script), *some, "--out", str(out), "--timeout", "3"]
+    status, _, errors = run_job(3, job, timeout=ENOUGH)
+    assert status == 86, errors
+    assert re.search(
+        r"zero_mpi: no progress for \d+\.\d s: no sign of life from rank 1; ending the job", errors
+    )
+    assert re.search(rf"zero_mpi: ranks? [02].*: {what}, ", errors)
+    assert not out.joinpath(".ranks").exists()
+    tokenize(2, *some, out=out)
     assert files(out) == whole
 
 

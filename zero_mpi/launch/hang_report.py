@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from zero_mpi.comm.base import Comm
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
@@ -104,6 +107,15 @@ class RankReports:
             self._folder.rename(aside)
         for folder in self._folder.parent.glob(f"{self._folder.name}-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def reports_in(out: Path, comm: Comm) -> tuple[RankReports, list[str]]:
+    """The reports of a job in its folder, and process and host of each rank. Collective."""
+    places = comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
+    reports = RankReports(out, comm.rank, job=comm.broadcast_object(f"{places[0]}, {time.time_ns()}"))
+    if comm.rank == 0:
+        reports.clear()  # what a job left that was killed while it stood still
+    return reports, places
 
 
 def standing_of(said: object) -> RankState:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
+from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
+from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
 from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.text_documents import separator
@@ -21,7 +23,9 @@ from zero_mpi.files.gguf_keys import TOKENIZER as KIND
 from zero_mpi.launch.consistency import SAME_FILES, check_installation, check_not_alone, same
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, signals
+from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.tokenize.encode_parts import Encoding
@@ -65,7 +69,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="leave out lines and rows without a text there, and count them",
     )
-    add_settings(parser, {"control_tokens": ""})
+    add_settings(parser, {"control_tokens": "", "timeout": ""})
     parser.add_argument(
         "--part-mb",
         type=float,
@@ -80,6 +84,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     options = make_parser().parse_args(arguments)
     if options.part_mb is not None and not LEAST_PART_MB <= options.part_mb <= MOST_PART_MB:
         raise UsageError(f"--part-mb {options.part_mb:g}: expected {LEAST_PART_MB} to {MOST_PART_MB}")
+    options.timeout = within("timeout", Config.timeout if options.timeout is None else options.timeout, 0)
     return options
 
 
@@ -90,16 +95,28 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = world.together(lambda: read_options(arguments))
     log.install(world.rank, world.size)
     tokenizer: Tokenizer = same(world.comm, lambda: look(options), SAME_FILES)
+    watchdog = Watchdog(world.rank, options.timeout)
+    try:
+        return tokenize(world, options, tokenizer, watchdog)
+    finally:
+        watchdog.stop()
+
+
+def tokenize(world: World, options: argparse.Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
+    """Look at the files and write what is missing. Returns the exit status. Collective."""
+    watchdog.beat("finding the files")
     files = world.from_root(lambda: found_files(options.path, options.out))
     hold = take_folder(world, Path(options.out))
+    watchdog.gather(*reports_in(Path(options.out), world.comm), lambda reason: None, world.kill)
     signals.enter(PREPARING)
     encoding = encoding_of(options, files, tokenizer)
     made_with = about(options, tokenizer)
     folder = world.on_root(lambda: WorkFolder(encoding.out, made_with))
-    work = prepare(world, encoding, folder, options.part_mb)
+    work = prepare(world, encoding, folder, options.part_mb, watchdog)
     if work is None:
         return 0
-    seconds = write_parts(world, work, hold)
+    seconds = write_parts(world, work, hold, watchdog)
+    watchdog.beat("writing the manifest")
     if seconds is None:
         world.on_root(lambda: say_stopped(folder, work))
         return REQUEUE

@@ -75,6 +75,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[tuple[WorkPart, str]], puls
     Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
     reading = encoding.reading()
+    reading.beat = pulse.beat
     with closing(reading), writing():
         for part, name in parts:
             with closing(_encoded(encoding, part, name, reading)) as amounts:

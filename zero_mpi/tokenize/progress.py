@@ -18,10 +18,13 @@ EVERY = 60.0  # seconds between lines where nobody watches
 
 
 class WorkDisplay:
-    """Shows what all ranks have done of `total`, of which another job had done `before`."""
+    """Shows what all ranks have done of `total`, of which another job had done `before`.
 
-    def __init__(self, before: int, total: int) -> None:
-        self._before, self._total = before, max(total, 1)
+    `what` they do, where it is not to make tokens of documents.
+    """
+
+    def __init__(self, before: int, total: int, what: str = "") -> None:
+        self._before, self._total, self._what = before, max(total, 1), what
         self._begun = self._said = time.monotonic()
         self._bar: Any = None
         if watched() and log.says(log.INFO):
@@ -61,9 +64,9 @@ class WorkDisplay:
     def _facts(self, done: Amount) -> list[str]:
         left = self._total - self._before - done.weight
         time_left = interval(self.seconds * left / done.weight) if done.weight else "?"
+        made = [f"{short(done.documents)} documents", f"{short(done.tokens)} tokens"]
         return [
-            f"{short(done.documents)} documents",
-            f"{short(done.tokens)} tokens",
+            *([self._what] if self._what else made),
             f"{done.text_bytes / 1e6 / max(self.seconds, 1e-9):.3g} MB/s",
             f"{time_left} left",
         ]

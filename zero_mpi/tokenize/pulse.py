@@ -35,14 +35,19 @@ class Pulse:
 
     stops   whether this rank wants all to stop
     tell    is given what all have done, at each sum, if somebody wants to know
+    moved   is called when this rank has done something, and when a sum has come, so all ranks live
 
     `is_done`: all ranks have come to the end of their parts.
     """
 
     def __init__(
-        self, comm: Comm, stops: Callable[[], bool], tell: Callable[[Amount], object] | None = None
+        self,
+        comm: Comm,
+        stops: Callable[[], bool],
+        tell: Callable[[Amount], object] | None,
+        moved: Callable[[], object],
     ) -> None:
-        self._comm, self._stops, self._tell = comm, stops, tell
+        self._comm, self._stops, self._tell, self._moved = comm, stops, tell, moved
         self._mine = np.zeros(len(Amount()))
         self._finished = self._over = self.is_done = False
         self._handle: Handle | None = None
@@ -51,7 +56,10 @@ class Pulse:
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Tell what was done since the last time; False once all ranks are to stop."""
         self._mine += amount
-        if not self._over and self._handle is None and time.monotonic() >= self._next:
+        if any(amount):
+            self._moved()
+        is_due = self._finished or time.monotonic() >= self._next
+        if not self._over and self._handle is None and is_due:
             self._room = np.array([*self._mine, self._finished, self._stops()], np.float64)
             self._handle = self._comm.allreduce(self._room, "what was done")
             self._next = time.monotonic() + EVERY
@@ -71,6 +79,7 @@ class Pulse:
         """Take a sum that has come."""
         handle.wait()
         self._handle = None
+        self._moved()
         *done, finished, stops = self._room.tolist()
         if self._tell is not None:
             self._tell(Amount(*map(int, done)))

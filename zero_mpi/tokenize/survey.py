@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 from zero_mpi.launch.world import World
 from zero_mpi.tokenize.parts import dealt
+from zero_mpi.tokenize.progress import WorkDisplay
+from zero_mpi.tokenize.pulse import Amount, Pulse
 from zero_mpi.tokenize.text_formats import TEXT_FORMATS, InputFile, Reading, format_named
 
 FLAG = "TEXT"  # what the inputs are named by
+BLOCK = 1 << 20  # bytes that are read at once
 
 
 @dataclass(frozen=True)
@@ -58,37 +61,65 @@ def described(name: str, path: Path) -> InputFile:
 
 
 def look_at_files(
-    world: World, files: Sequence[InputFile], known: Mapping[int, Looked], reading: Reading
+    world: World,
+    files: Sequence[InputFile],
+    known: Mapping[int, Looked],
+    reading: Reading,
+    moved: Callable[[], object],
 ) -> tuple[list[Looked], list[TextFilter]]:
     """What is found in each file, but for those that are `known`, and what the filters of all ranks say.
 
-    Collective; raises UsageError.
+    `moved` is called while ranks get on. Collective; raises UsageError.
     """
     new = [number for number in range(len(files)) if number not in known]
-    mine = [new[place] for place in dealt([files[number].size for number in new], world.size)[world.rank]]
-    told = world.results(
-        lambda: ({number: look_at_file(files[number], reading) for number in mine}, reading.filter)
-    )
+    sizes = [files[number].size for number in new]
+    mine = [new[place] for place in dealt(sizes, world.size)[world.rank]]
+    display = WorkDisplay(0, sum(sizes), "of the files looked at") if world.rank == 0 else None
+    show = None if display is None else display.show
+    problems = list[Exception]()
+    pulse = Pulse(world.comm, lambda: bool(problems), show, moved)
+    reading.beat, looked = pulse.beat, dict[int, Looked]()
+    try:
+        for number in mine:
+            if not pulse.beat():
+                break  # another rank raises
+            looked[number] = look_at_file(files[number], reading, pulse)
+    except (UsageError, JobError) as error:
+        problems.append(error)
+    pulse.finish()
+    if display is not None:
+        display.close()
+    world.together(lambda: raise_first(problems))
+    told = world.results(lambda: (looked, reading.filter))
     found = dict(known)
     for theirs, _ in told:
         found |= theirs
     return [found[number] for number in range(len(files))], [text_filter for _, text_filter in told]
 
 
-def look_at_file(file: InputFile, reading: Reading) -> Looked:
-    """What is found in a file; raises UsageError."""
+def raise_first(problems: Sequence[Exception]) -> None:
+    """Raise what went wrong on this rank, if something did."""
+    if problems:
+        raise problems[0]
+
+
+def look_at_file(file: InputFile, reading: Reading, pulse: Pulse) -> Looked:
+    """What is found in a file, which is told as it is read; raises UsageError."""
     form = TEXT_FORMATS[file.format]
     if not form.takes(file, reading):
         return Looked("", ())
     weights = tuple(form.weights(file, reading))
+    digest = hashlib.sha256()
     with open_file(file.path) as raw:
         try:
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+            while block := raw.read(BLOCK):
+                digest.update(block)
+                pulse.beat(Amount(len(block), len(block)))
         except OSError as error:
             error.filename = file.path
             unreadable(error)
     check_unchanged(file)
-    return Looked(digest, weights)
+    return Looked(digest.hexdigest(), weights)
 
 
 def check_unchanged(file: InputFile) -> None:

@@ -49,11 +49,13 @@ class Reading:
     field       the field of a line or row that is the text
     skips       whether lines and rows in error are left out, and counted in `skipped`
     filter      which files are text, and notes on those that are read as such
+    beat        is called at each block of a file that is read
     """
 
     def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
         self.field, self.skips, self.filter = field, skips, text_filter
         self.skipped = 0
+        self.beat: Callable[[], object] = lambda: None
         self._stream: TextStream | None = None
 
     def begin(self, text_filter: TextFilter) -> None:
@@ -65,7 +67,7 @@ class Reading:
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()
-            kept = self._stream = TextStream(path)
+            kept = self._stream = TextStream(path, self.beat)
         return kept
 
     def close(self) -> None:
@@ -118,7 +120,7 @@ def _always(file: InputFile, reading: Reading) -> bool:
 
 
 def _length(file: InputFile, reading: Reading) -> list[int]:
-    return [file.size if packing_named(file.path.name) is None else length_of(file.path)]
+    return [file.size if packing_named(file.path.name) is None else length_of(file.path, reading.beat)]
 
 
 # ---------------------------------------------------------------------------------------- a text a file
@@ -132,7 +134,7 @@ def _is_text_file(file: InputFile, reading: Reading) -> bool:
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
     packed = packing_named(file.path.name) is not None
     most = MOST_UNPACKED if packed else MEGATRON_MOST
-    with TextStream(file.path) as stream:
+    with TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
         raise FileError(

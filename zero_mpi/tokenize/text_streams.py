@@ -51,11 +51,12 @@ def packing_named(name: str) -> Packing | None:
 class TextStream:
     """The bytes of a file, unpacked, from the first on. `at`: how many were read or passed over.
 
+    `beat` is called at each block, since a file may take long.
     Raises FileError for a file that cannot be read, or is not packed as its name says.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.at, self.stop = path, 0, 0
+    def __init__(self, path: Path, beat: Callable[[], object] = lambda: None) -> None:
+        self.path, self.at, self.stop, self._beat = path, 0, 0, beat
         packing = packing_named(path.name)
         self._raw, self._seekable = open_file(path, "a file of text"), packing is None
         with self._reading():
@@ -77,12 +78,17 @@ class TextStream:
     def read(self, count: int) -> bytes:
         """So many bytes, or what is left of the file; there need not be memory for more."""
         parts = list[bytes]()
-        with self._reading():
-            while count and (part := self._file.read(min(count, BLOCK))):
-                parts.append(part)
-                count -= len(part)
-                self.at += len(part)
+        while count and (part := self._block(count)):
+            parts.append(part)
+            count -= len(part)
+            self._beat()
         return b"".join(parts)
+
+    def _block(self, most: int) -> bytes:
+        with self._reading():
+            part = self._file.read(min(most, BLOCK))
+        self.at += len(part)
+        return part
 
     def pass_over(self, count: int) -> None:
         """Leave out so many bytes."""
@@ -126,9 +132,9 @@ class TextStream:
             raise FileError(f"{shown(self.path)}: cannot be read: {shown(reason(error), 120)}") from None
 
 
-def length_of(path: Path) -> int:
-    """How many bytes a packed file unpacks to."""
-    with TextStream(path) as stream:
+def length_of(path: Path, beat: Callable[[], object]) -> int:
+    """How many bytes a packed file unpacks to; calls `beat` from time to time."""
+    with TextStream(path, beat) as stream:
         while stream.read(BLOCK):
             pass
         return stream.at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 from zero_mpi.cli.text import elapsed, plural, short_size
@@ -16,6 +17,7 @@ from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.folder_hold import Hold
 from zero_mpi.launch.stopping import STEPS, signals
+from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import short
@@ -24,10 +26,11 @@ from zero_mpi.tokenize.part_files import COUNTS
 from zero_mpi.tokenize.parts import WorkPart, cut_parts, dealt, part_size
 from zero_mpi.tokenize.progress import WorkDisplay
 from zero_mpi.tokenize.pulse import Pulse
-from zero_mpi.tokenize.survey import FLAG, Looked, as_inputs, as_plan, look_at_files
+from zero_mpi.tokenize.survey import FLAG, Looked, as_inputs, as_plan, look_at_files, raise_first
 from zero_mpi.tokenize.work_folder import Table, WorkFolder
 
 MEBIBYTE = 1 << 20
+LOOKING, WRITING = "looking at the files", "writing token files"
 TRAIN = "mpirun -n 8 python -m zero_mpi.train --data"
 
 
@@ -48,14 +51,16 @@ class Work(NamedTuple):
 
 
 def prepare(
-    world: World, encoding: Encoding, folder: WorkFolder | None, part_mb: float | None
+    world: World, encoding: Encoding, folder: WorkFolder | None, part_mb: float | None, watchdog: Watchdog
 ) -> Work | None:
     """Look at the inputs and cut them; None where the folder is complete. Collective; raises UsageError.
 
     `folder` is on rank 0.
     """
     known = world.from_root(lambda: folder and folder.known(encoding.files))
-    looked, filters = look_at_files(world, encoding.files, known, encoding.reading())
+    moved = partial(watchdog.beat, LOOKING)
+    looked, filters = look_at_files(world, encoding.files, known, encoding.reading(), moved)
+    watchdog.beat("reading what is there already")
     parts = named_parts(encoding, looked, part_mb)
     inputs = as_inputs(encoding.files, looked)
 
@@ -94,7 +99,7 @@ def check_shared(encoding: Encoding) -> None:
         raise UsageError(f"--out {shown(encoding.out)}: expected a folder that the hosts of all ranks share")
 
 
-def write_parts(world: World, work: Work, hold: Hold) -> float | None:
+def write_parts(world: World, work: Work, hold: Hold, watchdog: Watchdog) -> float | None:
     """Write the parts that are missing; the seconds it took, None if it was stopped. Collective.
 
     Raises on all ranks what went wrong on any.
@@ -103,7 +108,8 @@ def write_parts(world: World, work: Work, hold: Hold) -> float | None:
     display = display_of(work) if world.rank == 0 else None
     problems, begun = list[Exception](), time.monotonic()
     show = None if display is None else display.show
-    pulse = Pulse(world.comm, lambda: bool(problems or signals.caught or hold.lost), show)
+    moved = partial(watchdog.beat, WRITING)
+    pulse = Pulse(world.comm, lambda: bool(problems or signals.caught or hold.lost), show, moved)
     signals.enter(STEPS)
     try:
         encode_parts(work.encoding, [work.missing[place] for place in shares[world.rank]], pulse)
@@ -121,12 +127,6 @@ def display_of(work: Work) -> WorkDisplay:
     """What shows the work, of which another job may have done a part."""
     total, missing = (sum(part.weight for part, _ in parts) for parts in (work.parts, work.missing))
     return WorkDisplay(total - missing, total)
-
-
-def raise_first(problems: list[Exception]) -> None:
-    """Raise what went wrong on this rank, if something did."""
-    if problems:
-        raise problems[0]
 
 
 def say_stopped(folder: WorkFolder, work: Work) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import platform
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch import leftovers
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import RankReports
+from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
@@ -71,10 +68,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     out = Path(config.out)
     folder = take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout)
-    places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
-    reports = RankReports(out, world.rank, job=world.comm.broadcast_object(f"{places[0]}, {time.time_ns()}"))
-    if world.rank == 0:
-        reports.clear()  # what a job left that was killed while it stood still
+    reports, places = reports_in(out, world.comm)
     outcome = Outcome(out, world, config.steps or 0, folder)
     watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL), world.kill)
     outcome.open()
