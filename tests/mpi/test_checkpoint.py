@@ -112,7 +112,7 @@ def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder
     first = save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
-        monkeypatch.setattr(parallel_write.Output, "write", refuse_moments)
+        monkeypatch.setattr(parallel_write.Output, "put", refuse_moments)
     with pytest.raises(JobError, match=r"cannot write .*optimizer.gguf: .*quota.*latest is step-00000001"):
         Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(progress)
     exact.barrier()
@@ -120,7 +120,7 @@ def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder
     assert sorted(path.name for path in ranks_folder.iterdir()) == ["latest", "step-00000001"]
 
 
-def refuse_moments(self, name, first, values):
+def refuse_moments(self, offset, *data):
     if self.content.path.name == "optimizer.gguf":
         self.problem = OSError(errno.EDQUOT, "Disk quota exceeded", str(self.content.path))
 

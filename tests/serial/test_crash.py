@@ -35,7 +35,7 @@ from zero_mpi.models import Llama
 SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}
 CONFIG = Llama.from_flags(SIZES | {"tied": True})
 DESCRIPTION = Description("llama", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
-CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
+CALLS = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
 def trained(steps: int, seed: int = 0) -> ShardedAdamW:
@@ -84,8 +84,9 @@ class Operations:
                 self.count += 1
                 stops = self.count == self.stop_at
             if stops:
-                if name == "pwrite":  # half of it is written
-                    self.real[name](arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
+                if name == "pwritev":  # half of it is written
+                    whole = b"".join(arguments[1])
+                    self.real[name](arguments[0], [whole[: len(whole) // 2]], arguments[2])
                 self.action(name, arguments)
             result = self.real[name](*arguments, **more)
             self.note(name, arguments, result)
@@ -97,7 +98,7 @@ class Operations:
         """Keep track of which files hold what is not on disk yet."""
         if name == "open" and arguments[1] & os.O_CREAT:
             self.opened[inode(result)] = Opened(os.dup(result))
-        elif name in ("pwrite", "ftruncate", "fsync") and inode(arguments[0]) in self.opened:
+        elif name in ("pwritev", "ftruncate", "fsync") and inode(arguments[0]) in self.opened:
             self.opened[inode(arguments[0])].synced = name == "fsync"
 
     def lose_power(self) -> None:
@@ -271,7 +272,7 @@ def failing(stop_at: int, number: int) -> Iterator[Operations]:
     """The system refuses operation `stop_at`, with an error as its own: no name for what has a handle."""
 
     def refuse(name: str, arguments: tuple[Any, ...]) -> None:
-        named = () if name in ("pwrite", "ftruncate", "fsync") else (str(arguments[0]),)
+        named = () if name in ("pwritev", "ftruncate", "fsync") else (str(arguments[0]),)
         if name in ("rename", "replace", "symlink"):
             named = (*named, None, str(arguments[1]))
         raise OSError(number, os.strerror(number), *named)

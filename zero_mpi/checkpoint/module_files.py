@@ -27,6 +27,7 @@ from zero_mpi.checkpoint.state import (
     moment_tensors,
 )
 from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.writers import rank_0_of
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import exists, is_folder
@@ -68,7 +69,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
     parts = parts_of(optimizer, description)
     try:
         on_root(comm, partial(begin, final))
-        write_files(comm, folders.beside(final), optimizer, parts, (progress, description))
+        write_files(rank_0_of(comm), folders.beside(final), optimizer, parts, (progress, description))
         on_root(comm, partial(folders.publish_alone, final))
     except JobError as error:
         if comm.rank == 0:

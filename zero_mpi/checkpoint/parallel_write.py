@@ -1,9 +1,10 @@
 """Writes the files of a checkpoint from all ranks, in pieces.
 
-Slices are brought to rank 0 piece by piece, or each rank writes its own where they belong (`parallel`). While
-one piece is written, by a thread, the next is digested and brought: rank 0 needs room for two pieces, which
-are half a unit each at most. The headers hold the digests of all tensors, whose length is known before their
-values, so they are written last. A failure of any rank is raised on all of them, at the end.
+Slices are brought piece by piece to the ranks that write (`writers`); a rank that writes for itself alone
+takes them from where they are. While one piece is written, by a thread, the next is digested and brought: a
+writer needs room for two pieces, which are half a unit each at most. The headers hold the digests of all
+tensors, whose length is known before their values, so they are written last, by rank 0. Then each host brings
+to disk what it wrote. A failure of any rank is raised on all of them, at the end.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ import numpy as np
 
 from zero_mpi.checkpoint.checksum import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.output_file import OutputFile
 from zero_mpi.checkpoint.shards import Contribution, Run
-from zero_mpi.comm import Comm, OutputFile, PlainFile
+from zero_mpi.checkpoint.writers import Writers, share_of
+from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, explain
+from zero_mpi.files.file_systems import stripe_hints
 from zero_mpi.sharding.unit import BYTES
 
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
+PADDING = 64  # bytes of zeros between tensors, at most, that are written again to write both in one call
 
 Digests = dict[str, str]
 
@@ -54,19 +59,30 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 class Output:
     """One file on its way, on one rank; `problem` is the first error, after which it only plays along."""
 
-    def __init__(self, comm: Comm, content: Content, keys: Mapping[str, Any], parallel: bool) -> None:
-        self.comm, self.content = comm, content
+    def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
+        self.writers, self.comm, self.content = writers, writers.comm, content
         header, self._offsets, self.nbytes = pack_file(content.architecture, dict(keys), content.tensors)
         self._header_bytes = len(header)
         self.problem: OSError | None = None
         self._file: OutputFile | None = None
-        self.attempt(self._open, parallel)
+        if self.comm.rank == 0:
+            self.attempt(self._make)
 
-    def _open(self, parallel: bool) -> None:
-        if parallel:
-            self._file = self.comm.create_file(self.content.path)
-        elif self.comm.rank == 0:
-            self._file = PlainFile(self.content.path)
+    def _make(self) -> None:
+        """Rank 0 makes the file and gives it its length, so that gaps between tensors are zeros."""
+        path = self.content.path
+        if hints := stripe_hints(path.parent, self.nbytes, self.writers.count):
+            self.comm.create_file(path, hints)
+        self._file = OutputFile(path)
+        self._file.resize(self.nbytes)
+
+    def open(self) -> None:
+        """Open what rank 0 has made, where this rank writes as well."""
+        if self.writers.writes and self.comm.rank != 0:
+            self.attempt(self._open)
+
+    def _open(self) -> None:
+        self._file = OutputFile(self.content.path, new=False)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         """action(*arguments), unless something failed before; an OSError is kept."""
@@ -76,19 +92,32 @@ class Output:
             except OSError as error:
                 self.problem = error
 
-    def resize(self) -> None:
-        """Give the file its length, so that gaps between tensors are zeros."""
-        if self._file is not None:
-            self.attempt(self._file.resize, self.nbytes)
+    def write(self, runs: Iterable[Run]) -> None:
+        """Write runs of tensors; those that follow one another in the file in one call."""
+        start, end, parts = 0, 0, list[Array | bytes]()
+        for name, first, values in runs:
+            offset = self._offsets[name] + first * BYTES
+            if parts and 0 <= offset - end <= PADDING:
+                parts += [bytes(offset - end)] * (offset > end)
+            else:
+                self.put(start, *parts)
+                start, parts = offset, []
+            parts.append(values)
+            end = offset + values.nbytes
+        self.put(start, *parts)
 
-    def write(self, name: str, first: int, values: Array) -> None:
-        """Elements of a tensor from its element `first` on."""
-        self.put(self._offsets[name] + first * BYTES, values)
-
-    def put(self, offset: int, data: Array | bytes) -> None:
+    def put(self, offset: int, *data: Array | bytes) -> None:
         """Bytes at a place of the file."""
-        if self._file is not None:
-            self.attempt(self._file.write_at, offset, data)
+        if self._file is not None and data:
+            self.attempt(self._file.write_at, offset, *data)
+
+    def show(self) -> None:
+        """Let other hosts see what this one wrote. Collective, where several write."""
+        if self.writers.hosts > 1:
+            self.comm.barrier()
+            if self._file is not None and self.writers.syncs:
+                self.attempt(self._file.sync)
+        self.comm.barrier()
 
     def stamp(self, keys: Mapping[str, Any]) -> None:
         """Write the header with its final keys, as long as the first ones."""
@@ -97,11 +126,11 @@ class Output:
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
-        """Close the file, brought to disk if it is to stay."""
+        """Close the file, brought to disk if it is to stay: by one rank of each host that wrote."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                file.close(durable)
+                file.close(durable and self.writers.syncs)
             except OSError as error:
                 self.problem = self.problem or error
 
@@ -116,26 +145,29 @@ class Output:
 class Pieces:
     """The pieces of a file on their way to it: one is written while the next is prepared."""
 
-    def __init__(self, output: Output, thread: ThreadPoolExecutor, direct: bool) -> None:
-        self.output, self.comm, self._thread, self._direct = output, output.comm, thread, direct
+    def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
+        self.output, self.writers, self._thread = output, output.writers, thread
         self._pending: deque[Future[None]] = deque()
         self._rooms, self._turn = [empty(0), empty(0)], 0
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
         """Bring one contribution of all ranks into the file. Returns the digests of this rank's pieces."""
         digests: list[tuple[str, bytes]] = []
-        for piece in given.partition.cut(self._length(given)):
-            inside = piece.of_slice(given.partition, self.comm.rank)
-            mine, start = given.on_host(inside), given.partition.bounds[self.comm.rank] + inside.start
+        group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
+        begins = given.partition.bounds[self.writers.comm.rank]
+        for piece in share.cut(self._length(given)):
+            inside = piece.of_slice(share, group.rank)
+            mine, start = given.on_host(inside), begins + inside.start
             if given.by_pieces:
                 digests += given.digests(start, mine)
-            if self._direct:
-                self._write(given, start, mine)
-            else:
-                room = self._room(given)[: piece.stop - piece.start] if self.comm.rank == 0 else None
-                self.comm.gather(mine, room, piece, label=f"checkpoint {given.prefix}{given.unit.name}")
-                if room is not None:
-                    self._write(given, piece.start, room)
+            if group.size == 1:
+                self._write(given.runs(start, mine))
+                continue
+            room = self._room(given)[: piece.stop - piece.start] if self.writers.writes else None
+            group.gather(mine, room, piece, label=f"checkpoint {given.prefix}{given.unit.name}")
+            if room is not None:
+                places = share.stretches(piece)
+                self._write(run for place, part in places for run in given.runs(place, room[part]))
         return digests
 
     def _length(self, given: Contribution) -> int:
@@ -151,13 +183,9 @@ class Pieces:
             self._rooms[self._turn] = empty(self._length(given))
         return self._rooms[self._turn]
 
-    def _write(self, given: Contribution, start: int, values: Array) -> None:
+    def _write(self, runs: Iterable[Run]) -> None:
         self._wait(1)
-        self._pending.append(self._thread.submit(self._write_runs, list(given.runs(start, values))))
-
-    def _write_runs(self, runs: Iterable[Run]) -> None:
-        for name, first, values in runs:
-            self.output.write(name, first, values)
+        self._pending.append(self._thread.submit(self.output.write, list(runs)))
 
     def _wait(self, most: int) -> None:
         """Return when at most so many pieces are under way."""
@@ -170,25 +198,24 @@ class Pieces:
 
 
 def write_together(
-    comm: Comm, contents: Sequence[Content], stamp: Stamp, *, parallel: bool, tick: Callable[[str], None]
+    writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
 ) -> None:
     """Write all files and bring them to disk. Collective; raises JobError on all ranks if one fails.
 
     `tick` is told what is going on, again and again.
     """
+    comm = writers.comm
     blank = [dict.fromkeys([name for name, _ in content.tensors], BLANK) for content in contents]
-    outputs = [
-        Output(comm, content, keys, parallel) for content, keys in zip(contents, stamp(*blank), strict=True)
-    ]
+    outputs = [Output(writers, content, keys) for content, keys in zip(contents, stamp(*blank), strict=True)]
     agree(comm, outputs)
     for output in outputs:
-        output.resize()
+        output.open()
     with ThreadPoolExecutor(1, "zero_mpi checkpoint") as thread:
-        digests = [write_tensors(output, thread, parallel or comm.size == 1, tick) for output in outputs]
+        digests = [write_tensors(output, thread, tick) for output in outputs]
     if comm.rank == 0:
         for output, keys in zip(outputs, stamp(*digests), strict=True):
             output.stamp(keys)
-    agree(comm, outputs)  # before the collective close: all ranks go the same way
+    agree(comm, outputs)  # all have written: whoever brings a host's part to disk brings all of it
     for output in outputs:
         tick(f"bringing {output.content.path.name} to disk")
         output.close(durable=True)
@@ -213,11 +240,9 @@ def agree_on(comm: Comm, problem: str | None) -> None:
             raise JobError(f"rank {rank}: {text}" if rank else text)
 
 
-def write_tensors(
-    output: Output, thread: ThreadPoolExecutor, direct: bool, tick: Callable[[str], None]
-) -> Digests:
+def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Bring all tensors of a file into it. Returns their digests, on rank 0 only. Collective."""
-    pieces, digests, odd = Pieces(output, thread, direct), dict[str, str](), list[str]()
+    pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(pieces.send(given))
@@ -227,7 +252,7 @@ def write_tensors(
             odd += [given.prefix + name for name in given.unit.params]
     pieces.finish()
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
-        output.write(name, 0, constant)
+        output.write([(name, 0, constant)])
         digests[name] = digest(constant)
     digests |= digests_from_file(output, odd)
     return {name: digests.get(name, BLANK) for name, _ in output.content.tensors}
@@ -244,7 +269,7 @@ def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
 def digests_from_file(output: Output, names: Sequence[str]) -> Digests:
     """Digests of tensors whose slices cut pieces (row sharding): read back on rank 0, once all is written."""
     if names:
-        output.comm.barrier()
+        output.show()
     if not names or output.comm.rank != 0 or output.problem is not None:
         return dict.fromkeys(names, BLANK)
     shapes, digests = dict(output.content.tensors), dict.fromkeys(names, BLANK)

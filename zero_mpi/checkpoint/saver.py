@@ -28,6 +28,7 @@ from zero_mpi.checkpoint.state import (
     moment_tensors,
     stamp,
 )
+from zero_mpi.checkpoint.writers import Writers, rank_0_of, writers_for
 from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError, explain
 from zero_mpi.sharding.optimizer import ShardedAdamW
@@ -54,7 +55,8 @@ class Saver:
     """Writes OUT/step-NNNNNNNN and points OUT/latest to it. Every method named collective is.
 
     keep         checkpoints that stay, beside the best one; 0 for all
-    parallel     all ranks write their own ranges by MPI-IO; otherwise rank 0 writes what it is sent
+    parallel     as many ranks write as the file system is best served by, or `writers_per_node` of each node
+                 if that is given; otherwise rank 0 writes what it is sent
     background   `save` returns at once, and at most one checkpoint is under way
     tick         is told what is going on, for a watchdog
     """
@@ -67,12 +69,14 @@ class Saver:
         *,
         keep: int = 0,
         parallel: bool = False,
+        writers_per_node: int | None = None,
         background: bool = False,
         tick: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.out, self.optimizer, self.description, self.keep = out, optimizer, description, keep
-        self.parallel, self.background, self.tick = parallel, background, tick
+        self.background, self.tick = background, tick
         self.comm = optimizer.module.comm.background()  # ranks that wait leave the cores to those that work
+        self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -111,6 +115,7 @@ class Saver:
     def close(self) -> None:
         """Wait, and give up the transport. Collective."""
         self.wait()
+        self.writers.close()
         self.comm.close()
 
     def finished(self) -> list[Saved]:
@@ -147,12 +152,11 @@ class Saver:
 
     def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> dict[str, Any]:
         return write_files(
-            self.comm,
+            self.writers,
             folder,
             self.optimizer,
             parts,
             (progress, self.description),
-            parallel=self.parallel,
             tick=self.tick,
         )
 
@@ -170,13 +174,12 @@ def parts_of(optimizer: ShardedAdamW, description: Description) -> Parts:
 
 
 def write_files(
-    comm: Comm,
+    writers: Writers,
     folder: Path,
     optimizer: ShardedAdamW,
     parts: Parts,
     said: tuple[TrainingProgress, Description],
     *,
-    parallel: bool = False,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Write all files into `folder`: what all ranks hold, and what is `said` of it. Collective.
@@ -198,7 +201,7 @@ def write_files(
         stamped.update(stamp(progress, description, dict(zip(parts, found, strict=True))))
         return list(stamped.values())
 
-    write_together(comm, contents, keys, parallel=parallel, tick=tick)
+    write_together(writers, contents, keys, tick=tick)
     return stamped[STATE]
 
 

@@ -17,7 +17,6 @@ requests it needs next (`transfer`), so it goes on by whoever tests it.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle
-from zero_mpi.comm.files import OutputFile, PlainFile
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.serial import SerialComm
 
@@ -26,9 +25,7 @@ __all__ = [
     "AllOf",
     "Comm",
     "Handle",
-    "OutputFile",
     "Partition",
     "Piece",
-    "PlainFile",
     "SerialComm",
 ]

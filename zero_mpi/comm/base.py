@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.clock_sync import Offset
-from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.kinds import MPI, Transport
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.partition import Partition, Piece
@@ -147,8 +146,15 @@ class Comm(ABC):
         """A transport of the same ranks for another thread, whose waits sleep. Collective."""
 
     @abstractmethod
-    def create_file(self, path: Path) -> OutputFile:
-        """A new file that every rank writes its own ranges of. Collective; raises OSError."""
+    def split(self, group: int) -> Comm:
+        """A transport of the ranks that give the same number, in the order of ranks. Collective."""
+
+    def nodes(self) -> list[int]:
+        """The node of each rank, by number. Collective."""
+        return [0] * self.size
+
+    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:  # noqa: B027
+        """Make an empty file of a layout that MPI-IO may be asked for by `hints`, where it can be had."""
 
     def shard_group(self) -> Comm:
         """The ranks of this one's node as owners of slices that every node has, for HYBRID_SHARD. Collective.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
 from zero_mpi.comm.base import DONE, Comm, Handle
 from zero_mpi.comm.clock_sync import Offset, offset_of_node
-from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.mpi_io import make_file
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
-from zero_mpi.comm.topology import node_communicator
+from zero_mpi.comm.topology import nodes_of, ranks_of_node
 from zero_mpi.comm.transfer import MessageComm, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -104,9 +105,7 @@ class MPIComm(MessageComm):
     def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
         kind, requests = mpi_type(full), []
         for piece in partition.cut(self._most):
-            send: Any = MPI.IN_PLACE
-            if shard is not None:
-                send = [shard[piece.of_slice(partition, self.rank)], kind]
+            send = MPI.IN_PLACE if shard is None else [shard[piece.of_slice(partition, self.rank)], kind]
             receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
             requests.append(self._parameters.Iallgatherv(send, receive))
         yield requests
@@ -237,11 +236,8 @@ class MPIComm(MessageComm):
         self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
         assert piece.stop - piece.start <= self._most, "cut the buffer smaller"
-        send, receive = None, None
-        if part is not None:
-            send = [part, mpi_type(part)]
-        if room is not None:
-            receive = [room, piece.counts, piece.offsets, mpi_type(room)]
+        send = None if part is None else [part, mpi_type(part)]
+        receive = None if room is None else [room, piece.counts, piece.offsets, mpi_type(room)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
@@ -275,11 +271,8 @@ class MPIComm(MessageComm):
         self._finish(self._control.Ibarrier(), "barrier")
 
     def clock_offset(self) -> Offset:
-        node = node_communicator(self._control)
-        with self.meter.waiting("clock_offset"):
-            found = offset_of_node(self._control, node, time.perf_counter)
-        node.Free()
-        return found
+        with self.meter.waiting("clock_offset"), ranks_of_node(self._control) as node:
+            return offset_of_node(self._control, node, time.perf_counter)
 
     def over(self, comm: Any) -> MPIComm:
         return MPIComm(comm, threaded=False)
@@ -294,11 +287,17 @@ class MPIComm(MessageComm):
             self._owners = shard_group_by_messages(self, self._control)
         return self._owners
 
-    def create_file(self, path: Path) -> OutputFile:
-        from zero_mpi.comm.mpi_io import MPIFile
+    def split(self, group: int) -> Comm:
+        ranks = self._control.Split(group, self.rank)
+        found = MPIComm(ranks, threaded=False, patient=self._patient)
+        ranks.Free()
+        return found
 
-        with self.meter.waiting("create_file", path.name):
-            return MPIFile(self._gathering("create_file"), path)
+    def nodes(self) -> list[int]:
+        return nodes_of(self._control)
+
+    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:
+        make_file(path, hints)
 
     def close(self) -> None:
         if self._owners not in (None, self):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.clock_sync import Offset
-from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
@@ -105,9 +103,13 @@ class NotifyingWrapper(CommWrapper):
         self.on_collective("background")
         return self.beside(self._inner.background())
 
-    def create_file(self, path: Path) -> OutputFile:
-        self.on_collective("create_file", path.name)
-        return self._inner.create_file(path)
+    def split(self, group: int) -> Comm:
+        self.on_collective("split")
+        return self.beside(self._inner.split(group))
+
+    def nodes(self) -> list[int]:
+        self.on_collective("nodes")
+        return self._inner.nodes()
 
     # ------------------------------------------------------------------------------------------ memory
 

@@ -12,6 +12,8 @@ hardware: for trying out on one machine what is meant for several.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -67,6 +69,21 @@ def node_communicator(world: Any) -> Any:
     if pretended.isdigit() and int(pretended) > 0:
         return world.Split(world.Get_rank() // int(pretended), world.Get_rank())
     return world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
+
+
+@contextmanager
+def ranks_of_node(world: Any) -> Iterator[Any]:
+    """`node_communicator` for a while. Collective."""
+    node = node_communicator(world)
+    yield node
+    node.Free()
+
+
+def nodes_of(world: Any) -> list[int]:
+    """The node of each rank of `world`, by number. Collective."""
+    with ranks_of_node(world) as node:
+        members = find_topology(world, node).members
+    return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
 
 
 def find_topology(world: Any, node: Any) -> Topology:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.clock_sync import Offset
-from zero_mpi.comm.files import OutputFile
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
 
@@ -75,8 +75,14 @@ class CommWrapper(Comm):
     def background(self) -> Comm:
         return self._inner.background()
 
-    def create_file(self, path: Path) -> OutputFile:
-        return self._inner.create_file(path)
+    def split(self, group: int) -> Comm:
+        return self._inner.split(group)
+
+    def nodes(self) -> list[int]:
+        return self._inner.nodes()
+
+    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:
+        self._inner.create_file(path, hints)
 
     def progress(self) -> None:
         self._inner.progress()
