@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import launcher, run_command, run_job
+from pretended_mounts import pretend
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
@@ -46,6 +47,7 @@ from zero_mpi.doctor import command as doctor
 from zero_mpi.doctor.links import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
+from zero_mpi.files.file_systems import KINDS, Layout, file_system
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
@@ -535,8 +537,10 @@ def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     assert [row.verdict for row in told if row.what != "disk"] == [
         OK if not on_memory(tmp_path) else NOTE,
         OK,
+        OK,
     ]
-    assert f"{out} on {output_folder.kind_of(tmp_path)}" in told[0].value
+    assert told[2].value == "1 of 1 with --checkpoint-io parallel"
+    assert f"{out} on {file_system(tmp_path).kind}" in told[0].value
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
     output_folder.section(place((0,)), tmp_path / "kept")
@@ -545,7 +549,7 @@ def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
 
 def on_memory(path):
     """Whether the tests' own folder is on a file system in memory."""
-    return output_folder.kind_of(path) in output_folder.MEMORY
+    return not file_system(path).lasting
 
 
 def test_a_run_folder_that_cannot_be_is_bad():
@@ -573,26 +577,63 @@ def test_a_rename_that_is_not_seen_is_bad(tmp_path, monkeypatch):
 
 
 def test_slow_full_and_fleeting_file_systems_are_notes(tmp_path):
-    slow = output_folder.pace(output_folder.Found(synced=10.0))
+    slow = output_folder.pace(output_folder.Found(written=16 << 20, synced=10.0))
     assert (slow.verdict, slow.value) == (NOTE, "16 MiB brought to disk in 10 s, 1.6 MiB/s")
     assert "--async-save" in slow.remedy
-    assert output_folder.place(tmp_path, output_folder.Found(kind="ext4", free=1 << 29)).verdict == NOTE
-    fleeting = output_folder.place(tmp_path, output_folder.Found(kind="tmpfs", free=1 << 40))
+    assert output_folder.place(tmp_path, output_folder.Found(KINDS["ext4"], free=1 << 29)).verdict == NOTE
+    fleeting = output_folder.place(tmp_path, output_folder.Found(KINDS["tmpfs"], free=1 << 40))
     assert "on a disk" in fleeting.remedy
     blind = list(output_folder.rows(tmp_path, output_folder.Found(free=1 << 40, synced=0.1), ["b"]))[-1]
     assert (blind.verdict, blind.value) == (BAD, f"not on b: what rank 0 writes to {tmp_path}")
 
 
-def test_the_type_of_a_file_system_is_that_of_the_nearest_mount(tmp_path):
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
-        f"2 1 0:5 / {tmp_path.parent} rw shared:1 - nfs4 server:/a rw\n"
-        f"3 1 0:6 / {tmp_path.parent}/other rw - lustre x rw\n"
+def test_stripes_are_those_that_a_file_got(tmp_path):
+    """Of the folder, of what was asked for, or none where the library does not hand it on to Lustre."""
+    asked, lustre = {"striping_factor": "16", "striping_unit": "4194304"}, KINDS["lustre"]
+    four, one = Layout(4, 1 << 20), Layout(1, 1 << 20)
+    row = output_folder.stripes(tmp_path, output_folder.Found(lustre, layout=four))
+    assert (row.verdict, row.value) == (
+        OK,
+        "of a large file, as the folder has them: 4 of them, 1024 KiB each",
     )
-    assert output_folder.kind_of(tmp_path / "not" / "there", mounts) == "nfs4"
-    assert output_folder.kind_of(Path("/"), mounts) == "ext4"
-    assert output_folder.kind_of(Path("/dev/shm")) == "tmpfs"
+    row = output_folder.stripes(
+        tmp_path, output_folder.Found(lustre, hints=asked, layout=Layout(16, 4 << 20))
+    )
+    assert (row.verdict, "of 16 that MPI-IO was asked for: 16 of them, 4096 KiB each" in row.value) == (
+        OK,
+        True,
+    )
+    for got in (one, None):
+        row = output_folder.stripes(tmp_path, output_folder.Found(lustre, hints=asked, layout=got))
+        assert (row.verdict, row.remedy.endswith(f"lfs setstripe -c 16 -S 4M {tmp_path}")) == (NOTE, True)
+
+
+def test_stripes_are_asked_for_on_lustre_alone(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, "lustre")
+    told = {row.what: row for row in output_folder.section(place((0,)), tmp_path / "run")}
+    assert (told["stripes"].verdict, "not to be read" in told["stripes"].value) == (NOTE, True)
+    assert told["run folder"].value.startswith(f"{tmp_path / 'run'} on lustre, ")
+    pretend(monkeypatch, tmp_path, "gpfs")
+    assert "stripes" not in {row.what for row in output_folder.section(place((0,)), tmp_path / "run")}
+    assert [path.name for path in tmp_path.iterdir()] == ["mountinfo"]
+
+
+def test_writers_of_several_hosts():
+    """Those of --checkpoint-io parallel, and what all hosts write at once."""
+    two = place((0, 1), (2, 3))
+    found = output_folder.Found(KINDS["gpfs"], written=16 << 20, synced=1.0)
+    row = output_folder.writers(two, found, [(16 << 20, 1.0), (16 << 20, 2.0)])
+    assert row.value == "2 of 4 with --checkpoint-io parallel; 2 hosts at once: 16 MiB/s"
+    row = output_folder.writers(two, found, [(16 << 20, 1.0), "cannot write F: Input/output error"])
+    assert (row.verdict, row.value.endswith("parallel: cannot write F: Input/output error")) == (NOTE, True)
+    nfs = output_folder.Found(KINDS["nfs4"])
+    assert output_folder.writers(two, nfs, []).value == "1 of 4 with --checkpoint-io parallel"
+
+
+def test_a_write_ends_when_its_time_is_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_folder, "LONGEST", 0.0)
+    assert output_folder.write(tmp_path / "file")[0] == 0
+    assert (tmp_path / "file").stat().st_size == 0
 
 
 # -------------------------------------------------------------------------------------------- the command

@@ -162,6 +162,7 @@ MOVE_NOTHING = [
     "keep",
     "async_save",
     "checkpoint_io",
+    "writers_per_node",
     "log_every",
     "log_level",
     "tensorboard",

@@ -123,6 +123,11 @@ IDLE = (
     Idle("val_fraction", lambda s: bool(s.config.val_data), "what is held out is --val-data"),
     Idle("eval_every", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
     Idle("eval_windows", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle(
+        "writers_per_node",
+        lambda s: s.config.checkpoint_io == "gather",
+        "--checkpoint-io gather: rank 0 writes",
+    ),
     Idle("prompt", lambda s: not s.is_text, NO_TEXT),
     Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
     Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),

@@ -213,8 +213,11 @@ class Config:
         "gather",
         str,
         "records",
-        "gather: rank 0 writes; parallel: all ranks write their ranges by MPI-IO",
+        "gather: rank 0 writes; parallel: as many ranks as the file system is best served by",
         choices=("gather", "parallel"),
+    )
+    writers_per_node: int | None = flag(
+        None, int, "records", "of --checkpoint-io parallel: N ranks of a node (default: see docs/cluster.md)"
     )
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
     patience: int | None = flag(

@@ -53,7 +53,7 @@ KINDS = {
     "lustre": replace(OF_MANY, striped=True),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p"), FileSystem("")),
 }
-UNKNOWN = FileSystem("", known=False)
+UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:

@@ -34,9 +34,11 @@ class Saving(Observer):
             session.description,
             keep=config.keep,
             parallel=config.checkpoint_io == "parallel",
+            writers_per_node=config.writers_per_node,
             background=config.async_save,
             tick=self._tick,
         )
+        log.debug("checkpoints: %s", self.saver.writers.about)
         self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, told
         self._records = records
         self._runs_wait = False

@@ -1,0 +1,64 @@
+"""Counts the calls by which this process opens, writes and names files: it stands between Python and the
+system, in all threads. What C libraries do (MPI, /dev/shm) is not seen; `kernel_writes` is the system's own
+count of writes, of files and sockets alike."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+BY_NAME = ("open", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir", "stat", "lstat", "scandir")
+BY_HANDLE = ("write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync")
+
+
+class FileCalls:
+    """While it is entered, `counts` of each call by the name of its file, and the bytes `written` to each."""
+
+    def __init__(self) -> None:
+        self.counts, self.written = Counter[tuple[str, str]](), Counter[str]()
+        self._names: dict[int, str] = {}
+        self._real = {name: getattr(os, name) for name in (*BY_NAME, *BY_HANDLE)}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        for name, real in self._real.items():
+            setattr(os, name, self._watching(name, real))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(os, name, real)
+
+    def of(self, call: str, file: str = "") -> int:
+        """How often a call was made, for files whose name ends so."""
+        return sum(
+            count for (name, path), count in self.counts.items() if name == call and path.endswith(file)
+        )
+
+    def _watching(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            result = real(*arguments, **more)
+            with self._lock:
+                self._note(name, arguments, result)
+            return result
+
+        return call
+
+    def _note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
+        first = arguments[0] if arguments else "."
+        file = self._names.get(first, "") if isinstance(first, int) else os.fsdecode(first)
+        self.counts[name, file] += 1
+        if name == "open":
+            self._names[result] = file
+        if name in ("write", "pwrite", "pwritev"):
+            self.written[file] += result
+
+
+def kernel_writes() -> int:
+    """How many writes the system has seen of this process; 0 where it does not tell."""
+    try:
+        return int(Path("/proc/self/io").read_text().split("syscw: ")[1].split()[0])
+    except OSError:
+        return 0

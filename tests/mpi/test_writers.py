@@ -1,0 +1,226 @@
+"""Ranks that write for their node: as many as the file system is best served by, the same files, few calls.
+
+Groups of ranks count as nodes (`ZERO_MPI_RANKS_PER_NODE`), and the folder as being on a file system that is
+not there; its writes are counted where they leave Python, and the kernel's own count agrees
+(`benchmarks/checkpoint_calls.py` prints both).
+"""
+
+import importlib.util
+import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+from pretended_mounts import pretend
+from test_checkpoint import CONFIG, DESCRIPTION, digests, trained
+from test_nodes import nodes_of
+
+from zero_mpi import FULL_SHARD, NO_SHARD, MPIComm, ShardedAdamW
+from zero_mpi.checkpoint import output_file
+from zero_mpi.checkpoint.saver import Saver, save_checkpoint
+from zero_mpi.checkpoint.state import TrainingProgress
+from zero_mpi.errors import JobError
+from zero_mpi.models import GPT2
+
+SPEC = importlib.util.spec_from_file_location(
+    "file_calls", Path(__file__).resolve().parents[2] / "benchmarks" / "file_calls.py"
+)
+file_calls = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(file_calls)
+
+FILES = ("model.gguf", "optimizer.gguf")
+
+
+@contextmanager
+def saver(folder, optimizer, ranks_per_node, **options):
+    """What saves into `folder` of several nodes."""
+    with nodes_of(ranks_per_node):
+        made = Saver(folder, optimizer, DESCRIPTION, parallel=True, **options)
+    yield made
+    made.close()
+
+
+def first_ranks(size, ranks_per_node):
+    return list(range(0, size, ranks_per_node))
+
+
+CASES = {  # the kind, ranks a node, writers a node that are asked for, and who of so many ranks writes
+    "lustre": ("lustre", 2, None, lambda size: first_ranks(size, 2)),
+    "gpfs": ("gpfs", 3, None, lambda size: first_ranks(size, 3)),
+    "two of a node": ("beegfs", 4, 2, lambda size: sorted({*first_ranks(size, 4), *first_ranks(size, 2)})),
+    "each": ("lustre", 2, 2, lambda size: list(range(size))),
+    "nfs": ("nfs4", 1, None, lambda size: [0]),
+    "a host's own": ("ext4", 8, None, lambda size: list(range(size))),
+}
+
+
+@pytest.mark.world(1, 2, 4, 8)
+@pytest.mark.parametrize("case", CASES)
+def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, monkeypatch):
+    kind, ranks_per_node, asked, expected = CASES[case]
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    pretend(monkeypatch, ranks_folder, kind)
+    with saver(ranks_folder / "out", optimizer, ranks_per_node, writers_per_node=asked) as made:
+        with file_calls.FileCalls() as calls:
+            made.save(progress)
+        assert digests(ranks_folder / "out" / "latest") == digests(gathered)
+    writes = mpi.allgather_object(sum(calls.of("pwritev", name) for name in FILES))
+    assert [rank for rank, count in enumerate(writes) if count] == expected(mpi.size)
+
+
+@pytest.mark.world(4, 8)
+def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, monkeypatch):
+    """The other ranks touch nothing; a unit goes in two pieces, of a call each, whatever tensors it has."""
+    pretend(monkeypatch, ranks_folder, "lustre")
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
+        made.save(progress)
+    first = mpi.rank % 2 == 0
+    if not first:
+        assert not calls.written
+        assert not [call for call, _ in calls.counts if call not in ("stat", "lstat")]
+    units, tensors = len(optimizer.module.units), len(optimizer.module.params)
+    for name, parts in zip(FILES, (1, 2), strict=True):
+        assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
+        assert calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors  # one is the header
+    named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
+    assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
+
+
+@pytest.mark.world(3, 4)
+def test_a_host_of_many_writers_syncs_a_file_once(mpi, ranks_folder, monkeypatch):
+    """By one rank, after all have written: they share a cache."""
+    pretend(monkeypatch, ranks_folder, "xfs")
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    with saver(ranks_folder / "out", optimizer, mpi.size) as made, file_calls.FileCalls() as calls:
+        made.save(progress)
+    for name in FILES:
+        assert calls.of("fsync", name) == (mpi.rank == 0)
+        assert calls.of("open", name) == 1
+
+
+@pytest.mark.world(4)
+def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, monkeypatch):
+    """No write comes after the host's sync, whoever is late."""
+    pretend(monkeypatch, ranks_folder, "lustre")
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    shared, write, sync = ranks_folder / "order", output_file.OutputFile.write_at, output_file.OutputFile.sync
+
+    def noted(word, action):
+        def call(self, *arguments):
+            action(self, *arguments)
+            with shared.open("a") as file:
+                file.write(f"{word} {self.path.name} {mpi.rank // 2}\n")
+
+        return call
+
+    monkeypatch.setattr(output_file.OutputFile, "write_at", noted("write", write))
+    monkeypatch.setattr(output_file.OutputFile, "sync", noted("sync", sync))
+    with saver(ranks_folder / "out", optimizer, 2, writers_per_node=2) as made:
+        made.save(progress)
+    mpi.barrier()
+    lines = shared.read_text().splitlines()
+    for name in FILES:
+        for node in (0, 1):
+            own = [line.split()[0] for line in lines if line.endswith(f"{name} {node}")]
+            assert own.count("sync") == 1
+            assert own[-1] == "sync"
+
+
+@pytest.mark.world(3, 4)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder, monkeypatch):
+    """Over a transport that compares what ranks start, as --check-collectives has it."""
+    from zero_mpi.comm.checked import CheckedComm
+
+    optimizer, progress = trained(CheckedComm(mpi), strategy)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    pretend(monkeypatch, ranks_folder, "gpfs")
+    with saver(ranks_folder / "out", optimizer, 2, background=True) as made:
+        made.save(progress)
+        made.wait()
+    assert digests(ranks_folder / "out" / "latest") == digests(gathered)
+
+
+@pytest.mark.world(3, 4)
+def test_row_sharding_is_read_back_once_other_hosts_see_it(mpi, ranks_folder, monkeypatch):
+    optimizer = ShardedAdamW(tiny.make(mpi, CONFIG, by_rows=True))
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, TrainingProgress(1), DESCRIPTION)
+    pretend(monkeypatch, ranks_folder, "beegfs")
+    with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
+        made.save(TrainingProgress(1))
+    assert digests(ranks_folder / "out" / "latest") == digests(gathered)
+    assert calls.of("fsync", "model.gguf") == 2 * (mpi.rank % 2 == 0)
+
+
+@pytest.mark.world(4)
+def test_a_writer_of_a_node_needs_room_for_one_unit(mpi, ranks_folder, monkeypatch):
+    flags = {"layers": 3, "dim": 160, "heads": 4, "ffn": 640, "context": 8, "vocab_size": 61, "tied": True}
+    optimizer = ShardedAdamW(tiny.make(mpi, GPT2.from_flags(flags)))
+    unit = 4 * max(unit.unit.length for unit in optimizer.module.units)
+    pretend(monkeypatch, ranks_folder, "lustre")
+    with saver(ranks_folder / "out", optimizer, 2) as made:
+        made.save(TrainingProgress(1))  # what is imported on the way
+        tracemalloc.start()
+        made.save(TrainingProgress(2))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    small = 200_000
+    assert unit > 4 * small
+    assert peak < (unit + small if mpi.rank % 2 == 0 else small), (peak, unit)
+
+
+@pytest.mark.world(4)
+def test_a_writer_that_fails_ends_the_save_on_all_ranks(mpi, ranks_folder, monkeypatch):
+    pretend(monkeypatch, ranks_folder, "lustre")
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    real = output_file.OutputFile.write_at
+
+    def refuse(self, offset, *data):
+        if mpi.rank == 2:
+            raise OSError(122, "Disk quota exceeded", str(self.path))
+        real(self, offset, *data)
+
+    monkeypatch.setattr(output_file.OutputFile, "write_at", refuse)
+    with (
+        saver(ranks_folder / "out", optimizer, 2) as made,
+        pytest.raises(JobError, match=r"rank 2: cannot write .*gguf: Disk quota exceeded"),
+    ):
+        made.save(progress)
+
+
+@pytest.mark.world(2)
+def test_stripes_are_asked_for_when_a_large_file_is_made(mpi, ranks_folder, monkeypatch):
+    """By the hints that MPI-IO has for them; a library that knows no such file system makes the file all the
+    same, and one that refuses leaves it to the plain call."""
+    from zero_mpi.files import file_systems
+
+    pretend(monkeypatch, ranks_folder, "lustre")
+    monkeypatch.setattr(file_systems, "STRIPE_BYTES", 1 << 16)
+    optimizer, progress = trained(mpi, FULL_SHARD)
+    asked, make = [], MPIComm.create_file
+
+    def noted(self, path, hints):
+        asked.append((path.name, dict(hints)))
+        make(self, path, hints)
+        assert path.exists()
+
+    monkeypatch.setattr(MPIComm, "create_file", noted)
+    nbytes = []
+    for step in (1, 2):
+        with saver(ranks_folder / "out", optimizer, 1) as made:
+            made.save(TrainingProgress(step, progress.tokens, 0, 2))
+        nbytes = [(ranks_folder / "out" / "latest" / name).stat().st_size for name in FILES]
+        monkeypatch.setattr(MPIComm, "create_file", lambda self, path, hints: None)
+    wanted = [(name, {"striping_factor": "2", "striping_unit": str(1 << 16)}) for name in FILES]
+    large = [each for each, size in zip(wanted, nbytes, strict=True) if size >= 2 << 16]
+    assert asked == (large if mpi.rank == 0 else [])
+    assert large
+    assert len(digests(ranks_folder / "out" / "latest")) == 2
+
+
+def test_what_mpi_refuses_to_make_is_left_to_the_plain_call(mpi, ranks_folder):
+    mpi.create_file(ranks_folder / "none" / f"file{mpi.rank}", {"striping_factor": "2"})
+    assert not (ranks_folder / "none").exists()

@@ -1,0 +1,174 @@
+"""What is known of a file system by the kernel's list of mounts, and what follows for who writes there."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pretended_mounts import composite_layout, plain_layout, pretend
+
+from zero_mpi.checkpoint.writers import Share, assigned, share_of
+from zero_mpi.comm import Partition
+from zero_mpi.files import file_systems
+from zero_mpi.files.file_systems import ALL, KINDS, UNKNOWN, Layout, file_system, read_layout, stripe_hints
+
+# Lines as kernels of clusters write them.
+MOUNTS = r"""
+22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+25 22 0:5 / /dev rw,nosuid shared:2 - devtmpfs udev rw,size=131072k
+26 25 0:23 / /dev/shm rw,nosuid,nodev shared:3 - tmpfs tmpfs rw
+41 22 0:40 / /scratch rw,relatime - lustre 10.0.0.1@o2ib:10.0.0.2@o2ib:/scratch rw,flock,lazystatfs
+42 22 0:41 / /gpfs/data rw,relatime - gpfs data rw
+43 22 0:42 / /home rw,relatime shared:9 - autofs auto.home rw,fd=5,pgrp=1,timeout=300
+44 43 0:43 / /home/ann rw,relatime shared:10 - nfs4 filer:/home/ann rw,vers=4.2,rsize=1048576,local_lock=none
+45 22 0:44 / /old rw,relatime - nfs filer:/old rw,vers=3
+46 22 0:45 / /my\040data\134x rw - beegfs beegfs_nodev rw
+47 22 0:46 / /cloud rw - fuse.s3fs s3fs rw
+48 22 0:47 / /scratch/local rw - xfs /dev/nvme1n1 rw
+49 22 0:48 / /twice rw - ext4 /dev/sdb rw
+50 22 0:49 / /twice rw - wekafs weka rw
+no line of a mount - at all
+"""
+PLACES = {
+    "/var/run-1": "ext4",
+    "/dev/shm/x": "tmpfs",
+    "/scratch/me/run/step-00000001": "lustre",
+    "/scratch-not": "ext4",
+    "/gpfs/data": "gpfs",
+    "/home/bob": "autofs",
+    "/home/ann/run": "nfs4",
+    "/old/run": "nfs",
+    "/my data\\x/run": "beegfs",
+    "/cloud/run": "fuse.s3fs",
+    "/scratch/local/run": "xfs",
+    "/twice/run": "wekafs",
+}
+
+
+@pytest.fixture
+def mounts(tmp_path, monkeypatch):
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "mountinfo")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_kind_is_that_of_the_nearest_mount(place, mounts):
+    assert file_system(Path(place)).kind == PLACES[place]
+
+
+def test_this_machine_tells(tmp_path, monkeypatch):
+    assert file_system(Path("/dev/shm")).kind == "tmpfs"
+    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "none")
+    assert file_system(tmp_path) == UNKNOWN
+
+
+# who writes: of four nodes of 3, 3, 1 and 2 ranks, and of ranks dealt out to two nodes in turn
+
+NODES, TURN = [0, 0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 0, 1, 0, 1]
+ONE, EACH = (0,) * 9, tuple(range(9))
+ONE_A_NODE = (0, 0, 0, 3, 3, 3, 6, 7, 7)
+CASES = {
+    "lustre": (KINDS["lustre"], NODES, None, ONE_A_NODE),
+    "gpfs": (KINDS["gpfs"], NODES, None, ONE_A_NODE),
+    "gpfs in turn": (KINDS["gpfs"], TURN, None, (0, 1, 0, 1, 0, 1)),
+    "gpfs, 2 of each node": (KINDS["gpfs"], NODES, 2, (0, 0, 2, 3, 3, 5, 6, 7, 8)),
+    "gpfs, all": (KINDS["gpfs"], NODES, 9, EACH),
+    "gpfs, one node": (KINDS["gpfs"], [0] * 4, None, (0,) * 4),
+    "nfs": (KINDS["nfs4"], NODES, None, ONE),
+    "nfs, asked for more": (KINDS["nfs4"], NODES, 2, ONE),
+    "nfs, one node": (KINDS["nfs4"], [0] * 4, None, (0,) * 4),
+    "nfs, one node, asked for more": (KINDS["nfs4"], [0] * 4, 2, (0, 0, 2, 2)),
+    "unknown": (UNKNOWN, NODES, None, ONE),
+    "unknown, somebody knows it": (UNKNOWN, NODES, 1, ONE_A_NODE),
+    "ext4": (KINDS["ext4"], [0] * 4, None, (0, 1, 2, 3)),
+    "ext4, one": (KINDS["ext4"], [0] * 4, 1, (0,) * 4),
+    "ext4 that each node has of its own": (KINDS["ext4"], NODES, None, ONE),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_writes(case):
+    system, nodes, a_node, expected = CASES[case]
+    assert assigned(nodes, system, a_node) == expected
+
+
+@given(st.integers(0, 90), st.integers(1, 6), st.sampled_from([1, 4]), st.data())
+def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
+    """Each element once, in order, and slices side by side as one."""
+    partition = Partition(length, parts, quantum)
+    ranks = sorted(data.draw(st.sets(st.integers(0, parts - 1), min_size=1)))
+    share = share_of(partition, ranks)
+    whole, found = list(range(length)), []
+    for piece in share.cut(data.draw(st.integers(1, 40))):
+        room = []
+        for number, rank in enumerate(ranks):
+            room += whole[partition.part(rank)][piece.of_slice(share, number)]
+        stretches = list(share.stretches(piece))
+        assert sum(part.stop - part.start for _, part in stretches) == len(room) == piece.stop - piece.start
+        for start, part in stretches:
+            assert room[part] == whole[start : start + part.stop - part.start]
+            found += room[part]
+        assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(stretches))
+    assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
+    assert isinstance(share, Share)
+
+
+# stripes
+
+GIB = 1 << 30
+
+
+def hints(tmp_path, nbytes, writers):
+    """How many stripes are asked for."""
+    found = stripe_hints(tmp_path, nbytes, writers)
+    assert found.get("striping_unit", "4194304") == "4194304"
+    return int(found.get("striping_factor", 1))
+
+
+def test_stripes_follow_the_file_and_its_writers(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, "lustre")
+    assert [hints(tmp_path, nbytes * GIB, 1) for nbytes in (1, 2, 40, 5000)] == [1, 2, 40, 64]
+    assert hints(tmp_path, 2 * GIB, 8) == 8
+    assert [hints(tmp_path, nbytes, 8) for nbytes in (1, 4 << 20, 12 << 20)] == [1, 1, 3]
+    monkeypatch.setattr(file_systems.os, "getxattr", lambda path, name: plain_layout(2, 1 << 20))
+    assert stripe_hints(tmp_path, 40 * GIB, 8) == {}, "the folder has a layout of its own"
+    pretend(monkeypatch, tmp_path, "gpfs")
+    assert stripe_hints(tmp_path, 40 * GIB, 8) == {}
+
+
+LAYOUTS = {
+    "plain": (plain_layout(4, 1 << 20), Layout(4, 1 << 20), "4 of them, 1024 KiB each"),
+    "of a pool": (plain_layout(8, 1 << 22, 0x0BD30BD0), Layout(8, 1 << 22), "8 of them, 4096 KiB each"),
+    "all servers": (
+        plain_layout(ALL, 1 << 20),
+        Layout(ALL, 1 << 20),
+        "a stripe on every server, 1024 KiB each",
+    ),
+    "parts": (
+        composite_layout(plain_layout(1, 1 << 20), plain_layout(8, 1 << 22), plain_layout(4, 1 << 20)),
+        Layout(8, 1 << 22, 3),
+        "8 of them, 4096 KiB each, the widest of 3 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts_of_lustre(case, tmp_path, monkeypatch):
+    raw, expected, text = LAYOUTS[case]
+    monkeypatch.setattr(file_systems.os, "getxattr", lambda path, name: raw)
+    assert file_systems.layout_of(tmp_path) == expected
+    assert str(expected) == text
+    short = [read_layout(raw[:end]) for end in range(30)]
+    assert short == [None] * 30
+
+
+@given(st.sampled_from([b"", *(raw[:16] for raw, _, _ in LAYOUTS.values())]), st.binary(max_size=300))
+def test_bytes_that_are_no_layout_are_none(head, rest):
+    found = read_layout(head + rest)
+    assert found is None or 0 <= found.stripes <= ALL
+
+
+def test_a_file_without_a_layout(tmp_path):
+    assert file_systems.layout_of(tmp_path) is None
+    assert file_systems.layout_of(tmp_path / "none") is None
