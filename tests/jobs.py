@@ -33,9 +33,9 @@ SETTINGS = re.compile(
 
 # What Open MPI's launcher and its MPI_Abort say on stderr in any job whose status is not 0: lines between two
 # rules, at times with a null byte after them. MPICH's says it on stdout or not at all. Warnings, which look
-# alike, stay. Its MPI-IO says what it does not tell the caller, in a line a call.
+# alike, stay.
 NOTES = re.compile(
-    r"(?m)^mca_fbtl_posix_pwritev: error in .*\n|^-{60,}\n"
+    r"(?m)^-{60,}\n"
     r"(?:\w+ (?:detected that one or more|has exited due to|noticed that) process|MPI_ABORT was invoked on )"
     r"(?:.*\n)*?-{60,}\n\0?"
 )

@@ -54,7 +54,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
 MAX_FUNCTION, MAX_FILE = 40, 300
 # What is longer still: lines of a file, or of a function in it. These numbers may only fall.
 DEBT = {
-    "zero_mpi/comm/mpi.py": 308,
+    "zero_mpi/comm/mpi.py": 307,
     "zero_mpi/data/tokenizers/tokenizer_json.py": 306,
     "zero_mpi/ops/gpu/gemm.py": 387,
     "zero_mpi/ops/reference.py": 303,

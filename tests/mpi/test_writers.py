@@ -48,7 +48,7 @@ def first_ranks(size, ranks_per_node):
 CASES = {  # the kind, ranks a node, writers a node that are asked for, and who of so many ranks writes
     "lustre": ("lustre", 2, None, lambda size: first_ranks(size, 2)),
     "gpfs": ("gpfs", 3, None, lambda size: first_ranks(size, 3)),
-    "two of a node": ("beegfs", 4, 2, lambda size: sorted({*first_ranks(size, 4), *first_ranks(size, 2)})),
+    "two of a node": ("beegfs", 4, 2, lambda size: first_ranks(size, 2 if size > 2 else 1)),
     "each": ("lustre", 2, 2, lambda size: list(range(size))),
     "nfs": ("nfs4", 1, None, lambda size: [0]),
     "a host's own": ("ext4", 8, None, lambda size: list(range(size))),
@@ -84,7 +84,9 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
     units, tensors = len(optimizer.module.units), len(optimizer.module.params)
     for name, parts in zip(FILES, (1, 2), strict=True):
         assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
-        assert calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors  # one is the header
+        assert (
+            calls.of("pwritev", name) <= first * (2 * parts * units + 1) < parts * tensors
+        )  # one is the header
     named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 

@@ -386,6 +386,9 @@ MEASURING: dict[str, How] = {
     "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR --warm-memory": ByTest(
         f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"
     ),
+    "mpirun -n 4 python benchmarks/checkpoint_calls.py --mb 24 --ranks-per-node 2 --system lustre": ByTest(
+        f"{BENCHMARKS}test_calls_of_a_checkpoint_are_counted"
+    ),
     "taskset -c 0 python benchmarks/encode.py": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "taskset -c 0 python benchmarks/encode.py --lines": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20": ByTest(

@@ -52,6 +52,26 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_
 
 
 @needs_mpiexec
+def test_calls_of_a_checkpoint_are_counted(tmp_path):
+    """As on Lustre with two nodes of two ranks: the first of each writes, and the kernel counts the same."""
+    flags = ["--mb", "0.5", "--ranks-per-node", "2", "--system", "lustre", "--folder", tmp_path]
+    status, printed, errors = run_job(4, [BENCHMARKS / "checkpoint_calls.py", *flags], timeout=60)
+    assert (status, errors) == (0, ""), printed
+    first, head, *rows, total, each = printed.splitlines()
+    assert re.fullmatch(r"2 files of \d+ tensors, 2 nodes: 2 of 4 ranks write, on lustre", first)
+    columns = head.split()
+    by_rank = [dict(zip(columns, map(float, row.split()), strict=True)) for row in rows]
+    assert [(row["rank"], row["node"], row["pwritev"] > 0) for row in by_rank] == [
+        (0, 0, True), (1, 0, False), (2, 1, True), (3, 1, False)
+    ]  # fmt: skip
+    assert [row["fsync"] for row in by_rank] == [5, 0, 2, 0]  # rank 0: two files, and folders thrice
+    assert [row["open"] for row in by_rank if not row["pwritev"]] == [0, 0]
+    assert re.fullmatch(r" +all( +\d+){10} +\d+\.\d\d +\d+", total)
+    assert re.fullmatch(r"\d+\.\d\d MB a write", each)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mpiexec
 def test_steps_are_timed_for_each_variant():
     flags = ["--workload", "W3", "--layers", "1", "--steps", "2", "--warmup", "1"]
     variants = ["--strategy", "full-shard", "no-shard", "--transport", "mpi", "shared"]

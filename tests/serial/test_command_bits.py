@@ -185,7 +185,11 @@ def test_other_architectures_on_three_ranks(arch, text, tmp_path):
 @pytest.mark.parametrize(
     "how",
     thinned(
-        [["--async-save"], ["--checkpoint-io", "parallel"], ["--async-save", "--checkpoint-io", "parallel"]],
+        [
+            ["--async-save"],
+            ["--checkpoint-io", "parallel", "--writers-per-node", "2"],
+            ["--async-save", "--checkpoint-io", "parallel"],
+        ],
         2,
     ),
 )

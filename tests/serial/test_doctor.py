@@ -47,7 +47,7 @@ from zero_mpi.doctor import command as doctor
 from zero_mpi.doctor.links import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
-from zero_mpi.files.file_systems import KINDS, Layout, file_system
+from zero_mpi.files.file_systems import KINDS, StripeLayout, file_system
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
@@ -590,14 +590,14 @@ def test_slow_full_and_fleeting_file_systems_are_notes(tmp_path):
 def test_stripes_are_those_that_a_file_got(tmp_path):
     """Of the folder, of what was asked for, or none where the library does not hand it on to Lustre."""
     asked, lustre = {"striping_factor": "16", "striping_unit": "4194304"}, KINDS["lustre"]
-    four, one = Layout(4, 1 << 20), Layout(1, 1 << 20)
+    four, one = StripeLayout(4, 1 << 20), StripeLayout(1, 1 << 20)
     row = output_folder.stripes(tmp_path, output_folder.Found(lustre, layout=four))
     assert (row.verdict, row.value) == (
         OK,
         "of a large file, as the folder has them: 4 of them, 1024 KiB each",
     )
     row = output_folder.stripes(
-        tmp_path, output_folder.Found(lustre, hints=asked, layout=Layout(16, 4 << 20))
+        tmp_path, output_folder.Found(lustre, hints=asked, layout=StripeLayout(16, 4 << 20))
     )
     assert (row.verdict, "of 16 that MPI-IO was asked for: 16 of them, 4096 KiB each" in row.value) == (
         OK,
@@ -615,7 +615,7 @@ def test_stripes_are_asked_for_on_lustre_alone(tmp_path, monkeypatch):
     assert told["run folder"].value.startswith(f"{tmp_path / 'run'} on lustre, ")
     pretend(monkeypatch, tmp_path, "gpfs")
     assert "stripes" not in {row.what for row in output_folder.section(place((0,)), tmp_path / "run")}
-    assert [path.name for path in tmp_path.iterdir()] == ["mountinfo"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"mountinfo-{os.getpid()}"]
 
 
 def test_writers_of_several_hosts():

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pretended_mounts import composite_layout, plain_layout, pretend
 
-from zero_mpi.checkpoint.writers import Share, assigned, share_of
+from zero_mpi.checkpoint.writers import JoinedSlices, assigned, share_of
 from zero_mpi.comm import Partition
 from zero_mpi.files import file_systems
-from zero_mpi.files.file_systems import ALL, KINDS, UNKNOWN, Layout, file_system, read_layout, stripe_hints
+from zero_mpi.files.file_systems import (
+    ALL,
+    KINDS,
+    UNKNOWN,
+    StripeLayout,
+    file_system,
+    read_layout,
+    stripe_hints,
+)
 
 # Lines as kernels of clusters write them.
 MOUNTS = r"""
@@ -111,7 +119,7 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
             found += room[part]
         assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(stretches))
     assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
-    assert isinstance(share, Share)
+    assert isinstance(share, JoinedSlices)
 
 
 # stripes
@@ -138,16 +146,16 @@ def test_stripes_follow_the_file_and_its_writers(tmp_path, monkeypatch):
 
 
 LAYOUTS = {
-    "plain": (plain_layout(4, 1 << 20), Layout(4, 1 << 20), "4 of them, 1024 KiB each"),
-    "of a pool": (plain_layout(8, 1 << 22, 0x0BD30BD0), Layout(8, 1 << 22), "8 of them, 4096 KiB each"),
+    "plain": (plain_layout(4, 1 << 20), StripeLayout(4, 1 << 20), "4 of them, 1024 KiB each"),
+    "of a pool": (plain_layout(8, 1 << 22, 0x0BD30BD0), StripeLayout(8, 1 << 22), "8 of them, 4096 KiB each"),
     "all servers": (
         plain_layout(ALL, 1 << 20),
-        Layout(ALL, 1 << 20),
+        StripeLayout(ALL, 1 << 20),
         "a stripe on every server, 1024 KiB each",
     ),
     "parts": (
         composite_layout(plain_layout(1, 1 << 20), plain_layout(8, 1 << 22), plain_layout(4, 1 << 20)),
-        Layout(8, 1 << 22, 3),
+        StripeLayout(8, 1 << 22, 3),
         "8 of them, 4096 KiB each, the widest of 3 parts",
     ),
 }

@@ -307,8 +307,7 @@ NOTES = [  # of Open MPI 5.0
 @pytest.mark.parametrize("end", ["", "\0"])
 @pytest.mark.parametrize("notes", [[note] for note in NOTES] + [NOTES[::-1]])
 def test_what_a_launcher_adds_is_told_from_what_ranks_say(notes, end):
-    added = "mca_fbtl_posix_pwritev: error in (p)write(v):No space left on device\n"
-    added += "".join(f"{RULE}{note}{RULE}" for note in notes) + end
+    added = "".join(f"{RULE}{note}{RULE}" for note in notes) + end
     assert jobs.ranks_said(f"{WARNING}{SAID}{added}{SAID}") == f"{WARNING}{SAID}{SAID}"
 
 

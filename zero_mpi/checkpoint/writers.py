@@ -101,7 +101,7 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
 
 
 @dataclass(frozen=True)
-class Share(Partition):
+class JoinedSlices(Partition):
     """What some ranks own of a buffer, one slice after the other, as if it were a buffer of its own."""
 
     slices: tuple[slice, ...] = ()
@@ -125,7 +125,7 @@ class Share(Partition):
             yield start, slice(done, at)
 
 
-def share_of(partition: Partition, ranks: Sequence[int]) -> Share:
+def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
     """The share of some ranks, in ascending order."""
     slices = tuple(partition.part(rank) for rank in ranks)
-    return Share(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
+    return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)

@@ -216,9 +216,7 @@ class Config:
         "gather: rank 0 writes; parallel: as many ranks as the file system is best served by",
         choices=("gather", "parallel"),
     )
-    writers_per_node: int | None = flag(
-        None, int, "records", "of --checkpoint-io parallel: N ranks of a node (default: see docs/cluster.md)"
-    )
+    writers_per_node: int | None = flag(None, int, "records", "so many ranks of each node write (parallel)")
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
     patience: int | None = flag(
         None, int, "records", "end after N evaluations without a new best, which OUT/best names"

@@ -24,7 +24,14 @@ from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
 from zero_mpi.errors import explain
-from zero_mpi.files.file_systems import UNKNOWN, FileSystem, Layout, file_system, layout_of, stripe_hints
+from zero_mpi.files.file_systems import (
+    UNKNOWN,
+    FileSystem,
+    StripeLayout,
+    file_system,
+    layout_of,
+    stripe_hints,
+)
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and brought to disk, and in one call
 LONGEST = 5.0  # seconds after which no more is written
@@ -48,7 +55,7 @@ class Found:
     written: int = 0  # bytes brought to disk, TRIAL unless that took too long, and the seconds of it
     synced: float = 0.0
     hints: dict[str, str] = field(default_factory=dict)
-    layout: Layout | None = None
+    layout: StripeLayout | None = None
     published: float = 0.0  # seconds to publish a small checkpoint
     problem: str = ""
     trial: Path | None = None

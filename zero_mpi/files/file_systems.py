@@ -98,7 +98,7 @@ ALL = 0xFFFF
 
 
 @dataclass(frozen=True)
-class Layout:
+class StripeLayout:
     """The stripes of a file, of its widest part where it has several; ALL: one on each server."""
 
     stripes: int
@@ -122,7 +122,7 @@ def stripe_hints(folder: Path, nbytes: int, writers: int) -> dict[str, str]:
     return {"striping_factor": str(count), "striping_unit": str(STRIPE_BYTES)} if count > 1 else {}
 
 
-def layout_of(path: Path) -> Layout | None:
+def layout_of(path: Path) -> StripeLayout | None:
     """The layout of a file, or the one that a folder was given; None where there is none to be read."""
     try:
         return read_layout(os.getxattr(path, ATTRIBUTE))
@@ -130,7 +130,7 @@ def layout_of(path: Path) -> Layout | None:
         return None
 
 
-def read_layout(raw: bytes) -> Layout | None:
+def read_layout(raw: bytes) -> StripeLayout | None:
     """The layout in the bytes of Lustre's attribute; None if they are of another kind, or too few."""
     try:
         (magic,) = struct.unpack_from("=I", raw)
@@ -146,7 +146,7 @@ def read_layout(raw: bytes) -> Layout | None:
     return replace(max(parts, key=lambda part: part.stripes), parts=count) if parts else None
 
 
-def read_part(raw: bytes, place: int) -> Layout:
+def read_part(raw: bytes, place: int) -> StripeLayout:
     """One part of a layout; struct.error where the bytes end before."""
     nbytes, stripes = struct.unpack_from("=IH", raw, place + 24)
-    return Layout(stripes, nbytes)
+    return StripeLayout(stripes, nbytes)
