@@ -58,6 +58,10 @@ IDLE_CASES = {  # flags without effect: what is said, and what gives them one ag
         "--val-fraction 0.1",
     ),
     "--eval-windows 5 --val-fraction 0": ("--eval-windows 5 has no", "--val-fraction 0.1"),
+    "--writers-per-node 2": (
+        "--writers-per-node 2 has no effect: --checkpoint-io gather: rank 0 writes",
+        "--checkpoint-io parallel",
+    ),
     "--prompt x --sample 0": ("--prompt x has no effect: --sample 0", "--sample 9"),
     "--micro-batch 8 --batch-size 4": ("--micro-batch 8 has no effect: .* --batch-size 4", "--batch-size 8"),
     "--warmup 9 --steps 8": ("--warmup 9: --steps 8 end before the rate reaches --lr 0.004", "--steps 9"),
