@@ -1,17 +1,20 @@
-"""How far the work is: a bar where a person watches, and a line a minute in a log."""
+"""How far work under a pulse is: a bar where a person watches, and a line a minute in a log."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from zero_mpi.cli.text import percent
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import WIDTH, interval, short, watched
-from zero_mpi.tokenize.pulse import Amount
+from zero_mpi.tokenize.pulse import Amount, Pulse
 
 BAR = "{percentage:3.0f}%|{bar}| {desc}"
 EVERY = 60.0  # seconds between lines where nobody watches
@@ -70,3 +73,35 @@ class WorkDisplay:
             f"{done.text_bytes / 1e6 / max(self.seconds, 1e-9):.3g} MB/s",
             f"{time_left} left",
         ]
+
+
+def work_under_pulse(
+    world: World,
+    work: Callable[[Pulse], None],
+    display: WorkDisplay | None,
+    moved: Callable[[], object],
+    *,
+    stops: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Let each rank do its `work`; whether all have come to its end. Collective.
+
+    `moved` and `stops` are as `Pulse` takes them. What goes wrong stops all as well, and is raised on all.
+    """
+    problems = list[Exception]()
+    show = None if display is None else display.show
+    pulse = Pulse(world.comm, lambda: bool(problems) or stops(), show, moved)
+    try:
+        work(pulse)
+    except (UsageError, JobError) as error:
+        problems.append(error)
+    pulse.finish()
+    if display is not None:
+        display.close()
+    world.together(lambda: raise_first(problems))
+    return pulse.is_done
+
+
+def raise_first(problems: Sequence[Exception]) -> None:
+    """Raise what went wrong on this rank, if something did."""
+    if problems:
+        raise problems[0]

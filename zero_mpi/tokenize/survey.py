@@ -20,7 +20,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 from zero_mpi.launch.world import World
 from zero_mpi.tokenize.parts import dealt
-from zero_mpi.tokenize.progress import WorkDisplay
+from zero_mpi.tokenize.progress import WorkDisplay, work_under_pulse
 from zero_mpi.tokenize.pulse import Amount, Pulse
 from zero_mpi.tokenize.text_formats import TEXT_FORMATS, InputFile, Reading, format_named
 
@@ -75,32 +75,21 @@ def look_at_files(
     sizes = [files[number].size for number in new]
     mine = [new[place] for place in dealt(sizes, world.size)[world.rank]]
     display = WorkDisplay(0, sum(sizes), "of the files looked at") if world.rank == 0 else None
-    show = None if display is None else display.show
-    problems = list[Exception]()
-    pulse = Pulse(world.comm, lambda: bool(problems), show, moved)
-    reading.beat, looked = pulse.beat, dict[int, Looked]()
-    try:
+    looked = dict[int, Looked]()
+
+    def look(pulse: Pulse) -> None:
+        reading.beat = pulse.beat
         for number in mine:
             if not pulse.beat():
                 break  # another rank raises
             looked[number] = look_at_file(files[number], reading, pulse)
-    except (UsageError, JobError) as error:
-        problems.append(error)
-    pulse.finish()
-    if display is not None:
-        display.close()
-    world.together(lambda: raise_first(problems))
+
+    work_under_pulse(world, look, display, moved)
     told = world.results(lambda: (looked, reading.filter))
     found = dict(known)
     for theirs, _ in told:
         found |= theirs
     return [found[number] for number in range(len(files))], [text_filter for _, text_filter in told]
-
-
-def raise_first(problems: Sequence[Exception]) -> None:
-    """Raise what went wrong on this rank, if something did."""
-    if problems:
-        raise problems[0]
 
 
 def look_at_file(file: InputFile, reading: Reading, pulse: Pulse) -> Looked:

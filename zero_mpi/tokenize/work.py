@@ -12,7 +12,7 @@ from zero_mpi.data.text_documents import separator_notes
 from zero_mpi.data.text_files import named
 from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_folder import UNFINISHED
-from zero_mpi.errors import JobError, UsageError, writing
+from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.folder_hold import Hold
@@ -24,9 +24,8 @@ from zero_mpi.telemetry.progress_bar import short
 from zero_mpi.tokenize.encode_parts import Encoding, encode_parts
 from zero_mpi.tokenize.part_files import COUNTS
 from zero_mpi.tokenize.parts import WorkPart, cut_parts, dealt, part_size
-from zero_mpi.tokenize.progress import WorkDisplay
-from zero_mpi.tokenize.pulse import Pulse
-from zero_mpi.tokenize.survey import FLAG, Looked, as_inputs, as_plan, look_at_files, raise_first
+from zero_mpi.tokenize.progress import WorkDisplay, work_under_pulse
+from zero_mpi.tokenize.survey import FLAG, Looked, as_inputs, as_plan, look_at_files
 from zero_mpi.tokenize.work_folder import Table, WorkFolder
 
 MEBIBYTE = 1 << 20
@@ -106,21 +105,17 @@ def write_parts(world: World, work: Work, hold: Hold, watchdog: Watchdog) -> flo
     """
     shares = dealt([part.weight for part, _ in work.missing], world.size)
     display = display_of(work) if world.rank == 0 else None
-    problems, begun = list[Exception](), time.monotonic()
-    show = None if display is None else display.show
-    moved = partial(watchdog.beat, WRITING)
-    pulse = Pulse(world.comm, lambda: bool(problems or signals.caught or hold.lost), show, moved)
+    mine, begun = [work.missing[place] for place in shares[world.rank]], time.monotonic()
     signals.enter(STEPS)
-    try:
-        encode_parts(work.encoding, [work.missing[place] for place in shares[world.rank]], pulse)
-    except (UsageError, JobError) as error:
-        problems.append(error)
-    pulse.finish()
-    if display is not None:
-        display.close()
-    world.together(lambda: raise_first(problems))
+    is_done = work_under_pulse(
+        world,
+        partial(encode_parts, work.encoding, mine),
+        display,
+        partial(watchdog.beat, WRITING),
+        stops=lambda: bool(signals.caught or hold.lost),
+    )
     hold.check()
-    return time.monotonic() - begun if pulse.is_done else None
+    return time.monotonic() - begun if is_done else None
 
 
 def display_of(work: Work) -> WorkDisplay:
