@@ -555,7 +555,9 @@ def test_a_person_sees_a_bar_and_a_log_a_line_a_minute(long, monkeypatch, capsys
     monkeypatch.setattr(progress, "EVERY", 0.0)
     assert tokenize(long, *SMALL) == 0
     line = r"(?m)^100 %  60 documents  3.46k tokens  [\d.]+ MB/s  00:00 left$"
-    assert re.search(line, capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(line, said)
+    assert re.search(r"(?m)^100 %  of the files looked at  [\d.]+ MB/s  00:00 left$", said)
     monkeypatch.setattr(progress, "watched", lambda: True)
     assert tokenize(long, *SMALL, out="other") == 0
     seen = capsys.readouterr()
