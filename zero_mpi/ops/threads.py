@@ -55,7 +55,12 @@ def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
 
 def slices(rows: int, most: int, even: int) -> list[slice]:
     """Rows in equal parts, multiples of `even`: one a thread, and `most` at most."""
-    parts = min(_threads, rows // even, most)
+    return equal_parts(rows, min(_threads, most), even)
+
+
+def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
+    """Rows in so many equal parts, multiples of `even`; in fewer where there are not so many."""
+    parts = min(parts, rows // even)
     if parts < 2:
         return [slice(0, rows)]
     ends = [rows * part // parts // even * even for part in range(1, parts)] + [rows]

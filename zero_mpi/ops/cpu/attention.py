@@ -36,7 +36,7 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
-from zero_mpi.ops.cpu.linear import otherwise, product_of
+from zero_mpi.ops.cpu.products import otherwise, product_of
 from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
 
 VIEW, BEGINS = given(4, layout="A"), given(1, INTEGER)

@@ -1,21 +1,12 @@
-"""The linear layer on CPUs: one product each, into memory that is there already.
-
-Products are oneDNN's, but for small ones of float32. Without it they are BLAS's, those of bfloat16 on
-float32 copies.
-"""
+"""The linear layer on CPUs: one product each, into memory that is there already (`products`)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
-from zero_mpi.ops import reference
-from zero_mpi.ops.cpu import onednn
-from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting, times
+from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     EITHER,
@@ -28,14 +19,14 @@ from zero_mpi.ops.cpu.jit import (
     lanes_of,
     matrix,
     settle,
-    single,
     wide,
 )
+from zero_mpi.ops.cpu.products import multiplier, otherwise
 from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
-from zero_mpi.ops.low_precision import defined, on_copies
+from zero_mpi.ops.low_precision import defined
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.rowsums import LANES
-from zero_mpi.ops.threads import in_parts, shared, with_sums
+from zero_mpi.ops.threads import in_parts, with_sums
 
 
 @kernel(given(1), filled(2))
@@ -65,29 +56,6 @@ def add_columns(x: Array, out: Array) -> None:
             lane[j] += wide(row[j])
         settle(lanes, i, n)
     out += lanes[LANES]
-
-
-def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
-    """What multiplies these: a function as `blas.times` is, or None if nothing does."""
-    given = [array for array in arrays if array is not None]
-    library = onednn.load()[0]
-    if single(*given):
-        return times if library is None else library.multiply_large
-    low = all(x.dtype == BFLOAT16 and x.size for x in given)
-    return library.multiply if low and library is not None else None
-
-
-def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """`product_of` these, on all threads."""
-    product = product_of(*arrays)
-    return None if product is None else shared(product)
-
-
-def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """What nothing multiplies as it is: low precision on float32 copies, anything else by the definition."""
-    if given[0].dtype == BFLOAT16:
-        return on_copies(operation, *given)
-    return getattr(reference, operation.__name__)(*given)
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:

@@ -35,7 +35,8 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
-from zero_mpi.ops.cpu.linear import add_columns, add_row, multiplier, otherwise
+from zero_mpi.ops.cpu.linear import add_columns, add_row
+from zero_mpi.ops.cpu.products import multiplier, otherwise
 from zero_mpi.ops.low_precision import widened
 from zero_mpi.ops.reference import chunk_rows, rows
 from zero_mpi.ops.threads import in_parts, with_sums
@@ -54,7 +55,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
     """
     n, width = z.shape
     total = 0.0
-    rounded = np.empty(width if low.size else 0, np.uint16)
+    weights = np.empty(width, np.float32)  # not in z's place: one loop has the same bits for both
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:
@@ -64,22 +65,20 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
         most = row_most(row)
         picked = np.float64(row[targets[i]] - most)
         weight = ZERO
+        for j in range(width):
+            e = exponential(row[j] - most)
+            weights[j] = e
+            weight += e
         if gradient:
-            for j in range(width):
-                e = exponential(row[j] - most)
-                row[j] = e
-                weight += e
             share = scale / weight
             for j in range(width):
-                row[j] *= share
-            row[targets[i]] -= scale
-            if rounded.size:
+                weights[j] *= share
+            weights[targets[i]] -= scale
+            if low.size:
                 for j in range(width):
-                    rounded[j] = narrow(rounded, row[j])
-                low[i, :width] = rounded
-        else:
-            for j in range(width):
-                weight += exponential(row[j] - most)
+                    low[i, j] = narrow(low, weights[j])
+            else:
+                row[:] = weights
         total += log_double(np.float64(weight)) - picked
     return total
 

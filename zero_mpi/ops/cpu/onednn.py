@@ -25,19 +25,17 @@ from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
 from zero_mpi.environment import portable
-from zero_mpi.ops.cpu.blas import times
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32
 
 VARIABLE, WHEEL, FILE = "ZERO_MPI_DNNL", "onednn-cpu-gomp", "libdnnl.so.3"
 CPU, IN_ORDER = 1, 1  # kinds of engine and stream
 KINDS = {BFLOAT16: 2, FLOAT32: 3}
-BF16_UNITS = 0x80  # a bit of the instruction set in use
+BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # where arguments of the first one begin: versions differ
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # that a thread keeps: of documents packed into windows nearly each has new shapes
-LEAST = 1 << 22  # multiplications of float32: below, BLAS needs less time than it takes to call the library
 OF = {
     "matmul_primitive_desc": "primitive_desc"
 }  # what an object is called when it is destroyed, if otherwise
@@ -115,6 +113,7 @@ class OneDNN:
         self.execute.argtypes = [Handle, Handle, ctypes.c_int, Handle]
         if not isa & BF16_UNITS:
             raise OneDNNError("this processor, or $ONEDNN_MAX_CPU_ISA, has no bfloat16 units for it")
+        self.has_tiles = bool(isa & TILE_UNITS)
         self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
         self.own = OfThread(self)
         self._post_operation = 0
@@ -161,12 +160,6 @@ class OneDNN:
             addends = [x.astype(np.float32) for x in (bias, plus, c if adds else None) if x is not None]
             c[...] = sum(addends, a.astype(np.float32) @ b.astype(np.float32))
         return c
-
-    def multiply_large(self, a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-        """As `blas.times`, of float32, and by BLAS where matrices are small."""
-        if c.size * a.shape[-1] < LEAST:
-            return times(a, b, c, adds=adds)
-        return self.multiply(a, b, c, adds=adds)
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
         """The product of a key, kept in the place of the oldest where there are many; None: there is none."""
