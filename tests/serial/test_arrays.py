@@ -1,9 +1,12 @@
 """Arrays start at a cache line, and the pool of buffers lends, takes back and only grows."""
 
 import gc
+import itertools
+import mmap
 import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -11,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_mpi.device import HOST
 from zero_mpi.device.arrays import (
     RECYCLED_FROM,
     BufferPool,
+    Recycler,
+    address,
     empty,
     namespace,
     recycled,
@@ -311,3 +317,32 @@ def test_columns_side_by_side_are_one_array():
         assert side_by_side((q, k, v.copy())) is None
         assert side_by_side((q, k, k)) is None
         assert side_by_side((q[:1], k[:1], v[:1])) is None
+
+
+def test_blocks_are_cut_from_large_pieces_of_memory():
+    """Of huge pages there is one for many activations; what does not fit gets a piece of its own."""
+    pool = Recycler(HOST)
+    small = [pool.take((5000 + i,)) for i in range(20)]
+    large = pool.take((HOST.chunk,), np.uint8)
+    places = [(address(x), address(x) + x.nbytes) for x in (*small, large)]
+    assert max(stop for _, stop in places[:-1]) - min(start for start, _ in places[:-1]) < HOST.chunk
+    assert all(start % ALIGNMENT == 0 for start, _ in places)
+    for before, after in itertools.pairwise(sorted(places)):
+        assert before[1] <= after[0]
+    large[:], small[0][:] = 1, 2
+    assert large.sum() == HOST.chunk
+
+
+def test_a_system_without_huge_pages_has_pages_all_the_same(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    memory = HOST.lasting(100)
+    memory[:] = 3
+    assert memory.sum() == 300
+
+
+def test_threads_that_take_blocks_do_not_get_the_same(monkeypatch):
+    pool = Recycler(HOST)
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(lambda i: pool.take((4096 + 512 * (i % 7),)), range(400)))
+    places = sorted((address(x), address(x) + x.nbytes) for x in taken)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(places))

@@ -10,6 +10,7 @@ allocates nothing large once each size has been seen.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,8 @@ class Recycler:
         self._device = where
         self._blocks: list[_Block] = []
         self._free: dict[int, list[_Block]] = {}  # by size class; append and pop of a list need no lock
+        self._rest: Array | None = None  # of the last chunk
+        self._cuts = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """An uninitialised array, aligned, on memory that was used before if there is any of its size."""
@@ -177,15 +180,27 @@ class Recycler:
         try:
             block = home.pop()
         except IndexError:
-            block = _Block(self._device.empty(size, np.uint8), home)
+            block = _Block(self._cut(size), home)
             self._blocks.append(block)
         owner, array = self._device.lend(block.memory, shape, dtype)
         block.lease = lease = _Lease(owner, _came_back)
         lease.block = block
         return array
 
+    def _cut(self, size: int) -> Array:
+        """Memory for a block: of the last chunk, or of a new one."""
+        with self._cuts:
+            if self._rest is None or self._rest.size < size:
+                self._rest = self._device.lasting(max(size, self._device.chunk))
+            memory, self._rest = self._rest[:size], self._rest[size:]
+            return memory
+
     def trim(self) -> None:
-        """Let go of all memory that is not lent, as after work of other sizes than what will come."""
+        """Let go of all memory that is not lent, as after work of other sizes than what will come.
+
+        A chunk goes when none of its blocks is left.
+        """
+        self._rest = None
         free = {id(block) for home in self._free.values() for block in home}
         self._blocks = [block for block in self._blocks if id(block) not in free]
         for home in self._free.values():

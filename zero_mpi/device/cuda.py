@@ -39,6 +39,7 @@ class Cuda:
     """
 
     name = "cuda"
+    chunk = 0  # CuPy cuts blocks from chunks of its own
 
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()
@@ -68,6 +69,10 @@ class Cuda:
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """A flat uninitialised array; CuPy aligns to 512 bytes."""
         return self.cupy.empty(size, dtype)
+
+    def lasting(self, nbytes: int) -> Array:
+        """Uninitialised bytes that a pool keeps."""
+        return self.empty(nbytes, np.uint8)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
         """A flat array of zeros."""

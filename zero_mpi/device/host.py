@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import resource
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.device.types import ALIGNMENT, Array
+
+HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on others with pages of 4 KiB
 
 
 class Done:
@@ -26,6 +29,7 @@ class Host:
     """NumPy arrays in the process's own memory."""
 
     name = about = "cpu"
+    chunk = 64 << 20  # bytes that a pool takes at once; what nobody has written to takes no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """A flat uninitialised array that starts at a cache line.
@@ -42,6 +46,19 @@ class Host:
         array = self.empty(size, dtype)
         array.fill(0)
         return array
+
+    def lasting(self, nbytes: int) -> Array:
+        """Uninitialised bytes that a pool keeps: in huge pages, where the system has them.
+
+        A processor knows by heart where some thousand pages lie. In pages of 4 KiB these are a few megabytes,
+        and a step walks through all of its activations.
+        """
+        memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # no Linux, or a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(memory, np.uint8)
+        skip = -raw.ctypes.data % HUGE_PAGE
+        return raw[skip : skip + nbytes]
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
         """(owner, array): an array on flat `memory`, and an object that lives as long as any view of it."""
