@@ -167,8 +167,9 @@ def prepare_cpu() -> None:
 
 def prepare_low() -> None:
     """Compile for bfloat16 what was compiled for float32."""
-    from zero_mpi.ops.cpu import jit
+    from zero_mpi.ops.cpu import jit, products
 
+    products.load()
     jit.prepare_low()
 
 

@@ -8,8 +8,13 @@ others some shapes take it three times as long (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+import llvmlite.binding
+from numba import config
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
@@ -22,6 +27,7 @@ from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, piece, shared
 
 LEAST = 1 << 22  # multiplications of float32: below, BLAS needs less time than it takes to call the library
 AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies all of it, which shall stay in cache
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch_prctl, and what of it
 
 
 def is_transposed(x: Array) -> bool:
@@ -36,7 +42,7 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
     if single(*given):
         return times if library is None else of_single(library)
     low = all(x.dtype == BFLOAT16 and x.size for x in given)
-    return by_pieces(library.multiply) if low and library is not None else None
+    return of_low(library) if low and library is not None else None
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
@@ -57,17 +63,42 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
     return multiply
 
 
-def by_pieces(product: Callable[..., Array]) -> Callable[..., Array]:
-    """A product(a, b, c, ...) that takes a large transposed a by runs of its rows."""
+def load() -> None:
+    """Load what multiplies bfloat16, and compile what of it is ours."""
+    library = onednn.load()[0]
+    if library is not None and library.has_tiles:
+        by_tiles()
+
+
+def of_low(library: OneDNN) -> Callable[..., Array]:
+    """A product of bfloat16: of many small matrices by tiles where there are such, else the library's.
+
+    A large transposed a is taken by runs of its rows.
+    """
+    of_many = by_tiles() if library.has_tiles else None
 
     def multiply(a: Array, b: Array, c: Array, **more: Any) -> Array:
+        if c.ndim > 2 and of_many is not None:
+            return of_many(a, b, c, **more)
         if c.ndim > 2 or a.nbytes <= AT_A_TIME or not is_transposed(a):
-            return product(a, b, c, **more)
+            return library.multiply(a, b, c, **more)
         for part in equal_parts(a.shape[0], -(-a.nbytes // AT_A_TIME), EVEN_ROWS):
-            product(**piece(part, 0, a=a, b=b, c=c, **more))
+            library.multiply(**piece(part, 0, a=a, b=b, c=c, **more))
         return c
 
     return multiply
+
+
+@cache
+def by_tiles() -> Callable[..., Array] | None:
+    """`amx.multiply` where it can be compiled and the system lets this process have tiles, or None."""
+    features = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
+    permission = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
+    if permission or not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")):
+        return None
+    from zero_mpi.ops.cpu import amx
+
+    return amx.multiply
 
 
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:

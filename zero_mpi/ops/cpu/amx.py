@@ -1,0 +1,196 @@
+"""Products of many small matrices of bfloat16 by a processor's tile units (AMX), as attention wants them.
+
+A tile has 16 rows of 64 bytes, and one instruction adds the product of two to a third: 16 x 32 elements by
+32 x 16, the latter as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four sums of 16 x 16 are held
+while 32 rows meet 32 columns. b is packed as pairs once a matrix, and of a what does not lie by whole tiles;
+oneDNN takes longer to copy heads whose rows lie apart than to multiply them (docs/benchmarks.md).
+
+Import it where `products.by_tiles` does: elsewhere the compiler has no such words, and ends the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from zero_mpi.device.types import Array
+from zero_mpi.ops.cpu.jit import (
+    EITHER,
+    LOW,
+    TRUTH,
+    bits,
+    filled,
+    fixed_helper,
+    given,
+    helper,
+    kernel,
+    narrow,
+    wide,
+)
+from zero_mpi.ops.cpu.tile_units import (
+    add_product,
+    clear,
+    configure,
+    load,
+    narrow_line,
+    pair_lines,
+    release,
+    store,
+    turn,
+    turn_elements,
+)
+
+ROWS, PANEL, DEPTH = 16, 32, 32  # of a tile; of what is computed at once; elements of a tile's row
+ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # of a tile's row; of a float32, or a pair; of a bfloat16
+
+
+def configuration() -> Array:
+    """What LDTILECFG reads: the first palette, eight tiles of 16 rows of 64 bytes."""
+    told = np.zeros(64, np.uint8)
+    told[0] = 1
+    told[16:32:2], told[48:56] = ROW_BYTES, ROWS
+    return told
+
+
+TILES = configuration()
+
+
+@helper
+def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
+    """The word of elements (i, j) and (i + down, j + right); what is beyond x counts as zero."""
+    low, high = np.uint32(x[i, j]), np.uint32(0)
+    if i + down < x.shape[0] and j + right < x.shape[1]:
+        high = np.uint32(x[i + down, j + right])
+    return low | np.uint32(high << np.uint32(16))
+
+
+@fixed_helper
+def pack_pairs(b: Array, packed: Array) -> None:
+    """packed (N / 16, K / 2, 16) = pairs of rows of b (K, N), by 16 columns each; what is beyond stays."""
+    (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
+    for first in range(0, n, ROWS):
+        panel, at = packed[first // ROWS], start + first * right
+        out, done = panel.ctypes.data, 0
+        if first + ROWS <= n:
+            if right == LOW_BYTES:
+                done = k // 2 * 2
+                for i in range(0, done, 2):
+                    pair_lines(at + i * down, at + (i + 1) * down, out + i // 2 * ROW_BYTES)
+            else:
+                done = k // DEPTH * DEPTH
+                for i in range(0, done, DEPTH):
+                    turn(at + i * LOW_BYTES, right, out + i // 2 * ROW_BYTES, ROW_BYTES)
+        for i in range(done, k, 2):
+            for j in range(first, min(first + ROWS, n)):
+                panel[i // 2, j - first] = pair_of(b, i, j, 1, 0)
+
+
+@fixed_helper
+def pack_rows(a: Array, packed: Array) -> None:
+    """packed (M, K / 2) = rows of a (M, K), as pairs; what is beyond a stays."""
+    (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
+    whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
+    for i in range(0, whole, ROWS):
+        for j in range(0, deep, DEPTH):
+            out = packed.ctypes.data + i * packed.strides[0] + j * LOW_BYTES
+            turn_elements(start + i * down + j * right, right, out, packed.strides[0])
+    for i in range(m):
+        for j in range(deep if i < whole else 0, k, 2):
+            packed[i, j // 2] = pair_of(a, i, j, 0, 1)
+
+
+@helper
+def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
+    """Add to tiles 0 to 3 the product of 32 rows of a and two panels of 16 columns of b, all by address."""
+    for k in range(0, depth, DEPTH):
+        load(4, a + k * LOW_BYTES, a_step)
+        load(5, a + k * LOW_BYTES + ROWS * a_step, a_step)
+        load(6, b + k // 2 * ROW_BYTES, ROW_BYTES)
+        load(7, next_b + k // 2 * ROW_BYTES, ROW_BYTES)
+        add_product(0, 4, 6)
+        add_product(1, 4, 7)
+        add_product(2, 5, 6)
+        add_product(3, 5, 7)
+
+
+@helper
+def begin(out: Any, step: Any, adds: Any) -> None:
+    """Fill tiles 0 to 3 with what is in a block of 32 x 32 sums, or with zeros."""
+    if adds:
+        load(0, out, step)
+        load(1, out + ROW_BYTES, step)
+        load(2, out + ROWS * step, step)
+        load(3, out + ROWS * step + ROW_BYTES, step)
+    else:
+        clear(0)
+        clear(1)
+        clear(2)
+        clear(3)
+
+
+@helper
+def end(out: Any, step: Any) -> None:
+    """Write tiles 0 to 3 as a block of 32 x 32 sums."""
+    store(0, out, step)
+    store(1, out + ROW_BYTES, step)
+    store(2, out + ROWS * step, step)
+    store(3, out + ROWS * step + ROW_BYTES, step)
+
+
+@fixed_helper
+def put(c: Array, sums: Array, adds: bool) -> None:
+    """c (M, N) = the first rows and columns of sums, or c plus these; rounded where c is bfloat16."""
+    m, n = c.shape
+    rounds = c.itemsize == LOW_BYTES and n == PANEL and not adds
+    for i in range(m):
+        if rounds:
+            place, out = sums[i].ctypes.data, c[i].ctypes.data
+            narrow_line(place, out)
+            narrow_line(place + ROW_BYTES, out + ROWS * LOW_BYTES)
+        else:
+            for j in range(n):
+                c[i, j] = narrow(c, wide(c[i, j]) + sums[i, j] if adds else sums[i, j])
+
+
+@kernel(*[given(4, LOW, "A")] * 2, filled(4, EITHER, "A"), TRUTH, given(1, types.uint8))
+def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> None:
+    """c (..., M, N) = a (..., M, K) b (..., K, N), or c plus that."""
+    (m, k), n = a.shape[2:], b.shape[3]
+    depth, columns = (k + DEPTH - 1) // DEPTH * DEPTH, (n + PANEL - 1) // PANEL * PANEL
+    pairs = np.zeros((columns // ROWS, depth // 2, ROWS), np.uint32)
+    rows, sums = np.zeros((PANEL, depth // 2), np.uint32), np.empty((PANEL, PANEL), np.float32)
+    lies_by_tiles = a.strides[3] == LOW_BYTES and k == depth
+    configure(tiles.ctypes.data)
+    for x in range(c.shape[0]):
+        for y in range(c.shape[1]):
+            pack_pairs(b[x, y], pairs)
+            for i in range(0, m, PANEL):
+                part = a[x, y, i : i + PANEL]
+                place, step = part.ctypes.data, part.strides[0]
+                if not lies_by_tiles or part.shape[0] < PANEL:
+                    pack_rows(part, rows)
+                    place, step = rows.ctypes.data, rows.strides[0]
+                for j in range(0, columns, PANEL):
+                    found = c[x, y, i : i + PANEL, j : j + PANEL]
+                    inside = found.itemsize == EACH and found.shape[0] == found.shape[1] == PANEL
+                    out, line = found.ctypes.data, found.strides[0]
+                    if not inside:
+                        out, line = sums.ctypes.data, PANEL * EACH
+                    begin(out, line, inside and adds)
+                    panel = j // ROWS
+                    add_panel(place, step, pairs[panel].ctypes.data, pairs[panel + 1].ctypes.data, depth)
+                    end(out, line)
+                    if not inside:
+                        put(found, sums, adds)
+    release()
+
+
+def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
+    """Return c (B, H, M, N) after computing a (B, H, M, K) b (B, H, K, N), or c plus that.
+
+    a and b are bfloat16, c that or float32; of each the elements of rows or of columns follow each other.
+    """
+    multiply_many(bits(a), bits(b), bits(c), adds, TILES)
+    return c
