@@ -114,7 +114,7 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
-    """Sixteen addresses."""
+    """Sixteen addresses, one step from each to the next."""
     place = ir.IntType(64)
     return [builder.add(start, builder.mul(step, place(i))) for i in range(LANES)]
 
