@@ -163,6 +163,7 @@ MOVE_NOTHING = [
     "async_save",
     "checkpoint_io",
     "writers_per_node",
+    "peer_checkpoint",
     "log_every",
     "log_level",
     "tensorboard",

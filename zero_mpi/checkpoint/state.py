@@ -215,10 +215,14 @@ def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgr
         if optimizer.average is not None and files.average is not None:
             read = finite(files.average.read, files.average.path)
             fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
-    progress = read_progress(state)
+    return take_up(read_progress(state), optimizer)
+
+
+def take_up(progress: TrainingProgress, optimizer: ShardedAdamW) -> TrainingProgress:
+    """Let an optimizer count on from where a run stood. Returns that."""
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
-    scale = module.loss_scale
-    if scale.dynamic and any(key in state.metadata for key in SCALE_COUNTS):
+    scale = optimizer.module.loss_scale
+    if scale.dynamic and (progress.scale_exponent or progress.scale_steps):
         scale.exponent, scale.good_steps = progress.scale_exponent, progress.scale_steps
     return progress
 

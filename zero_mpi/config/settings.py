@@ -176,13 +176,7 @@ class Config:
         choices=CHOICES,
     )
     device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu", "cuda"))
-    precision: str = flag(
-        "fp32",
-        str,
-        "machine",
-        "of what is computed",
-        choices=("fp32", "bf16", "fp16"),
-    )
+    precision: str = flag("fp32", str, "machine", "of what is computed", choices=("fp32", "bf16", "fp16"))
     reduce_dtype: str | None = flag(
         None, str, "machine", "of gradients on their way (default: --precision's)"
     )
@@ -217,6 +211,9 @@ class Config:
         choices=("gather", "parallel"),
     )
     writers_per_node: int | None = flag(None, int, "records", "so many ranks of each node write (parallel)")
+    peer_checkpoint: int | None = flag(
+        None, int, "records", "every N steps copy the state into memory here and on another host"
+    )
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
     patience: int | None = flag(
         None, int, "records", "end after N evaluations without a new best, which OUT/best names"

@@ -58,6 +58,7 @@ class Case:
     device: str = "cpu"
     offload: str = NONE
     ema: float | None = None
+    peer_checkpoint: int | None = None
 
     @property
     def precision(self) -> Precision:

@@ -36,7 +36,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
-SHOWN |= {"--offload", "--version", "--lora", "--lora-targets"}
+SHOWN |= {"--offload", "--version", "--lora", "--lora-targets", "--peer-checkpoint"}
 EXAMPLES = """\
 Examples:
 
@@ -44,7 +44,7 @@ Examples:
   python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "ema",
+    "offload", "ema", "peer_checkpoint",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
 OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)

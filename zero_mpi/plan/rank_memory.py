@@ -92,7 +92,6 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
         summed = own
-    written = (1 + averages) * (trained or case.model.lora is None) + 2 * trained
     # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
     numbers = -(-own // quantum) + -(-updated // quantum) + 2 * (unit.length // quantum)
     return {
@@ -101,8 +100,14 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
         "gradients": BYTES * summed * trained,
         "moments": BYTES * updated * (2 + averages) * trained,
         "tables": NUMBER * numbers * trained,
-        "snapshot": BYTES * own * written * case.async_save,
+        "snapshot": saved_bytes(case, unit, own) * case.async_save,
     }
+
+
+def saved_bytes(case: Case, unit: Unit, own: int) -> int:
+    """Of a slice of a unit what goes into a checkpoint: parameters, moments, averages."""
+    trained, averages = unit.trainable, case.ema is not None
+    return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + 2 * trained)
 
 
 def keeps_slices(case: Case) -> bool:

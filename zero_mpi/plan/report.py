@@ -19,6 +19,7 @@ from zero_mpi.sharding.offload import STATE
 
 TITLE, COLUMN = 34, 16  # widths
 SAMPLE = "sample in the end"
+COPIES = "copies in shared memory"
 MEMORY = {
     "parameters": "parameters",
     "masters": "parameters in fp32",
@@ -67,6 +68,7 @@ RESIDENT: Rows[Resident] = (
     ("tokens of the text", lambda node: size(node.text)),
     ("arrays, as planned", lambda node: size(node.arrays)),
     (SAMPLE, lambda node: size(node.sample)),
+    (COPIES, lambda node: size(node.copies)),
     ("ask for, a node", lambda node: gibibytes(node.ask)),
 )
 
@@ -148,8 +150,9 @@ def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
     """What to ask a batch system for, and why so much."""
-    shows = any(node.sample for node in found)
-    return rows(found, [line for line in RESIDENT if shows or line[0] != SAMPLE])
+    absent = [SAMPLE] * (not any(node.sample for node in found))
+    absent += [COPIES] * (not any(node.copies for node in found))
+    return rows(found, [line for line in RESIDENT if line[0] not in absent])
 
 
 def counted(count: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi import ops
+from zero_mpi.checkpoint.copy_file import SLOTS
 from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
@@ -24,7 +25,7 @@ from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.rank_memory import Memory
+from zero_mpi.plan.rank_memory import Memory, saved_bytes
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.
@@ -44,11 +45,12 @@ class Resident:
     text: int  # tokens of all ranks
     arrays: int  # what the plan counts, on the host, of all ranks
     sample: int  # the whole model on rank 0 in the end
+    copies: int = 0  # of `--peer-checkpoint`, in shared memory
 
     @property
     def total(self) -> int:
         """When most of it is there."""
-        return self.programs + self.mpi + self.text + self.arrays + self.sample
+        return self.programs + self.mpi + self.text + self.arrays + self.sample + self.copies
 
     @property
     def ask(self) -> int:
@@ -65,7 +67,19 @@ def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
         text=ranks * text + max(0, READING * text - ranks * private(case, memory)),
         arrays=ranks * private(case, memory) + memory.node_shared,
         sample=4 * parameter_count(case.model) * sample,
+        copies=copies(case),
     )
+
+
+def copies(case: Case) -> int:
+    """Bytes of shared memory of a node for copies of the state: in each slot its own, and a neighbour's.
+
+    Where every node has all slices those of one are enough, so a node has its own or a neighbour's.
+    """
+    if case.peer_checkpoint is None:
+        return 0
+    own = sum(saved_bytes(case, unit, own) for unit, own in case.slices)
+    return SLOTS * (1 + (case.nodes > 1 and not case.hybrid)) * case.per_node * own
 
 
 def programs(ranks: int) -> int:

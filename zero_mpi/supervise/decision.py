@@ -28,7 +28,7 @@ class Ending:
     status    of the launcher, as a shell says it
     said      what the run has said of itself in status.json; empty where this start has said nothing
     ended_for why it was ended from here; empty where it ended by itself
-    step      the last that was recorded; progressed: whether there is a new checkpoint
+    step      the last that was recorded; progressed: whether it got further
     """
 
     status: int

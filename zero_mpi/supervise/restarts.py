@@ -1,8 +1,9 @@
 """The loop: a run is started until it is done, has saved, or will not get further.
 
-A restart counts against the limit until there is a new checkpoint: then the count and the pause begin anew,
-so a run of weeks may lose a host a day. Pauses double from the first to MOST_PAUSE. What is done is said in a
-line each, and written into the events of the run between two starts.
+A restart counts against the limit until there is a new checkpoint, or of a run with copies in memory a later
+step: then the count and the pause begin anew, so a run of weeks may lose a host a day. Pauses double from the
+first to MOST_PAUSE. What is done is said in a line each, and written into the events of the run between two
+starts.
 """
 
 from __future__ import annotations
@@ -149,8 +150,7 @@ class Restarts:
             about = {"hosts": names, "ranks": ranks}
         if silent:
             where += f"; left out, as no answer came: {', '.join(few(silent))}"
-        checkpoint = self._facts.checkpoint()[0] or "the start"
-        say(f"zero_mpi supervise: {number} from {checkpoint}{where}")
+        say(f"zero_mpi supervise: {number} from {self._facts.origin}{where}")
         self._facts.note(
             events.RESTARTED, ending.step, reason=f"{ending.reason}; {number}{where}", silent=silent, **about
         )

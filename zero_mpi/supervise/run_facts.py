@@ -25,10 +25,10 @@ Signs = tuple[tuple[int, int], ...]
 
 
 class RunFacts:
-    """The folder of a run, or none."""
+    """The folder of a run, or none; `copies`: whether it keeps its state in memory as well."""
 
-    def __init__(self, out: Path | None) -> None:
-        self.out = out
+    def __init__(self, out: Path | None, copies: bool = False) -> None:
+        self.out, self.copies = out, copies
 
     def word(self) -> Mapping[str, Any]:
         """What status.json says now."""
@@ -47,6 +47,11 @@ class RunFacts:
             return Path(os.readlink(folder)).name, os.stat(folder).st_mtime_ns
         except OSError:
             return "", 0
+
+    @property
+    def origin(self) -> str:
+        """What the next start goes on from, for people."""
+        return (self.checkpoint()[0] or "the start") + (" or later copies in memory" if self.copies else "")
 
     def signs(self) -> Signs:
         """What changes while a run lives: its records, its word and its lock."""

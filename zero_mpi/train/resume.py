@@ -114,10 +114,20 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
     """Notes on what may differ from the checkpoint, but moves bits or changes the rest of the run."""
-    yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
+    state = point.files.state
+    yield from changes_between(
+        read_json(state, "training.machine"), read_json(state, "training.plan"), description
+    )
+
+
+def changes_between(
+    machine: Mapping[str, Any], plan: Mapping[str, Any], description: Description
+) -> Iterator[str]:
+    """The same by what the run was on and was to be when its state was kept."""
+    yield from map(Caution, changes(machine, description.machine))
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(read_json(point.files.state, "training.plan"), description.plan)
+        for key, was, now in differences(plan, description.plan)
     ]
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"

@@ -42,7 +42,7 @@ class Saving(Observer):
         self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, told
         self._records = records
         self._runs_wait = False
-        self.saved_step = session.progress.step or -1
+        self.saved_step = session.progress.step if session.resumed is not None else -1
         self._saved_at, self.time_has_come = time.monotonic(), False
 
     def ends(self, step: StepMade) -> None:

@@ -36,6 +36,7 @@ class Session:
     transport   what carries between ranks, for people; empty for a lone rank
     nodes       that the transport tells apart, 0 where it does not
     resumed     the checkpoint's folder, if the run goes on from one
+    restored    the copies in memory, for people, if it goes on from these
     weights     the files that it begins from, by their settings
     """
 
@@ -55,6 +56,7 @@ class Session:
     transport: str = ""
     nodes: int = 0
     resumed: Path | None = None
+    restored: str = ""
     weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
 
 
@@ -73,8 +75,6 @@ def build(world: World, spec: RunSpec) -> Session:
     optimizer = make_optimizer(config, module)
     phase("module and optimizer")
     progress = fill_parameters(world, optimizer, spec)
-    if spec.checkpoint is not None:
-        notes.append(f"resuming from {spec.checkpoint.folder} at step {progress.step}")
     phase("parameters")
     return Session(
         config=config,

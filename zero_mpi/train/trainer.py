@@ -30,6 +30,7 @@ from zero_mpi.train import audit, mfu, observers
 from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.identity import start_of
+from zero_mpi.train.memory_copies import MemoryCopies
 from zero_mpi.train.observers import HeldOutLoss, Observer
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.rank_figures import RankFigures
@@ -44,9 +45,11 @@ from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
 class Trainer(Steps):
     """Runs a session to its last step."""
 
-    def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
+    def __init__(
+        self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome, copies: MemoryCopies
+    ) -> None:
         super().__init__(session)
-        config = session.config
+        config, self.copies = session.config, copies
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
         self.records: Records = world.together(partial(begin_records, session, world.rank))
@@ -87,11 +90,14 @@ class Trainer(Steps):
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
+        self.copies.begin(self.records)
         signals.enter(STEPS)
         stopped = False
         while not (stopped or self.is_done()):
             tracer.reach(self.progress.step + 1)
             stopped = self.step()
+            if not (stopped or self.is_done()) and self.copies.is_due(self.progress.step):
+                self.copy()
             if stopped or self.saving.is_due(self.progress.step) or self.early_stop.is_best():
                 self.save()
         if self.saving.saved_step != self.progress.step:
@@ -100,6 +106,7 @@ class Trainer(Steps):
         tracer.end(self.progress.step)
         signals.enter(OVER)
         self.saving.announce()
+        self.copies.end()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
         if self.records.head:
@@ -191,6 +198,11 @@ class Trainer(Steps):
         self.outcome.folder.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)
+
+    def copy(self) -> None:
+        """Copy the state of the step just made into memory, unless it is none to go on from."""
+        if self.divergence.worth_saving(self.progress.step):
+            self.copies.save(self.progress, self.records, self.watchdog)
 
     def begin(self) -> Start:
         """Say what is about to happen, to the person who started it and in the run's records. Collective."""
