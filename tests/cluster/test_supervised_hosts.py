@@ -1,10 +1,12 @@
 """A run over three hosts loses a rank, a host, and another host that hangs: it is done, with the same bytes.
 
 `supervise` runs inside the first host, as in a batch job, and goes to the others as its launcher does. The
-events come one after the other in one run. `losses.py` does it at random times.
+events come one after the other in one run. `losses.py` does it at random times. With copies in memory nothing
+is on disk before the end.
 """
 
 import contextlib
+import random
 import re
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +15,17 @@ from pathlib import Path
 import pytest
 from faults import Trial
 from hosts import hosts, installed, why_no_hosts
-from losses import EVENTS, SECONDS, assert_done, restarted, supervised, undisturbed
+from losses import (
+    EVENTS,
+    SECONDS,
+    assert_done,
+    assert_from_memory,
+    random_trial,
+    restarted,
+    resumed,
+    supervised,
+    undisturbed,
+)
 from test_command_bits import needs_mpiexec
 
 from zero_mpi.report.runs import read_events
@@ -26,6 +38,9 @@ pytestmark = [
 HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, which host, after which step
 
 
+MEMORY_OF = "the copies in memory of {} rank(s)"
+
+
 @pytest.fixture(scope="module")
 def unbroken() -> Iterator[Path]:
     """The run to which nothing happened."""
@@ -33,13 +48,14 @@ def unbroken() -> Iterator[Path]:
         yield undisturbed(Path(folder))
 
 
-def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(unbroken):
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(in_memory, unbroken):
     try:
         installed("mpich")
     except LookupError as error:
         pytest.skip(str(error))
     with hosts(3) as here, contextlib.closing(Trial(here.folder)) as trial:
-        supervised(here, trial)
+        supervised(here, trial, in_memory)
         for number, (name, host, step) in enumerate(HAPPENS):
             trial.until(lambda step=step: trial.done >= step, f"step {step}", SECONDS)
             EVENTS[name](here, trial, host)
@@ -47,7 +63,8 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(unbroken):
                 lambda number=number: restarted(trial) == number + 1, f"restart after {name}", SECONDS
             )
         assert_done(trial, unbroken)
-        said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
+        origin = "the start or later copies in memory" if in_memory else r"step-\d+"
+        said = re.findall(rf"restart 1 of 10 from {origin} on (.*)", trial.errors)
         assert said == [
             "3 hosts (h1, h2, h3), 3 ranks",
             "2 hosts (h1, h2), 2 ranks; left out, as no answer came: h3",
@@ -59,3 +76,12 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(unbroken):
             (["h1", "h2"], ["h3"]),
             (["h1"], ["h2", "h3"]),
         ]
+        if in_memory:
+            assert_from_memory(trial)
+            assert resumed(trial) == [MEMORY_OF.format(ranks) for ranks in (3, 3, 2)]
+
+
+@pytest.mark.parametrize("seed", [1001, 1002])
+def test_a_run_without_a_disk_loses_something_that_is_drawn(seed, unbroken):
+    """The first of `losses.py --in-memory --seed 1`, which makes twenty."""
+    random_trial(random.Random(seed), unbroken, in_memory=True)
