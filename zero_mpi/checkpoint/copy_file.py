@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,13 +133,33 @@ def check_elements(path: Path, nbytes: int, digest: str) -> None:
 
 def ours(run: str, folder: Path = PLACE) -> list[Path]:
     """All files of this user's copies of a run on this host, records and what writing them left included."""
+    return [path for path in every_copy(folder) if (match := NAME.fullmatch(path.name)) and match[1] == run]
+
+
+def every_copy(folder: Path) -> list[Path]:
+    """All files of this user's copies of any run on this host."""
     try:
-        found = [
-            path for path in folder.iterdir() if (match := NAME.fullmatch(path.name)) and match[1] == run
-        ]
-        return sorted(path for path in found if path.lstat().st_uid == os.geteuid())
-    except OSError:  # no such folder; a file that has just gone
+        found = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    except OSError:  # no such folder
         return []
+    return [path for path in found if is_ours(path)]
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is there and this user's."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:  # it has just gone
+        return False
+
+
+def held(paths: Iterable[Path]) -> int:
+    """Bytes that files take."""
+    found = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found += 512 * path.lstat().st_blocks
+    return found
 
 
 def remove(run: str, stays: tuple[str, str] = ("", ""), folder: Path = PLACE) -> None:

@@ -9,7 +9,7 @@ step of which every slice is whole on the hosts that are left, as long as no two
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -32,6 +32,7 @@ class PeerCopies:
 
     comm        what the ranks agree by
     neighbours  carries copies to other hosts; None where there is one rank
+    tick        is told what is going on, for a watchdog
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class PeerCopies:
         place: CopyPlace,
         optimizer: ShardedAdamW,
         description: Description,
+        *,
+        tick: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._comm, self._neighbours, self._place = comm, neighbours, place
-        self._optimizer, self._description = optimizer, description
+        self._optimizer, self._description, self._tick = optimizer, description, tick
         self._runs = tuple(run for run, _ in runs_of(optimizer, description))
         self.nbytes: int = ELEMENT * sum(size for *_, size in self._runs)  # of this rank's slices
         self.kept: dict[int, int] = (
@@ -63,6 +66,7 @@ class PeerCopies:
 
         chain: the head of the chain over the run's records, as rank 0 knows it.
         """
+        self._tick(f"copying step {progress.step} into memory")
         chain, slot = self._comm.broadcast_object(chain), self._count % SLOTS
         record = together(self._comm, partial(self._write, slot, progress, chain))
         if self._neighbours is not None:
@@ -100,6 +104,7 @@ class PeerCopies:
                 for rank, nbytes in self.kept.items()
             }
             neighbours.hand_over(own, rooms)
+            self._tick(f"copied {at + PIECE} bytes to another host")
             for rank, room in rooms.items():
                 self._files[rank, slot].write(room, at)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from pathlib import Path
 
+from zero_mpi.checkpoint.copy_file import PREFIX, every_copy, held
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
@@ -28,11 +29,12 @@ MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,si
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Of a host: free bytes, and what was left behind (paths), with its bytes."""
+    """Of a host: free bytes, what was left behind (paths), with its bytes, and those of copies of runs."""
 
     free: int = 0
     left: tuple[str, ...] = ()
     left_bytes: int = 0
+    copies: int = 0
 
 
 def look() -> SharedMemory:
@@ -43,7 +45,7 @@ def look() -> SharedMemory:
         return SharedMemory()
     left = left_behind(PLACE)
     nbytes = sum(path.stat().st_size for path in left)
-    return SharedMemory(free, tuple(map(str, left)), nbytes)
+    return SharedMemory(free, tuple(map(str, left)), nbytes, held(every_copy(PLACE)))
 
 
 def try_window(where: Ranks) -> str:
@@ -105,9 +107,12 @@ def room(found: list[SharedMemory], where: Ranks) -> Row:
 
 
 def leftovers(found: list[SharedMemory], names: tuple[str, ...]) -> list[Row]:
-    """A row for each host where jobs left something."""
+    """Rows for each host where jobs left something."""
     told = []
     for host, name in zip(found, names, strict=True):
+        if host.copies:
+            value = f"{short_size(host.copies)} on {name}, which a run with --peer-checkpoint may go on from"
+            told.append(Row("copies of runs", value, NOTE, f"if none is to: rm {PLACE}/{PREFIX}*"))
         if host.left:
             files = f"{plural(len(host.left), 'file')} that no process uses"
             listed = ", ".join(few([Path(path).name for path in host.left]))

@@ -52,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    copies = MemoryCopies(world, session)
+    copies = MemoryCopies(world, session, watchdog.beat)
     if origin := session.restored or session.resumed:
         session.notes.append(f"resuming from {origin} at step {session.progress.step}")
     phase("the run is prepared")

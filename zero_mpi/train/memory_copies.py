@@ -13,11 +13,11 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from zero_mpi.checkpoint.copy_file import CopyPlace, ours, remove
+from zero_mpi.checkpoint.copy_file import CopyPlace, held, ours, remove
 from zero_mpi.checkpoint.copy_record import CopyRecord
 from zero_mpi.checkpoint.copy_search import find_copies, load_copies, texts
 from zero_mpi.checkpoint.peer_copies import PeerCopies
@@ -28,7 +28,6 @@ from zero_mpi.comm.neighbours import Neighbours, ring
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.leftovers import PLACE
-from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, spans
 from zero_mpi.telemetry.metrics import Records
@@ -43,9 +42,14 @@ ONE_HOST = (
 
 
 class MemoryCopies:
-    """The copies of a session: which there were at its start, and those that it makes. Collective."""
+    """The copies of a session: which there were at its start, and those that it makes. Collective.
 
-    def __init__(self, world: World, session: Session, place: Path = PLACE) -> None:
+    tick: is told what is going on, for a watchdog; place: shared memory
+    """
+
+    def __init__(
+        self, world: World, session: Session, tick: Callable[[str], None], place: Path = PLACE
+    ) -> None:
         self._every, self._world, self._session = session.config.peer_checkpoint, world, session
         if self._every is None:
             return
@@ -56,7 +60,8 @@ class MemoryCopies:
         nodes = world.comm.nodes()
         where = CopyPlace(run, job, nodes[world.rank], place)
         neighbours = neighbours_of(world, nodes)
-        self._copies = PeerCopies(world.comm, neighbours, where, session.optimizer, session.description)
+        state = session.optimizer, session.description
+        self._copies = PeerCopies(world.comm, neighbours, where, *state, tick=tick)
         self._check_room(nodes, run, place)
         if len(set(nodes)) == 1:
             session.notes.append(log.Caution(ONE_HOST))
@@ -100,19 +105,15 @@ class MemoryCopies:
         """What the session goes on from gets copies of its own, and the older ones go. Collective."""
         if self._every is not None:
             if self._session.restored:
-                self._save(self._session.progress, records)
+                self.save(self._session.progress, records)
             self._copies.remove_others()
 
     def is_due(self, step: int) -> bool:
         """Whether a copy follows step `step`; all ranks agree."""
         return self._every is not None and step % self._every == 0
 
-    def save(self, progress: TrainingProgress, records: Records, watchdog: Watchdog) -> None:
+    def save(self, progress: TrainingProgress, records: Records) -> None:
         """Copy the state as it is after the step just made. Collective."""
-        watchdog.beat(f"copying step {progress.step} into memory")
-        self._save(progress, records)
-
-    def _save(self, progress: TrainingProgress, records: Records) -> None:
         with spans.during(spans.CHECKPOINT, "copy into memory", f"step {progress.step}"):
             records.sync()
             self._copies.save(progress, records.head)
@@ -153,12 +154,3 @@ def room_in(place: Path, run: str) -> tuple[int, str]:
     except OSError:
         free = 0
     return free + held(ours(run, place)), platform.node()
-
-
-def held(paths: Iterable[Path]) -> int:
-    """Bytes that files take."""
-    found = 0
-    for path in paths:
-        if path.exists():
-            found += 512 * path.stat().st_blocks
-    return found

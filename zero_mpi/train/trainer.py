@@ -106,7 +106,8 @@ class Trainer(Steps):
         tracer.end(self.progress.step)
         signals.enter(OVER)
         self.saving.announce()
-        self.copies.end()
+        if self.saving.saved_step == self.progress.step:
+            self.copies.end()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
         if self.records.head:
@@ -202,7 +203,7 @@ class Trainer(Steps):
     def copy(self) -> None:
         """Copy the state of the step just made into memory, unless it is none to go on from."""
         if self.divergence.worth_saving(self.progress.step):
-            self.copies.save(self.progress, self.records, self.watchdog)
+            self.copies.save(self.progress, self.records)
 
     def begin(self) -> Start:
         """Say what is about to happen, to the person who started it and in the run's records. Collective."""
