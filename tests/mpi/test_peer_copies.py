@@ -15,7 +15,7 @@ from test_nodes import nodes_of
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import peer_copies
-from zero_mpi.checkpoint.copy_file import CopyFile, CopyPlace
+from zero_mpi.checkpoint.copy_file import CopyFile, CopyPlace, record_of
 from zero_mpi.checkpoint.copy_search import find_copies, load_copies
 from zero_mpi.checkpoint.peer_copies import PeerCopies
 from zero_mpi.checkpoint.saver import save_checkpoint
@@ -156,7 +156,12 @@ def test_whatever_call_a_copy_ends_at_an_older_one_is_whole(mpi, at, ranks_folde
     else:
         copies._write(0, TrainingProgress(4), "head 4")
     mpi.barrier()
-    assert found(mpi, ranks_folder).progress.step == 3
+    faults = []
+    assert found(mpi, ranks_folder, faults).progress.step == 3
+    assert faults == []
+    own = CopyPlace(RUN, "01", mpi.rank, ranks_folder).path(mpi.rank, 0)
+    is_last = mpi.rank == mpi.size - 1
+    assert record_of(own).exists() == (not is_last or at == "begin"), "what is not whole has no record"
     copies.close()
 
 

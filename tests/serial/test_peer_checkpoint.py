@@ -192,6 +192,17 @@ def test_copies_of_another_history_are_passed_over(broken, unbroken):
 
 
 @needs_mpiexec
+def test_a_run_that_finds_its_last_step_in_memory_saves_it(broken):
+    """It has made all its steps, and none of them is on disk."""
+    broken.again()
+    status, printed, errors = broken.go_on("--steps", "6")
+    assert status == 0, errors
+    assert "changed since the checkpoint: --steps was 10, now 6" in printed + errors
+    assert [path.name for path in broken.out.glob("step-*")] == ["step-00000006"]
+    assert files_of(broken) == []
+
+
+@needs_mpiexec
 def test_a_later_checkpoint_goes_before_copies(text, unbroken, tmp_path):
     run = Broken(tmp_path, text, [])
     run.flags += ["--save-every", "4"]
