@@ -8,8 +8,9 @@
 - A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
-- With --quick what is only more of the same stays out: tests marked `exhaustive`, and whatever runs at
-  several numbers of ranks at all but 3, or the nearest to it. `make test` is quick, `make test-all` is not.
+- With --quick what is only more of the same stays out: tests marked `exhaustive`, whatever runs at several
+  numbers of ranks at all but 3, or the nearest to it, and, where a test has three parameters or more, what
+  is not needed for each pair of values to meet. `make test` is quick, `make test-all` is not.
 """
 
 import atexit
@@ -34,13 +35,16 @@ for folder in (TESTS / "fuzz", TESTS):  # whatever import mode pytest was given
         sys.path.insert(0, str(folder))
 
 import jobs  # noqa: E402
+from thinned import beyond_pairs  # noqa: E402
 
 jobs.prepare_process()  # before a test module imports numpy or MPI
 
 TIMEOUT = float(os.environ.get("ZERO_MPI_TEST_TIMEOUT", "60"))
 TIMEOUT_STATUS, DISAGREED_STATUS = 86, 3
 SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
+MOST_QUICK = 4  # what run_sizes.py goes up to with --quick
 QUICK_SIZE = 3  # where --quick runs what can run there: uneven slices, a middle rank
+MORE_OF_THE_SAME = "more of the same: make test-all"
 PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
 
 
@@ -137,6 +141,9 @@ class Harness:
     def pytest_collection_modifyitems(self, config, items):
         """Leave out what is not for this world size; stop if the ranks hold different tests."""
         leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
+        if config.getoption("quick"):
+            rest = beyond_pairs(item for item in items if item not in leave_out)
+            leave_out |= dict.fromkeys(rest, MORE_OF_THE_SAME)
         if leave_out:
             config.hook.pytest_deselected(items=list(leave_out))
             items[:] = [item for item in items if item not in leave_out]
@@ -163,10 +170,12 @@ class Harness:
                 f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
                 "so no run of the suite would ever run it"
             )
+        if nearest(sizes) > MOST_QUICK:
+            raise pytest.UsageError(f"{item.nodeid}: world{sizes} has no size that `make test` runs")
         if marker and self.world.size not in marker.args:
             return f"for other world sizes than {self.world.size}"
         if item.config.getoption("quick") and self.is_more_of_the_same(item, sizes):
-            return "more of the same: make test-all"
+            return MORE_OF_THE_SAME
         return None
 
     def is_more_of_the_same(self, item, sizes):
@@ -175,7 +184,7 @@ class Harness:
             return True
         if TESTS / "serial" in item.path.parents:
             return False
-        return self.world.size != min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
+        return self.world.size != nearest(sizes)
 
     def pytest_report_collectionfinish(self):
         """One line for each reason why tests were left out."""
@@ -235,6 +244,11 @@ class Harness:
         with self.watched("waiting for all ranks to end"):
             self.world.Barrier()
         self.remove(self.base)
+
+
+def nearest(sizes):
+    """Which of some numbers of ranks --quick runs a test at."""
+    return min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
 
 
 def failure_text(report):

@@ -38,6 +38,7 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1,2,3,4,8"
+QUICK_SIZES = "1,2,3,4"  # no test needs more ranks than four: conftest.py holds them to it
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
 GPU_SIZES = (1, 2, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
@@ -173,11 +174,12 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-n", dest="sizes", default=SIZES, help=f"world sizes, default {SIZES}")
+    parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
     parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)
+    args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
     return args, (["--quick"] if args.quick else []) + options
 
 

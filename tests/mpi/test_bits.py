@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import tiny
+from thinned import thinned
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
 from zero_mpi.device.arrays import BufferPool
@@ -37,8 +38,14 @@ def alone(name, micro_batches):
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
-@pytest.mark.parametrize(("strategy", "prefetch", "recompute", "bucket", "micro_batches"), COVERING)
-@pytest.mark.parametrize("name", tiny.MODELS)
+# Each model with every third row comes first: with rows of every strategy.
+ROWS = [(place, name, *row) for i, name in enumerate(tiny.MODELS) for place, row in enumerate(COVERING, i)]
+ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "prefetch", "recompute", "bucket", "micro_batches"), thinned(ROWS, len(ROWS) // 3)
+)
 def test_losses_norms_and_weights(exact, name, strategy, prefetch, recompute, bucket, micro_batches):
     result = tiny.train(
         exact,
@@ -86,6 +93,14 @@ def test_the_parameters_have_odd_sizes(exact):
         assert any(len({*unit.partition.counts}) > 1 for unit in module.units)
     if exact.size == 8:
         assert any(0 in unit.partition.counts for unit in module.units)
+
+
+def test_the_first_rows_show_each_model_under_each_strategy_and_each_row():
+    quick = ROWS[: len(ROWS) // 3]
+    assert {(name, strategy.name) for name, strategy, *_ in quick} == {
+        (name, strategy.name) for name in tiny.MODELS for strategy, *_ in COVERING
+    }
+    assert {tuple(row) for _, *row in quick} == set(COVERING)
 
 
 def test_the_covering_set_has_every_pair():

@@ -393,11 +393,14 @@ def test_a_changed_model_is_refused_or_computes(bench, changes):
 
 
 @pytest.mark.timeout_seconds(180)
-def test_a_model_with_any_flipped_bit_is_refused_or_computes(bench):
+def test_a_model_with_any_flipped_bit_is_refused_or_computes(bench, quick):
     content, index = bench.pair[MODEL], bench.index[MODEL]
     path = bench.folder / "alone.gguf"
     outcomes: list[Any] = []
-    for at in [*range(0, index, 3), *range(index + 3, len(content), 28)]:  # in the data: signs and exponents
+    for at in [
+        *range(0, index, 11 if quick else 3),
+        *range(index + 3, len(content), 28),
+    ]:  # in the data: signs and exponents
         path.write_bytes(flip(content, at, 1 << at // 3 % 8))
         outcomes.append(computes(path))
     assert 0.1 < np.mean(outcomes) < 0.9

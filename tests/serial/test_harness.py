@@ -81,7 +81,7 @@ def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n 
     for name, text in ("mpi", parallel), ("serial", serial):
         (folder / "tests" / name).mkdir(parents=True)
         (folder / "tests" / name / f"test_{name}_suite.py").write_text(text)
-    for name in ("conftest.py", "jobs.py", "run_sizes.py"):
+    for name in ("conftest.py", "jobs.py", "run_sizes.py", "thinned.py"):
         shutil.copy(TESTS / name, folder / "tests")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\nfilterwarnings = error\ntestpaths = tests\n")
 
@@ -206,7 +206,6 @@ def test_more():
 )
 def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, passed, left_out, tmp_path):
     make_suite(tmp_path, MORE)
-    shutil.copy(TESTS / "thinned.py", tmp_path / "tests")
     status, output, errors = run_job(ranks, [*PYTEST, *flags, "tests/mpi"], cwd=tmp_path, timeout=30)
     assert status == 0, output + errors
     assert f"{passed} passed" in output
@@ -223,6 +222,44 @@ def test_quick_leaves_out_no_test_of_one_process_but_the_exhaustive(tmp_path):
     )
     assert status == 0, output
     assert "1 passed, 1 deselected" in output
+
+
+PAIRS = """
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(params=["mpi", "shared"])
+def transport(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2)])
+@pytest.mark.parametrize("c", ["x", "y"])
+def test_three(transport, a, b, c):
+    with Path("ran").open("a") as log:
+        log.write(f"{transport} {b} {c}\\n")
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2)])
+def test_two(transport, a, b):
+    pass
+"""
+
+
+def test_quick_leaves_out_what_no_pair_of_values_needs(tmp_path):
+    """Two fixtures' and cases' values meet in each way; a row of several parameters is one value."""
+    make_suite(tmp_path, WORLD_TESTS)
+    (tmp_path / "tests" / "serial" / "test_pairs.py").write_text(PAIRS)
+    status, output, _ = run_command(
+        [sys.executable, *PYTEST, "--quick", "tests/serial/test_pairs.py"], cwd=tmp_path, timeout=30
+    )
+    assert status == 0, output
+    assert "8 passed, 4 deselected" in output
+    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert len({(case[first], case[second]) for case in ran}) == 4
 
 
 def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):
