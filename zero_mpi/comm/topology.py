@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -30,12 +31,12 @@ class Topology:
     members: tuple[tuple[int, ...], ...]
     rank: int
 
-    @property
+    @cached_property  # found once: a sum asks with each of its pieces, and nodes may be thousands
     def node(self) -> int:
         """The number of this rank's node."""
         return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)
 
-    @property
+    @cached_property
     def local(self) -> int:
         """This rank's position on its node."""
         return self.members[self.node].index(self.rank)

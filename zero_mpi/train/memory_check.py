@@ -24,7 +24,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_layout, make_case
-from zero_mpi.plan.rank_memory import Memory, plan_memory
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.resident import private, text_bytes
 
 STATE = 16  # bytes of a parameter with its gradient and two moments
@@ -67,9 +67,9 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
             return refusal(node, model, "parameters, gradients and moments alone", least)
     case = case_of(config, model, ranks, len(nodes))
     check_layout(case)
-    memory = plan_memory(case)
+    memory, text = plan_memory(case), text_bytes(config, model)  # once: nodes may be thousands
     for node in nodes:
-        problem = node_problem(node, config, model, case, memory)
+        problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:
             return problem
     return ""
@@ -82,11 +82,11 @@ def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     return replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
 
 
-def node_problem(node: NodeRoom, config: Config, model: ModelConfig, case: Case, memory: Memory) -> str:
-    """Why this node has no room, or an empty text."""
-    text = text_bytes(config, model)
-    shared = memory.node_shared
-    arrays = private(case, memory)
+def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
+    """Why this node has no room, or an empty text.
+
+    arrays and text: bytes that each rank takes; shared: those that its node takes beside them
+    """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:
         return refusal(node, model, f"arrays and text of {node.ranks} rank(s)", needed)
