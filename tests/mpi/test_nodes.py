@@ -28,7 +28,7 @@ from zero_mpi.sharding.precision import BF16
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_PIECES = chain_sum.CHAIN_PIECE, 700  # elements
+ORDINARY, MANY_PIECES = chain_sum.chain_piece(2), 700  # elements
 
 
 @contextmanager
@@ -94,7 +94,7 @@ SUMS = [(5000, 1), (4096, 3), (1, 2), (40, 2), (0, 1), (100_000, 2)]
 @pytest.mark.world(4, 8)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
-    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", piece)
+    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: piece)
     dawdle = random.Random(WORLD.rank)
     for ranks in per_node():
         with transport("shared", ranks) as comm:
@@ -112,7 +112,7 @@ def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
 @pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_every_node_gets_the_sums_of_all_ranks(monkeypatch, kind, piece):
-    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", piece)
+    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: piece)
     dawdle = random.Random(WORLD.rank)
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
@@ -186,7 +186,7 @@ def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
 @pytest.mark.world(4, 8)
 @pytest.mark.timeout_seconds(300)
 def test_a_thread_may_push_it_all(monkeypatch):
-    monkeypatch.setattr(chain_sum, "CHAIN_PIECE", MANY_PIECES)
+    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: MANY_PIECES)
     for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:
         with transport(kind, 2, threaded=True) as comm:
             assert tiny.train(comm, DEEP, strategy, micro_batches=9) == alone(micro_batches=9)

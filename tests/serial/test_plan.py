@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
+from zero_mpi.plan.cost_model import chain_seconds
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import largest, most
 from zero_mpi.plan.rank_memory import plan_memory
@@ -445,6 +447,24 @@ def test_half_the_bytes_travel_in_half_precision():
     gathered = [plan_memory(case).gathered for case in (base, low)]
     assert gathered[0] == 2 * gathered[1]
     assert step_time(low, SLOW).communication < step_time(base, SLOW).communication
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "own", "ways", "piece"),
+    [
+        ("hybrid-shard", 8, 6_250_000, 2, 1 << 17),
+        ("hybrid-shard", 64, 6_250_000, 2, 1 << 14),
+        ("hybrid-shard", 2048, 6_250_000, 2, 1 << 13),
+        ("full-shard", 2048, 3052, 1, 3052),  # a piece is not longer than what its owner has
+    ],
+)
+def test_the_last_of_many_nodes_waits_for_a_short_piece(strategy, nodes, own, ways, piece):
+    """float32 of 50 million elements over links of 10 GB/s and 1 us, with nothing to add."""
+    machine = Machine(Link(0, 0), Link(1e-6, 1e-10), flops=1, moves=math.inf)
+    case = Case(MODELS["llama"], ranks=8 * nodes, nodes=nodes, strategy_name=strategy, batch_size=8 * nodes)
+    links = (nodes - 1) * (1e-6 + 4 * piece * 8 * 1e-10)
+    expected = ways * (0.02 + links)
+    assert chain_seconds(case, machine, 50_000_000, own) == pytest.approx(expected, rel=1e-12)
 
 
 # What travels between nodes are float32 sums in any precision; PRETEND makes two nodes of four ranks.

@@ -17,6 +17,8 @@ EXACT_DEPTH = 2  # pieces in flight
 
 # Sums that travel from node to node (`comm.nodes`).
 CHAIN_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
+WHOLE_PIECES = 8  # nodes up to which pieces are as long; of more, those of a node take no longer to pass all
+LEAST_CHAIN_PIECE = 1 << 13  # elements: shorter ones are polled for longer than they travel
 CHAIN_DEPTH = 4  # pieces on their way at once
 
 # Arrays of a GPU (`comm.gpu`).
@@ -94,15 +96,21 @@ def of_nodes(asked: Reductions) -> int:
     return by_chain(asked, posted=0)
 
 
+def chain_piece(nodes: int) -> int:
+    """Elements of a piece of a sum that passes so many nodes; the last one waits for the first piece."""
+    return max(LEAST_CHAIN_PIECE, CHAIN_PIECE * WHOLE_PIECES // max(WHOLE_PIECES, nodes))
+
+
 def by_chain(asked: Reductions, posted: int) -> int:
     """Pieces of sums that come from the node before, and of `posted` gradients that ranks of the node send.
 
     A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
-    pieces = min(CHAIN_DEPTH, -(-carried // CHAIN_PIECE))
+    piece = chain_piece(asked.nodes)
+    pieces = min(CHAIN_DEPTH, -(-carried // piece))
     sizes = SUM + posted * asked.itemsize
-    return asked.in_flight * pieces * min(CHAIN_PIECE, asked.longest) * sizes
+    return asked.in_flight * pieces * min(piece, asked.longest) * sizes
 
 
 def from_gpu_to_gpu(asked: Reductions) -> int:

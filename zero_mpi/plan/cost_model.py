@@ -9,7 +9,7 @@ which every link carries a unit once.
 from __future__ import annotations
 
 from zero_mpi.comm import kinds
-from zero_mpi.comm.scratch import CHAIN_PIECE, EXACT_PIECE
+from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
@@ -49,7 +49,7 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
     if case.passes_sums:
-        return chain_seconds(case, machine, case.partitions[unit].length)
+        return chain_seconds(case, machine, case.partitions[unit].length, own)
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == kinds.SHARED:  # the owner reads what the others wrote
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
@@ -66,13 +66,14 @@ def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
     return pieces * slowest(case, machine).alpha + max(inside, between)
 
 
-def chain_seconds(case: Case, machine: Machine, length: int) -> float:
+def chain_seconds(case: Case, machine: Machine, length: int, own: int) -> float:
     """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
 
-    A node between two others then sends both ways over its link. Sums are float32.
+    A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
+    the slice of its owner, which has `own` elements.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
-    piece = min(nbytes, BYTES * CHAIN_PIECE * case.per_node)
+    piece = BYTES * min(chain_piece(case.nodes), own) * case.per_node
     ways = 2 if case.hybrid else 1
     volume = nbytes * (ways if case.nodes > 2 else 1)
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves

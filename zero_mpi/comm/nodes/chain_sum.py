@@ -18,7 +18,7 @@ import numpy as np
 
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.scratch import CHAIN_DEPTH, CHAIN_PIECE
+from zero_mpi.comm.scratch import CHAIN_DEPTH, chain_piece
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.arrays import empty
@@ -80,10 +80,10 @@ class Sum:
     lent: dict[int, Any] = field(default_factory=dict)  # by piece: the request that sends `out` to node 0
 
 
-def cut(part: slice, home: int | None) -> Iterator[Item]:
+def cut(part: slice, piece: int, home: int | None) -> Iterator[Item]:
     """The pieces of a slice of a unit."""
-    for start in range(part.start, part.stop, CHAIN_PIECE):
-        yield Item(start, min(start + CHAIN_PIECE, part.stop), home)
+    for start in range(part.start, part.stop, piece):
+        yield Item(start, min(start + piece, part.stop), home)
 
 
 class ChainSum:
@@ -91,14 +91,15 @@ class ChainSum:
 
     def __init__(self, lane: Any, topology: Topology) -> None:
         self.lane, self.topology = lane, topology
+        self.piece = chain_piece(topology.nodes)
         self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next sums
 
     def items(self, total: Sum, local: int) -> list[Item]:
         """What the lane of position `local` carries, in the order in which it does."""
         if total.replicated:
-            return list(cut(total.partition.part(local), None))
+            return list(cut(total.partition.part(local), self.piece, None))
         homes = enumerate(ranks[local] for ranks in self.topology.members)
-        return [item for home, rank in homes for item in cut(total.partition.part(rank), home)]
+        return [item for home, rank in homes for item in cut(total.partition.part(rank), self.piece, home)]
 
     def last(self, total: Sum) -> int:
         """The last node with a rank that contributes."""
@@ -149,7 +150,7 @@ class ChainSum:
         try:
             return self._rooms[dtype].pop()
         except IndexError:
-            return [empty(CHAIN_PIECE, dtype) for _ in range(CHAIN_DEPTH)]
+            return [empty(self.piece, dtype) for _ in range(CHAIN_DEPTH)]
 
     def _post(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> list[Any]:
         requests = source.post(item.span, number)

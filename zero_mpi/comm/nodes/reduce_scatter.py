@@ -14,7 +14,7 @@ from zero_mpi.comm.base import AllOf, Handle
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.nodes.chain_sum import ChainSum, Source, Sum
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.scratch import CHAIN_DEPTH, CHAIN_PIECE
+from zero_mpi.comm.scratch import CHAIN_DEPTH
 from zero_mpi.comm.shared.counters import Counters
 from zero_mpi.comm.shared.gradient_pool import SharedGradientPool
 from zero_mpi.comm.shared.node_memory import NodeMemory
@@ -81,7 +81,7 @@ class NodeReduceScatter:
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.contributors]
         if self.memory is None:
-            return GradientsByMessages(self.node, self.topology.local, givers, total)
+            return GradientsByMessages(self.node, self.topology.local, givers, total, self.chain.piece)
         pool, offset = self.memory.find(total.full)
         assert pool is not None, "a gradient lies in a slot where memory is shared"
         self.memory.counters.note(total.number, offset)
@@ -139,10 +139,10 @@ class GradientsInSharedMemory:
 
 
 class GradientsByMessages:
-    """Gradients that the ranks of a node send to each other."""
+    """Gradients that the ranks of a node send to each other, in pieces of so many elements."""
 
-    def __init__(self, node: Any, local: int, givers: list[int], total: Sum) -> None:
-        self.node, self.local, self.givers, self.total = node, local, givers, total
+    def __init__(self, node: Any, local: int, givers: list[int], total: Sum, piece: int) -> None:
+        self.node, self.local, self.givers, self.total, self.piece = node, local, givers, total, piece
         self.rooms: dict[tuple[int, int], Array] = {}
 
     def ready(self) -> bool:
@@ -152,7 +152,7 @@ class GradientsByMessages:
         """Where a rank's part of a piece arrives."""
         assert number < CHAIN_DEPTH
         if (number, rank) not in self.rooms:
-            self.rooms[number, rank] = empty(CHAIN_PIECE, self.total.full.dtype)
+            self.rooms[number, rank] = empty(self.piece, self.total.full.dtype)
         return self.rooms[number, rank][: span.stop - span.start]
 
     def post(self, span: slice, room: int) -> list[Any]:
