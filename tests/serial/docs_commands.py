@@ -254,6 +254,9 @@ PLANNING: dict[str, How] = {
     "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks-per-node 8 --sweep": Run(
         "--layers 1 --dim 256 --most-ranks 32", "32"
     ),
+    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --vocab-size 32000 --context 1024 "
+    "--micro-batch 1 --batch-size 16384 --strategy hybrid-shard --sweep --ranks-per-node 8 "
+    "--most-ranks 16384": Run(says=r"16384 \(2048\).* 99%"),
     "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --context 512 --batch-size 32 --ranks 16 "
     "--nodes 4": Run(says="shard-grad-op"),
     "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --ranks 16 --nodes 4 "
