@@ -8,6 +8,7 @@ import base64
 import json
 import shutil
 import time
+from functools import partial
 
 import pytest
 from report_runs import event, record, records, status, write_run
@@ -225,6 +226,11 @@ def said(browser):
     soon(browser, lambda: count(browser, box))
     script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
     return browser.execute_script(script, box)
+
+
+def is_said(browser, beginning):
+    """Whether a line of the box begins so."""
+    return any(line.startswith(beginning) for line in said(browser))
 
 
 def double_click(browser, axis="y2"):
@@ -457,13 +463,14 @@ def test_pointing_reads_all_charts_at_one_step(show):
 
 def test_pointing_at_a_mark_tells_what_happened(show):
     browser = show("one")
-    low, high = range_of(browser)
-    lines = hover(browser, "y", (33 - low) / (high - low))
-    assert any(line.startswith("step 33: lost: a job of 2 rank(s)") for line in lines)
-    low, high = range_of(browser)
-    lines = hover(browser, "y", (20 - low) / (high - low))
-    for wanted in ("step 20: resumed from step-00000020", "step 20: warning: NumPy changed"):
-        assert any(line.startswith(wanted) for line in lines)
+    for step, wanted in (
+        (33, "step 33: lost: a job of 2 rank(s)"),
+        (20, "step 20: resumed from step-00000020"),
+        (20, "step 20: warning: NumPy changed"),
+    ):
+        low, high = range_of(browser)
+        hover(browser, "y", (step - low) / (high - low))
+        soon(browser, partial(is_said, browser, wanted))  # the box of the place before may stay a moment
 
 
 def test_axis_logarithm_and_smoothing_redraw(show):
