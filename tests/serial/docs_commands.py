@@ -277,6 +277,20 @@ PLANNING: dict[str, How] = {
             "--ffn 28672 --vocab-size 128256",
         )
     },
+    "python -m zero_mpi.plan --machine examples/machines/small.toml --ranks 8": Run(
+        "--strategy full-shard", "saving a checkpoint"
+    ),
+    **{
+        "python -m zero_mpi.plan --machine examples/machines/large.toml --sweep --strategy full-shard "
+        "--precision bf16 --recompute --micro-batch 1 --batch-size 16384 --context 4096 "
+        f"--checkpoint-io parallel {sizes}": Run("--layers 1 --dim 256 --heads 8 --kv-heads 8", "16384 ")
+        for sizes in (
+            "--layers 16 --dim 2048 --heads 32 --kv-heads 8 --ffn 8192 --vocab-size 128256 --tied",
+            "--layers 32 --dim 4096 --heads 32 --ffn 11008 --vocab-size 32000",
+            "--layers 80 --dim 8192 --heads 64 --kv-heads 8 --ffn 28672 --vocab-size 128256",
+            "--layers 126 --dim 16384 --heads 128 --kv-heads 8 --ffn 53248 --vocab-size 128256",
+        )
+    },
     "python -m zero_mpi.plan --device cuda --precision bf16 --ranks 4 --memory 80G": Run(
         "--memory 200M --strategy full-shard", "full-shard"
     ),

@@ -41,6 +41,7 @@ READ = {  # commands that read the path in the place of PATH
     "plan --init": ["zero_mpi.plan", "--init", "PATH"],
     "plan --config": ["zero_mpi.plan", "--config", "PATH"],
     "plan --doctor": ["zero_mpi.plan", "--doctor", "PATH"],
+    "plan --machine": ["zero_mpi.plan", "--machine", "PATH"],
     "plan --tokenizer": ["zero_mpi.plan", "--tokenizer", "PATH"],
     "generate": ["zero_mpi.generate", "PATH"],
     "samples": ["zero_mpi.samples", "PATH", "--data", "chat.jsonl"],

@@ -91,8 +91,10 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
     if several and not found.hosts and (found.known or a_node is None):
         return (0,) * len(nodes)
     writer_of = list(range(len(nodes)))
-    for node in set(nodes):
-        ranks = [rank for rank, other in enumerate(nodes) if other == node]
+    mates: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        mates.setdefault(node, []).append(rank)
+    for ranks in mates.values():
         groups = Partition(len(ranks), min(a_node or found.writers or len(ranks), len(ranks)))
         for number in range(groups.parts):
             for rank in ranks[groups.part(number)]:

@@ -59,6 +59,8 @@ class Case:
     offload: str = NONE
     ema: float | None = None
     peer_checkpoint: int | None = None
+    checkpoint_io: str = "gather"
+    writers_per_node: int | None = None
 
     @property
     def precision(self) -> Precision:

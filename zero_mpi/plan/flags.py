@@ -24,10 +24,12 @@ from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.export.encode import FILE_TYPES, kind_of
+from zero_mpi.files.foreign import shown
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, SimulatedComm
-from zero_mpi.plan.machine import RATES, Machine, assumed, machine_of, read_doctor
+from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of, read_doctor
+from zero_mpi.plan.machine_file import MachineFile, read_machine
 from zero_mpi.plan.resident import text_bytes
 from zero_mpi.plan.scaling import MOST_RANKS
 from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
@@ -37,6 +39,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
 SHOWN |= {"--offload", "--version", "--lora", "--lora-targets", "--peer-checkpoint"}
+SHOWN |= {"--checkpoint-io", "--writers-per-node"}
 EXAMPLES = """\
 Examples:
 
@@ -44,10 +47,11 @@ Examples:
   python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "ema", "peer_checkpoint",
+    "offload", "ema", "peer_checkpoint", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
-OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "doctor", "sweep", "most_ranks", "json", *RATES)
+FILES = ("doctor", "machine", "json")
+OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "sweep", "most_ranks", *FILES, *RATES)
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,17 @@ def make_parser() -> Parser:
 def add_own(group: Any) -> None:
     """The flags that only a plan has."""
     group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
-    group.add_argument("--nodes", type=int, metavar="M", help="nodes that they are on (default: 1)")
+    group.add_argument(
+        "--nodes", type=int, metavar="M", help="nodes that they are on (default: 1, or by --machine)"
+    )
     group.add_argument(
         "--base", choices=tuple(FILE_TYPES), help="type of the GGUF beside --lora, without --init"
     )
     group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
     group.add_argument("--doctor", metavar="FILE", help="rates that zero_mpi.doctor measured (its JSON)")
+    group.add_argument("--machine", metavar="FILE", help="a machine that is not at hand, described in TOML")
     for name, (_, text, *_) in RATES.items():
-        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before --doctor")
+        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before a file")
     group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
     group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
     group.add_argument("--most-ranks", type=int, metavar="N", help=f"of the sweep (default: {MOST_RANKS})")
@@ -109,9 +116,8 @@ def read(arguments: Sequence[str]) -> Question:
     for name in SWEEP:
         if name in own and "sweep" not in own:
             raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
-    ranks, nodes = (within(name, own.get(name, 1), 1) for name in ("ranks", "nodes"))
-    if ranks % nodes:
-        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+    described = find_file(own)
+    ranks, nodes = find_places(own, described)
     model = find_model(config, own.get("base"))
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
     if "strategy" not in settings and config.device == "cuda" and nodes > 1:
@@ -119,7 +125,8 @@ def read(arguments: Sequence[str]) -> Question:
     cases = tuple(make_case(replace(config, strategy=name), model, ranks, nodes) for name in names)
     for case in cases:
         check_layout(case)
-    machine, known = find_machine(own, cases[0])
+    machine, known = find_machine(own, described, cases[0])
+    a_node = ranks // nodes if described is None else described.ranks
     text = 0
     with contextlib.suppress(UsageError, OSError):  # a plan may be made where the data are not
         text = text_bytes(config, model)
@@ -127,13 +134,34 @@ def read(arguments: Sequence[str]) -> Question:
         cases,
         machine,
         known,
-        per_node=within("ranks_per_node", own.get("ranks_per_node", ranks // nodes), 1),
+        per_node=within("ranks_per_node", own.get("ranks_per_node", a_node), 1),
         most_ranks=within("most_ranks", own.get("most_ranks", MOST_RANKS), 1),
         sweeps="sweep" in own,
         json=Path(own["json"]) if "json" in own else None,
         text=text,
         sample=config.sample > 0,
     )
+
+
+def find_file(own: dict[str, Any]) -> MachineFile | None:
+    """What the file of --machine says; raises UsageError beside flags that it leaves no place for."""
+    if "machine" not in own:
+        return None
+    for name in ("doctor", "alpha", "beta"):
+        if name in own:
+            raise UsageError(
+                f"{spelled(name)} {shown(own[name])}: --machine says it as well: give one of them"
+            )
+    return read_machine(Path(own["machine"]))
+
+
+def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int, int]:
+    """Ranks and nodes: where a file describes the machine, as few nodes as have room."""
+    ranks = within("ranks", own.get("ranks", 1), 1)
+    nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
+    if ranks % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+    return ranks, nodes
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
@@ -214,18 +242,26 @@ def check_layout(case: Case) -> None:
         raise UsageError(f"--freeze {' '.join(case.frozen)}: leaves no parameter to train")
 
 
-def find_machine(own: dict[str, Any], case: Case) -> tuple[Machine, tuple[str, ...]]:
+def find_machine(
+    own: dict[str, Any], described: MachineFile | None, case: Case
+) -> tuple[Machine, tuple[str, ...]]:
     """The machine's numbers, and which of them are known rather than assumed."""
     numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    if described is not None:
+        numbers = dict(described.numbers)
     of_bf16 = numbers.pop("bf16_flops", 0.0)
-    if of_bf16 and case.precision_name == "bf16":
+    base = assumed(case.on_gpu, case.precision_name)
+    if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu:  # what a doctor measures of computing is the host's
+    if case.on_gpu and described is None:  # what a doctor measures of computing is the host's
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if "memory" in own:
         numbers["memory"] = read_size(own["memory"])
-    return machine_of(numbers, assumed(case.on_gpu, case.precision_name)), tuple(numbers)
+    machine = machine_of(numbers, base)
+    if described is not None:
+        machine = replace(machine, levels=described.levels, disk=described.disk)
+    return machine, tuple(numbers)
 
 
 def read_size(text: str) -> float:

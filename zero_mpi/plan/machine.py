@@ -1,6 +1,7 @@
 """What a machine can do, as numbers: what a message takes in a node and between nodes, how fast a rank is.
 
-They come from the JSON that `zero_mpi.doctor` writes, from flags, or are assumed; a report says which.
+They come from the JSON that `zero_mpi.doctor` writes, from a file that describes a machine (`machine_file`),
+from flags, or are assumed; a report says which.
 """
 
 from __future__ import annotations
@@ -27,6 +28,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Level:
+    """A level of the network between nodes: so many nodes (None: all) reach each other over such links."""
+
+    name: str
+    nodes: int | None
+    link: Link
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes a second of all who write, and of each."""
+
+    rate: float
+    writer_rate: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """What is known or assumed of a machine."""
 
@@ -36,6 +54,13 @@ class Machine:
     moves: float  # bytes a second of a rank in everything else
     memory: int | None = None  # bytes for a rank; None: not known
     host_link: float = 4e10  # bytes a second from a GPU to its host, and as many back at the same time
+    levels: tuple[Level, ...] = ()  # from the inside out; none: `between` joins all nodes
+    disk: Disk | None = None
+
+    def joining(self, nodes: int) -> Machine:
+        """The machine with the links of the outermost level that so many nodes need between them."""
+        needed = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
+        return replace(self, between=next(needed).link) if self.levels else self
 
 
 # 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.
@@ -46,6 +71,7 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
 ASSUMED_GPU_FP32 = Machine(*GPU_LINKS, flops=4e13, moves=3e12)
+LOW = ASSUMED_BF16, ASSUMED_GPU  # of low precision
 DOCTOR = {  # name -> where the doctor has it
     "alpha_node": "links.node.alpha_seconds",
     "beta_node": "links.node.beta_seconds_per_byte",

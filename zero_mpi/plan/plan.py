@@ -9,13 +9,14 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import Largest, largest
 from zero_mpi.plan.rank_memory import Memory, plan_memory
+from zero_mpi.plan.save_time import save_seconds
 from zero_mpi.plan.step_time import StepTime, step_time, tokens_per_second
 from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a case will take; `fits` is None where no limit of memory is known."""
+    """What a case will take; `fits` is None where no limit of memory is known, `save` where no disk is."""
 
     case: Case
     memory: Memory
@@ -23,6 +24,7 @@ class Plan:
     time: StepTime
     tokens_per_second: float
     fits: Largest | None
+    save: float | None  # seconds of a checkpoint
 
     def as_json(self) -> dict[str, Any]:
         """The numbers by name: bytes and seconds; of traffic, what ranks give away in a step."""
@@ -43,6 +45,7 @@ class Plan:
             "memory": asdict(self.memory) | {"total": self.memory.total},
             "traffic": {name: int(count) for name, count in sums.items()},
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
+            "save_seconds": self.save,
             "largest": None if self.fits is None else asdict(self.fits),
         }
 
@@ -57,4 +60,5 @@ def make_plan(case: Case, machine: Machine) -> Plan:
         time,
         tokens_per_second(case, time),
         None if machine.memory is None else largest(case, machine.memory),
+        save_seconds(case, machine),
     )

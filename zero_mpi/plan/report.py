@@ -7,9 +7,10 @@ from operator import attrgetter
 from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
+from zero_mpi.files.foreign import shown
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import RATES, Machine
+from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
 from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
 from zero_mpi.plan.rank_memory import keeps_slices
@@ -93,6 +94,8 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
     yield from introduction(plans[0].case, machine, known)
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time of a step", plans), *rows(plans, TIME))
+    if machine.disk is not None:
+        yield row("saving a checkpoint", [seconds(plan.save) for plan in plans if plan.save is not None])
     if machine.memory is not None:
         found = [plan.fits for plan in plans if plan.fits is not None]
         yield from ("", head(f"largest that fits into {size(machine.memory)}", plans), *rows(found, LARGEST))
@@ -107,14 +110,23 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     )
     if case.model.stored:
         yield f"frozen base: {base(case)}"
+    between = machine.joining(case.nodes)
     for title, wanted in (("given", True), ("assumed", False)):
         texts = [
-            f"{figure(attrgetter(place)(machine))} {unit}"
+            f"{figure(attrgetter(place)(between))} {unit}"
             for name, (place, _, figure, unit) in RATES.items()
             if (name in known) == wanted and (name != "host_bandwidth" or case.offloaded)
         ]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
+    if machine.levels:
+        yield f"network: {'; '.join(map(level_line, machine.levels))}"
+
+
+def level_line(level: Level) -> str:
+    """A level of the network."""
+    nodes = "all nodes" if level.nodes is None else f"up to {level.nodes} node(s)"
+    return f"{shown(level.name)}, {nodes}: {seconds(level.link.alpha)}, {bandwidth(level.link.beta)}"
 
 
 def base(case: Case) -> str:
@@ -164,10 +176,12 @@ def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> I
     """A strategy's points, and what stops it."""
     name = case.strategy_name
     yield f"{name}: {case.rounds.micro_batches} micro-batches a step at any number of ranks"
-    yield row("ranks (nodes)", ["memory a rank", "step", "waits", "tokens/s", "efficiency"])
+    titles = ["memory a rank", "step", "waits", "tokens/s", "efficiency"]
+    yield row("ranks (nodes)", titles + ["a save"] * (points[0].save is not None))
     for point in points:
         figures = [size(point.memory), seconds(point.seconds), seconds(point.exposed)]
         figures += [f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.0%}"]
+        figures += [seconds(point.save)] if point.save is not None else []
         yield row(f"{point.ranks} ({point.nodes})", figures)
     end = f"stops scaling: {'; '.join(limits)}" if limits else "scales up to the end of this table"
     yield f"  {name} {end}"

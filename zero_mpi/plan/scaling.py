@@ -9,9 +9,10 @@ from itertools import pairwise, takewhile
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.rank_memory import plan_memory
+from zero_mpi.plan.save_time import save_seconds
 from zero_mpi.plan.step_time import step_time, tokens_per_second
 
-MOST_RANKS = 4096
+MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5
 STAYS = 0.98  # of a rank's memory, by twice the ranks: it no longer falls
 
@@ -27,6 +28,7 @@ class Point:
     exposed: float
     tokens_per_second: float
     efficiency: float
+    save: float | None = None  # seconds of a checkpoint
 
 
 def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
@@ -38,7 +40,14 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
         speed = tokens_per_second(here, time)
         alone = points[0].tokens_per_second if points else speed
         memory = plan_memory(here).total
-        figures = memory, time.seconds, time.exposed, speed, speed / alone / ranks
+        figures = (
+            memory,
+            time.seconds,
+            time.exposed,
+            speed,
+            speed / alone / ranks,
+            save_seconds(here, machine),
+        )
         points.append(Point(ranks, here.nodes, *figures))
     return points
 

@@ -117,6 +117,7 @@ class Player:
 
 def step_time(case: Case, machine: Machine) -> StepTime:
     """The time of a step that another one came before."""
+    machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
     if rounds <= MOST_ROUNDS:
         return played(case, machine)

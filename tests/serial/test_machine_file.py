@@ -1,0 +1,207 @@
+"""`plan --machine FILE.toml`: what a file says of a machine reaches the plan, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.command import command
+from zero_mpi.plan.flags import read
+from zero_mpi.plan.machine import ASSUMED, Disk, Level, Link, Machine
+from zero_mpi.plan.machine_file import read_machine
+from zero_mpi.plan.save_time import save_seconds, saved_bytes, writers
+from zero_mpi.plan.step_time import step_time
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
+LARGE = tomllib.loads((EXAMPLES / "large.toml").read_text())
+SIZES = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "8", "--vocab-size", "300"]
+SIZES += ["--strategy", "full-shard"]
+
+
+def planned(folder, *flags, machine=EXAMPLES / "large.toml"):
+    """The numbers of a plan."""
+    assert command(World(0, 1), [*SIZES, "--machine", str(machine), *flags, "--json", f"{folder}/p"]) == 0
+    return json.loads((folder / "p").read_text())
+
+
+def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
+    found = planned(tmp_path, "--ranks", "128", "--flops", "7e10", "--memory", "4M")
+    machine = found["machine"]
+    assert found["nodes"] == 2
+    assert (machine["flops"], machine["moves"], machine["memory"]) == (7e10, 8e9, 4 << 20)  # flags go first
+    assert read_machine(EXAMPLES / "large.toml").numbers["memory"] == 15_625_000_000
+    assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
+    assert [level["nodes"] for level in machine["levels"]] == [16, 128, None]
+    assert machine["disk"] == {"rate": 200e9, "writer_rate": 2e9}
+    printed = capsys.readouterr().out
+    assert "network: leaf, up to 16 node(s): 2.0 us, 25 GB/s; group" in printed
+    assert "assumed" not in printed
+    assert "saving a checkpoint" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "flops"),
+    [
+        (["--precision", "fp32"], 100e9),
+        (["--precision", "bf16"], 1e12),
+        (["--precision", "fp16"], 100e9),  # a processor computes it in float32
+        (["--precision", "fp16", "--device", "cuda"], 1e12),
+        (["--precision", "fp32", "--device", "cuda"], 100e9),
+    ],
+)
+def test_products_have_the_rate_of_their_type(flags, flops):
+    assert read([*SIZES, "--machine", str(EXAMPLES / "large.toml"), *flags]).machine.flops == flops
+
+
+def test_a_sweep_goes_to_16384_ranks_on_nodes_of_the_file_s_size(tmp_path):
+    points = planned(tmp_path, "--sweep", "--checkpoint-io", "parallel")["sweep"]["full-shard"]["points"]
+    assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [
+        (4**power, max(1, 4**power // 64)) for power in range(8)
+    ]
+    assert points[-1]["save"] == pytest.approx(points[0]["save"] / 100)  # 200e9 over one writer's 2e9
+
+
+GIVEN = (ASSUMED.node, ASSUMED.between, ASSUMED.flops, ASSUMED.moves)
+LEVELS = (
+    Level("a", 2, Link(1e-6, 1e-9)),
+    Level("b", 8, Link(1e-5, 2e-9)),
+    Level("c", None, Link(1e-4, 4e-9)),
+)
+
+
+@pytest.mark.parametrize(("nodes", "taken"), [(1, 0), (2, 0), (3, 1), (8, 1), (9, 2), (8192, 2)])
+def test_nodes_take_the_outermost_level_that_they_need(nodes, taken):
+    machine = Machine(*GIVEN, levels=LEVELS)
+    assert machine.joining(nodes).between == LEVELS[taken].link
+    assert ASSUMED.joining(nodes) is ASSUMED
+
+
+@pytest.mark.parametrize(("nodes", "taken"), [(2, 0), (4, 1), (16, 2)])
+def test_a_step_takes_the_time_of_its_level(nodes, taken, model):
+    case = Case(model, ranks=16, nodes=nodes)
+    of_level = Machine(ASSUMED.node, LEVELS[taken].link, *GIVEN[2:])
+    assert step_time(case, Machine(*GIVEN, levels=LEVELS)) == step_time(case, of_level)
+
+
+@pytest.fixture
+def model():
+    return read(SIZES).cases[0].model
+
+
+def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
+    count = sum(param.size for param in model.params().values())
+    case = Case(model, ranks=8, nodes=4)
+    assert saved_bytes(case) == 12 * count  # float32: a weight and two moments
+    assert saved_bytes(Case(model, ema=0.9)) == 16 * count  # and its average
+    disk = Disk(rate=1000.0, writer_rate=300.0)
+    seconds = {}
+    for name, a_node in {"gather": None, "parallel": None, "both": 2}.items():
+        kind = "gather" if name == "gather" else "parallel"
+        wanted = Case(model, ranks=8, nodes=4, checkpoint_io=kind, writers_per_node=a_node)
+        seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*GIVEN, disk=disk)))
+    assert seconds["gather"] == (1, 12 * count / 300)
+    assert seconds["parallel"] == (4, 12 * count / 1000)  # one a node: 4 x 300 is more than the disk takes
+    assert seconds["both"][0] == 8
+    assert save_seconds(case, ASSUMED) is None
+
+
+def test_of_adapters_nothing_else_is_saved():
+    (case,) = read([*SIZES, "--lora", "2"]).cases
+    trained = sum(p.size for name, p in case.model.params().items() if ".lora_" in name)
+    assert 0 < saved_bytes(case) == 12 * trained
+
+
+def test_a_file_without_a_disk_is_taken(tmp_path):
+    (tmp_path / "m.toml").write_text(tomli_w.dumps({k: v for k, v in LARGE.items() if k != "disk"}))
+    found = planned(tmp_path, "--sweep", "--most-ranks", "2", machine=tmp_path / "m.toml")
+    assert found["machine"]["disk"] is None
+    assert [point["save"] for point in found["sweep"]["full-shard"]["points"]] == [None, None]
+
+
+def changed(change):
+    """The example with a change."""
+    machine = deepcopy(LARGE)
+    change(machine)
+    return tomli_w.dumps(machine)
+
+
+REFUSED = {
+    "unknown table": (lambda m: m.update(nodes={}), "'nodes' is not a key; did you mean node?"),
+    "unknown key": (lambda m: m["rates"].update(flops=1), "[rates]: 'flops' is not a key"),
+    "no table": (lambda m: m.pop("rates"), "[rates]: expected a table with fp32_flops_per_second"),
+    "no key": (
+        lambda m: m["node"].pop("ranks"),
+        "[node]: ranks: expected a whole number above 0, found nothing",
+    ),
+    "text": (
+        lambda m: m["disk"].update(bytes_per_second="fast"),
+        "[disk]: bytes_per_second: expected a number above 0, found 'fast'",
+    ),
+    "true": (
+        lambda m: m["node"].update(ranks=True),
+        "[node]: ranks: expected a whole number above 0, found True",
+    ),
+    "half": (lambda m: m["node"].update(ranks=1.5), "ranks: expected a whole number above 0, found 1.5"),
+    "zero": (
+        lambda m: m["node"].update(bytes_per_second=0),
+        "[node]: bytes_per_second: expected a number above 0, found 0",
+    ),
+    "negative": (
+        lambda m: m["network"][0].update(alpha_seconds=-1.0),
+        "[[network]] 1: alpha_seconds: expected",
+    ),
+    "infinite": (lambda m: m["rates"].update(fp32_flops_per_second=float("inf")), "found inf"),
+    "not a number": (lambda m: m["rates"].update(fp32_flops_per_second=float("nan")), "found nan"),
+    "no network": (lambda m: m.pop("network"), "[[network]]: expected a table for each level, found nothing"),
+    "one table": (
+        lambda m: m.update(network={"name": "x"}),
+        "expected a table for each level, found a table",
+    ),
+    "order": (
+        lambda m: m["network"][1].update(nodes=16),
+        "[[network]] 2: nodes is 16: expected more than the 16 of the level before",
+    ),
+    "inner": (lambda m: m["network"][0].pop("nodes"), "[[network]] 1: nodes: expected a whole number"),
+    "outermost": (
+        lambda m: m["network"][2].update(nodes=999),
+        "[[network]] 3: nodes: expected none, for the last level joins all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(name, tmp_path):
+    change, said = REFUSED[name]
+    (tmp_path / "m.toml").write_text(changed(change))
+    with pytest.raises(UsageError) as raised:
+        read_machine(tmp_path / "m.toml")
+    assert str(raised.value).startswith(f"--machine {tmp_path}/m.toml: ")
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("flags", [["--doctor", "d.json"], ["--alpha", "1e-5"], ["--beta", "1e-9"]])
+def test_what_would_say_it_twice_is_refused(flags):
+    with pytest.raises(UsageError, match=f"{flags[0]} {flags[1][:3]}.*--machine says it as well"):
+        command(World(0, 1), [*flags, "--machine", str(EXAMPLES / "small.toml")])
+
+
+def test_no_toml_and_no_file(tmp_path):
+    (tmp_path / "m.toml").write_text("[node")
+    with pytest.raises(UsageError, match=r"--machine .*m\.toml: not a TOML file: "):
+        read_machine(tmp_path / "m.toml")
+    with pytest.raises(UsageError, match=r"--machine .*none\.toml: no such file"):
+        read_machine(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_taken(path):
+    assert read_machine(path).disk is not None
