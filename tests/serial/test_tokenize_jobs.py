@@ -117,20 +117,20 @@ def test_killed_at_random_moments_and_started_again_it_has_the_same_bytes(some, 
     tokenize(2, *some, out=tmp_path / "once")
     period, kills, in_the_middle = time.monotonic() - begun, 0, 0
     while kills < wanted:
-        job = start(draw.choice([1, 2, 3]), some, out)
+        job, more = start(draw.choice([1, 2, 3]), some, out), draw.choice([None, 1, 3, 9])
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(period * draw.uniform(0.3, 1.1))
-            if job.poll() is None:
-                kills += 1
-            else:
-                period *= 0.9  # the machine has more time for it than it had at first
+            if more is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(period * draw.uniform(0.1, 1.1))
+            else:  # parts take little of the time
+                parts = complete_parts(out) + more
+                while job.poll() is None and complete_parts(out) < parts:
+                    time.sleep(0.001)
+            kills += job.poll() is None
             kill(job)
         finally:
             end(job)
         in_the_middle += complete_parts(out) > 0 and not (out / "manifest.json").exists()
-        if not complete_parts(out):
-            period *= 1.1  # or less time
         if (out / "manifest.json").exists():
             tokenize(1, *some, out=out)
             assert files(out) == whole
