@@ -11,7 +11,8 @@ import wild
 from fuzz_toml import as_toml
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
-MODEL = ["--layers", "1", "--dim", "16", "--heads", "2", "--context", "8", "--vocab-size", "300"]
+# Of a size that a node has room for a few of: the plan looks for the largest that fits.
+MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
 
 
 def described(random: Random) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def command(random: Random, folder: Path, machine: dict[str, Any] | bytes) -> li
     """A plan with a machine, of one case or a sweep."""
     raw = machine if isinstance(machine, bytes) else as_toml(machine).encode()
     (folder / "machine.toml").write_bytes(raw)
-    asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "64"]])
+    asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
     return ["-m", "zero_mpi.plan", *MODEL, *asked, "--strategy", "full-shard", "--machine", "machine.toml"]
 
 
