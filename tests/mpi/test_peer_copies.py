@@ -61,13 +61,18 @@ def on_one(comm, action):
     comm.barrier()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_comes_back_bit_by_bit_and_training_goes_on(exact, strategy, ranks_folder):
-    optimizer, progress = trained(exact, strategy)
-    copies = copies_of(optimizer, ranks_folder)
+def copied(comm, strategy, folder):
+    """Copy the state of a training. Returns its progress, and the digests of a checkpoint of it."""
+    optimizer, progress = trained(comm, strategy)
+    copies = copies_of(optimizer, folder)
     copies.save(progress, "head")
     copies.close()
-    expected = digests(save_checkpoint(ranks_folder / "a", optimizer, progress, DESCRIPTION))
+    return progress, digests(save_checkpoint(folder / "a", optimizer, progress, DESCRIPTION))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_comes_back_bit_by_bit_and_training_goes_on(exact, strategy, ranks_folder):
+    progress, expected = copied(exact, strategy, ranks_folder)
     for other in STRATEGIES:
         again = fresh(exact, other, bucket_mb=0.01)
         assert load_copies(exact, found(exact, ranks_folder), again, DESCRIPTION) == progress
@@ -81,11 +86,7 @@ def test_a_state_comes_back_bit_by_bit_and_training_goes_on(exact, strategy, ran
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_one_rank_takes_up_what_many_have_left(mpi, strategy, ranks_folder):
     """And many what one has left, though they agree by another transport."""
-    optimizer, progress = trained(mpi, strategy)
-    copies = copies_of(optimizer, ranks_folder)
-    copies.save(progress, "head")
-    copies.close()
-    expected = digests(save_checkpoint(ranks_folder / "a", optimizer, progress, DESCRIPTION))
+    progress, expected = copied(mpi, strategy, ranks_folder)
     alone, mine = SerialComm(), ranks_folder / f"alone{mpi.rank}"
     again = fresh(alone, FULL_SHARD)
     load_copies(alone, found(alone, ranks_folder), again, DESCRIPTION)

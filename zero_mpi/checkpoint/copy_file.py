@@ -25,7 +25,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import FileError, UsageError, naming
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import reason
+from zero_mpi.files.open import fill, reason
 from zero_mpi.launch.leftovers import PLACE
 
 PREFIX, RECORD = "zero_mpi-copy-", ".record"
@@ -98,12 +98,8 @@ def record_of(path: Path) -> Path:
 
 def read_into(handle: int, room: Array, at: int) -> None:
     """Fill room, (bytes,) uint8, from a byte of a file on; OSError where the file ends before."""
-    left = memoryview(room)
-    while left:
-        count = os.preadv(handle, [left], at)
-        if not count:
-            raise OSError(0, "it is cut short")
-        left, at = left[count:], at + count
+    if fill(handle, memoryview(room), at) < room.size:
+        raise OSError(0, "it is cut short")
 
 
 def pieces(path: Path, nbytes: int) -> Iterator[Array]:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from zero_mpi.comm import Comm, Partition, Piece, SerialComm
+from zero_mpi.comm.members import members_of
 from zero_mpi.files.file_systems import FileSystem, file_system
 
 
@@ -91,10 +92,7 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
     if several and not found.hosts and (found.known or a_node is None):
         return (0,) * len(nodes)
     writer_of = list(range(len(nodes)))
-    mates: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        mates.setdefault(node, []).append(rank)
-    for ranks in mates.values():
+    for ranks in members_of(nodes).values():
         groups = Partition(len(ranks), min(a_node or found.writers or len(ranks), len(ranks)))
         for number in range(groups.parts):
             for rank in ranks[groups.part(number)]:

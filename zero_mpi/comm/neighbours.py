@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.comm.members import members_of
 from zero_mpi.comm.meter import Meter
 from zero_mpi.device.types import Array
 
@@ -24,9 +25,7 @@ class Ring:
 
 def ring(nodes: Sequence[int], rank: int) -> Ring:
     """The place of a rank, from the node of each rank by number; nodes may have unequally many ranks."""
-    members: dict[int, list[int]] = {}
-    for each, node in enumerate(nodes):
-        members.setdefault(node, []).append(each)
+    members = members_of(nodes)
     if len(members) == 1:
         return Ring(None, ())
     order, keepers = list(members), dict[int, int]()

@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from zero_mpi.comm.members import members_of
 from zero_mpi.comm.start_mpi import MPI
 
 PRETEND = "ZERO_MPI_RANKS_PER_NODE"
@@ -90,7 +91,5 @@ def nodes_of(world: Any) -> list[int]:
 def find_topology(world: Any, node: Any) -> Topology:
     """The nodes of `world`, of which `node` is this rank's communicator. Collective."""
     leader = node.bcast(world.Get_rank())
-    members: dict[int, list[int]] = {}
-    for rank, first in enumerate(world.allgather(leader)):
-        members.setdefault(first, []).append(rank)
-    return Topology(tuple(tuple(members[first]) for first in sorted(members)), world.Get_rank())
+    members = members_of(world.allgather(leader)).values()
+    return Topology(tuple(map(tuple, members)), world.Get_rank())

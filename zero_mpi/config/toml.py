@@ -20,13 +20,18 @@ MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Settings of a TOML file, by flag names with - or _; raises UsageError naming file and key."""
+    tables = read_tables("--config", path)
+    return {setting_of(name): checked_type(path, name, value) for name, value in tables.items()}
+
+
+def read_tables(flag: str, path: Path) -> dict[str, Any]:
+    """What a TOML file holds that a flag names; raises UsageError naming both."""
     try:
-        raw = parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
+        return parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
     except FileError as error:
-        raise UsageError(f"--config {error}") from None
+        raise UsageError(f"{flag} {error}") from None
     except ValueError as error:
-        raise UsageError(f"--config {shown(path)}: not a TOML file: {error}") from None
-    return {setting_of(name): checked_type(path, name, value) for name, value in raw.items()}
+        raise UsageError(f"{flag} {shown(path)}: not a TOML file: {error}") from None
 
 
 def setting_of(key: str) -> str:

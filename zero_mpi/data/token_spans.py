@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import open_file
+from zero_mpi.files.open import fill, open_file
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
@@ -54,14 +54,10 @@ class FileSpan:
     def read(self, first: int, room: NDArray[Any]) -> None:
         """Fill `room` with ids from `first` on; raises JobError where the file is no longer as it was."""
         view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
-        done = 0
         try:
             file = opened(self.path, self.length)
-            while done < len(view):
-                got = os.preadv(file.fileno(), [view[done:]], at + done)
-                if not got:
-                    raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
-                done += got
+            if fill(file.fileno(), view, at) < len(view):
+                raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or error
             raise JobError(

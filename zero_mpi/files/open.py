@@ -102,6 +102,17 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
+def fill(handle: int, room: memoryview, at: int) -> int:
+    """Fill room, of bytes, from a place of an open file on. Returns how many: fewer where the file ends."""
+    done = 0
+    while done < len(room):
+        got = os.preadv(handle, [room[done:]], at + done)
+        if not got:
+            break
+        done += got
+    return done
+
+
 def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str = "a file") -> bytes:
     """All bytes of a regular file of at most `most` bytes; raises FileError."""
     with open_file(path, expected) as file:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.cli.parser import nearest
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.config.toml import read_tables
+from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.open import read_file
-from zero_mpi.files.parse import parse_toml
 from zero_mpi.plan.machine import LARGEST, Disk, Level, Link
 
-MOST_MACHINE = 1 << 20  # bytes of the file
 LINK: dict[str, type] = {"alpha_seconds": float, "bytes_per_second": float}
 TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, all above 0
     "node": {"ranks": int, "memory_bytes": int, **LINK},
@@ -41,12 +39,7 @@ class MachineFile:
 def read_machine(path: Path) -> MachineFile:
     """What a file says of a machine; raises UsageError that names the file and the key."""
     place = f"--machine {shown(path)}"
-    try:
-        found = parse_toml(read_file(path, MOST_MACHINE, "a TOML file"))
-    except FileError as error:
-        raise UsageError(f"--machine {error}") from None
-    except ValueError as error:
-        raise UsageError(f"{place}: not a TOML file: {error}") from None
+    found = read_tables("--machine", path)
     refuse_unknown(place, "", found, (*TABLES, "network"))
     tables = {
         name: checked(f"{place}: [{name}]", found.get(name), keys)

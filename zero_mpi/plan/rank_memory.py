@@ -105,7 +105,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 
 
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
-    """Of a slice of a unit what goes into a checkpoint: parameters, moments, averages."""
+    """What goes into a checkpoint of `own` elements of a unit: parameters, moments, averages."""
     trained, averages = unit.trainable, case.ema is not None
     return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + 2 * trained)
 

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from zero_mpi.checkpoint.writers import assigned
 from zero_mpi.files.file_systems import OF_MANY
+from zero_mpi.plan import rank_memory
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
-from zero_mpi.sharding.unit import BYTES
-
-MOMENTS = 2
 
 
 def saved_bytes(case: Case) -> int:
     """Of a checkpoint's tensors: weights (of adapters alone, where these are trained), averages, moments."""
-    sizes = [(sum(p.size for p in unit.params.values()), unit.trainable) for unit in case.layout.units]
-    trained = sum(count for count, trainable in sizes if trainable)
-    kept = sum(count for count, _ in sizes) if case.model.lora is None else trained
-    return BYTES * (kept * (1 if case.ema is None else 2) + MOMENTS * trained)
+    sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
+    return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
 
 
 def writers(case: Case) -> int:

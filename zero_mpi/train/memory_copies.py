@@ -24,6 +24,7 @@ from zero_mpi.checkpoint.peer_copies import PeerCopies
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.cli.text import size
 from zero_mpi.comm.agree import results
+from zero_mpi.comm.members import members_of
 from zero_mpi.comm.neighbours import Neighbours, ring
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -90,8 +91,7 @@ class MemoryCopies:
     def _check_room(self, nodes: list[int], run: str, place: Path) -> None:
         """Raise UsageError where a host has no room for the copies of its ranks. Collective."""
         told = results(self._world.comm, lambda: (self._copies.room, *room_in(place, run)))
-        for node in sorted(set(nodes)):
-            ranks = [rank for rank, theirs in enumerate(nodes) if theirs == node]
+        for ranks in members_of(nodes).values():
             needed = sum(told[rank][0] for rank in ranks)
             _, free, host = told[ranks[0]]
             if needed > free:

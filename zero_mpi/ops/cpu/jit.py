@@ -178,6 +178,18 @@ def wide(context: Any, x: Any) -> Any:
     return FLOAT(x), codegen
 
 
+def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
+    """The words whose lower halves are the bits of the nearest bfloat16 of float32, of two the even one.
+
+    One number, or a vector: word is the type of its bits, and word_of makes a constant of that type.
+    """
+    bits = builder.bitcast(number, word)
+    odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
+    near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the sum would carry it away
+    return builder.select(is_nan, word_of(0x7FC0), near)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
     """What `out` holds for a float32: itself, or the bits of the nearest bfloat16, of two the even one."""
@@ -185,11 +197,7 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if out.dtype == FLOAT:
             return values[1]
-        word = builder.bitcast(values[1], WORD)
-        odd = builder.and_(builder.lshr(word, WORD(16)), WORD(1))
-        near = builder.lshr(builder.add(builder.add(word, WORD(0x7FFF)), odd), WORD(16))
-        is_nan = builder.fcmp_unordered("uno", values[1], values[1])  # the sum would carry it away
-        return builder.trunc(builder.select(is_nan, WORD(0x7FC0), near), ir.IntType(16))
+        return builder.trunc(nearest_low(builder, values[1], WORD), ir.IntType(16))
 
     return out.dtype(out, FLOAT), codegen
 

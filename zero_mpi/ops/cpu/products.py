@@ -51,6 +51,7 @@ def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
     return None if product is None else shared(product)
 
 
+@cache
 def of_single(library: OneDNN) -> Callable[..., Array]:
     """A product of float32 as `blas.times`, by whichever is faster."""
 
@@ -70,6 +71,7 @@ def load() -> None:
         by_tiles()
 
 
+@cache
 def of_low(library: OneDNN) -> Callable[..., Array]:
     """A product of bfloat16: of many small matrices by tiles where there are such, else the library's.
 

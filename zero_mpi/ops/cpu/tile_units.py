@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from zero_mpi.ops.cpu.jit import WORD
+from zero_mpi.ops.cpu.jit import WORD, nearest_low
 
 LANES = 16  # elements at a time
 PLACE, BYTE, HALF = types.int64, ir.IntType(8), ir.IntType(16)
@@ -166,12 +166,8 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         numbers = loaded(builder, values[0], ir.FloatType())
-        words = builder.bitcast(numbers, ir.VectorType(WORD, LANES))
-        odd = builder.and_(builder.lshr(words, constant(16)), constant(1))
-        near = builder.lshr(builder.add(builder.add(words, constant(0x7FFF)), odd), constant(16))
-        is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-        chosen = builder.select(is_nan, constant(0x7FC0), near)
-        stored(builder, builder.trunc(chosen, ir.VectorType(HALF, LANES)), values[1])
+        words = nearest_low(builder, numbers, ir.VectorType(WORD, LANES), constant)
+        stored(builder, builder.trunc(words, ir.VectorType(HALF, LANES)), values[1])
         return context.get_dummy_value()
 
     return types.void(PLACE, PLACE), codegen
