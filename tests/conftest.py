@@ -8,9 +8,12 @@
 - A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
+- A test that runs at several numbers of ranks and has three parameters or more runs with all combinations of
+  their values at 3 ranks, or the nearest to it, and elsewhere with as many as each pair of values needs to
+  meet; with --every all run everywhere.
 - With --quick what is only more of the same stays out: tests marked `exhaustive`, whatever runs at several
-  numbers of ranks at all but 3, or the nearest to it, and, where a test has three parameters or more, what
-  is not needed for each pair of values to meet. `make test` is quick, `make test-all` is not.
+  numbers of ranks at all but 3, or the nearest to it, and there too what pairs of values do not need.
+  `make test` is quick, `make test-all` is not.
 """
 
 import atexit
@@ -45,6 +48,7 @@ SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
 MOST_QUICK = 4  # what run_sizes.py goes up to with --quick
 QUICK_SIZE = 3  # where --quick runs what can run there: uneven slices, a middle rank
 MORE_OF_THE_SAME = "more of the same: make test-all"
+THIRD_VALUES = "pairs of values meet without them: make test-all ARGS=--every"
 PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
 
 
@@ -141,9 +145,9 @@ class Harness:
     def pytest_collection_modifyitems(self, config, items):
         """Leave out what is not for this world size; stop if the ranks hold different tests."""
         leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
-        if config.getoption("quick"):
-            rest = beyond_pairs(item for item in items if item not in leave_out)
-            leave_out |= dict.fromkeys(rest, MORE_OF_THE_SAME)
+        reason = MORE_OF_THE_SAME if config.getoption("quick") else THIRD_VALUES
+        kept = (item for item in items if item not in leave_out and self.needs_pairs_only(item))
+        leave_out |= dict.fromkeys(beyond_pairs(kept), reason)
         if leave_out:
             config.hook.pytest_deselected(items=list(leave_out))
             items[:] = [item for item in items if item not in leave_out]
@@ -163,8 +167,7 @@ class Harness:
         """Why a test does not run in this world, or None."""
         if self.world.size > 1 and TESTS / "serial" in item.path.parents:
             return "tests/serial runs in one process: python -m pytest tests/serial"
-        marker = item.get_closest_marker("world")
-        sizes = set(marker.args if marker else SUITE_SIZES) & set(SUITE_SIZES)
+        marker, sizes = item.get_closest_marker("world"), sizes_of(item)
         if not sizes:
             raise pytest.UsageError(
                 f"{item.nodeid}: world{marker.args} names no size of {SUITE_SIZES}, "
@@ -174,17 +177,20 @@ class Harness:
             raise pytest.UsageError(f"{item.nodeid}: world{sizes} has no size that `make test` runs")
         if marker and self.world.size not in marker.args:
             return f"for other world sizes than {self.world.size}"
-        if item.config.getoption("quick") and self.is_more_of_the_same(item, sizes):
+        if item.config.getoption("quick") and (
+            item.get_closest_marker("exhaustive") or not self.is_its_place(item)
+        ):
             return MORE_OF_THE_SAME
         return None
 
-    def is_more_of_the_same(self, item, sizes):
-        """Whether a test says so of itself, or runs in another world."""
-        if item.get_closest_marker("exhaustive"):
-            return True
-        if TESTS / "serial" in item.path.parents:
-            return False
-        return self.world.size != nearest(sizes)
+    def is_its_place(self, item):
+        """Whether this is the world, of those that a test runs in, where most is asked of it."""
+        return TESTS / "serial" in item.path.parents or self.world.size == nearest(sizes_of(item))
+
+    def needs_pairs_only(self, item):
+        """Whether a test of three parameters need not run with all combinations of their values here."""
+        option = item.config.getoption
+        return option("quick") or not (option("every") or self.is_its_place(item))
 
     def pytest_report_collectionfinish(self):
         """One line for each reason why tests were left out."""
@@ -246,8 +252,14 @@ class Harness:
         self.remove(self.base)
 
 
+def sizes_of(item):
+    """The numbers of ranks, of the suite's, that a test runs at."""
+    marker = item.get_closest_marker("world")
+    return set(marker.args if marker else SUITE_SIZES) & set(SUITE_SIZES)
+
+
 def nearest(sizes):
-    """Which of some numbers of ranks --quick runs a test at."""
+    """Which of some numbers of ranks --quick runs a test at, and others run most of it at."""
     return min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
 
 
@@ -273,8 +285,9 @@ def merge_outcomes(report, outcomes, own_rank):
 
 
 def pytest_addoption(parser):
-    """The option of `make test`."""
+    """The option of `make test`, and one for all there is."""
     parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
+    parser.addoption("--every", action="store_true", help="all combinations at all numbers of ranks")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -262,6 +262,16 @@ def test_quick_leaves_out_what_no_pair_of_values_needs(tmp_path):
         assert len({(case[first], case[second]) for case in ran}) == 4
 
 
+@needs_mpiexec
+@pytest.mark.parametrize(("ranks", "flags", "passed"), [(3, [], 12), (2, [], 8), (2, ["--every"], 12)])
+def test_all_combinations_run_at_three_ranks_and_with_every(ranks, flags, passed, tmp_path):
+    make_suite(tmp_path, PAIRS)
+    status, output, errors = run_job(ranks, [*PYTEST, *flags, "tests/mpi"], cwd=tmp_path, timeout=30)
+    assert status == 0, output + errors
+    assert f"{passed} passed" in output
+    assert ("deselected 4: pairs of values meet without them" in output) == (passed == 8)
+
+
 def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):
     make_suite(tmp_path, WORLD_TESTS)
     status, output, _ = run_command([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, timeout=30)
