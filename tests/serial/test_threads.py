@@ -94,13 +94,17 @@ def test_attention_of_several_sequences_is_shared_out(of_threads, length):
     assert once() == alone
 
 
-def test_a_head_s_loss_is_the_sum_of_its_parts(of_threads):
+@pytest.mark.parametrize("least", [64, 1 << 40])
+def test_a_head_s_loss_is_the_sum_of_its_parts(of_threads, least, monkeypatch):
+    """With products on one thread its gradient has the bits of one; in parts BLAS may add in other orders."""
+    monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
     x, w, targets = numbers(60, 16, seed=1), numbers(300, 16, seed=2), np.arange(60) % 300
     alone = ops.linear_cross_entropy(x, w, None, targets, 0.5)
     of_threads(2)
     shared = ops.linear_cross_entropy(x, w, None, targets, 0.5)
     close(shared[0], alone[0])
-    assert shared[1].tobytes() == alone[1].tobytes()
+    close(shared[1], alone[1])
+    assert least == 64 or shared[1].tobytes() == alone[1].tobytes()
 
 
 def test_parts_are_equal_runs_of_whole_rows(of_threads):
