@@ -52,7 +52,7 @@ class CopyRecord:
     def packed(self) -> bytes:
         """The content of its file."""
         said = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        progress = asdict(self.progress)
+        progress = {name: value for name, value in asdict(self.progress).items() if value is not None}
         best = self.progress.best
         said["progress"] = progress | {"best": [float(best.loss).hex(), best.step, best.since]}
         body = json.dumps(said, default=dict).encode()

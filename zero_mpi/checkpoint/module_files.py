@@ -63,7 +63,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
         steps,
         skipped=optimizer.skipped,
         updates=optimizer.steps,
-        scale_exponent=scale.exponent,
+        scale_exponent=scale.recorded,
         scale_steps=scale.good_steps,
     )
     parts = parts_of(optimizer, description)

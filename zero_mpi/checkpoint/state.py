@@ -46,7 +46,8 @@ MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 class TrainingProgress:
     """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
 
-    scale_*: of the loss scale (`sharding.loss_scale`); best: evaluation; both where there is one.
+    scale_*: of the loss scale (`sharding.loss_scale`), its exponent None where losses are not scaled; best:
+    evaluation, where there is one.
     """
 
     step: int = 0
@@ -54,7 +55,7 @@ class TrainingProgress:
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int = 0
+    scale_exponent: int | None = None
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 
@@ -109,7 +110,7 @@ def stamp(
     }
     own = {**description.model, "general.file_type": np.uint32(0), **shared}
     files = {role: {**own, TENSOR_DIGESTS: as_lines(found)} for role, found in digests.items()}
-    scaled = SCALE_COUNTS if progress.scale_exponent or progress.scale_steps else {}
+    scaled = {} if progress.scale_exponent is None else SCALE_COUNTS
     counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scaled}.items()}
     texts = {
         f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
@@ -222,7 +223,7 @@ def take_up(progress: TrainingProgress, optimizer: ShardedAdamW) -> TrainingProg
     """Let an optimizer count on from where a run stood. Returns that."""
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     scale = optimizer.module.loss_scale
-    if scale.dynamic and (progress.scale_exponent or progress.scale_steps):
+    if scale.dynamic and progress.scale_exponent is not None:
         scale.exponent, scale.good_steps = progress.scale_exponent, progress.scale_steps
     return progress
 

@@ -39,6 +39,11 @@ class LossScale:
         """What losses are multiplied with."""
         return math.ldexp(1.0, self.exponent)
 
+    @property
+    def recorded(self) -> int | None:
+        """The exponent as a checkpoint has it: None where it is not dynamic."""
+        return self.exponent if self.dynamic else None
+
     def times(self, dy: Array) -> Array:
         """A gradient times the factor, which itself may be beyond the gradient's type."""
         with np.errstate(over="ignore", invalid="ignore"):

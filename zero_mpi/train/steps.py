@@ -88,7 +88,7 @@ class Steps:
             skipped=optimizer.skipped,
             updates=optimizer.steps,
             samples=self.progress.samples + loader.batch_size,
-            scale_exponent=scale.exponent,
+            scale_exponent=scale.recorded,
             scale_steps=scale.good_steps,
         )
 
