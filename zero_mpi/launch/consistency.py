@@ -11,7 +11,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ def installation(world: World) -> dict[str, str]:
     """What this rank computes with."""
     facts = {
         "zero_mpi": __version__,
-        "zero_mpi's source": source_digest(Path(environment.__file__).parents[1]),
+        "zero_mpi's source": own_source(),
         "Python": platform.python_version(),
         "NumPy": np.__version__,
         "operations": ops.backend(),
@@ -99,6 +99,12 @@ def check_pins() -> None:
     found = device_found or portable.fault(blas(), ops.compiled_for())
     if found:
         raise UsageError(f"--bits portable: {found}")
+
+
+@cache
+def own_source() -> str:
+    """The digest of the package that runs: read once, for these are hundreds of files on every rank."""
+    return source_digest(Path(environment.__file__).parents[1])
 
 
 def source_digest(folder: Path) -> str:

@@ -163,7 +163,7 @@ class Case:
     @cached_property
     def partitions(self) -> list[Partition]:
         """Per unit, who owns what of it."""
-        return [partition_of(*unit.dealt, self.owners) for unit in self.layout.units]
+        return [unit.partition(self.owners) for unit in self.layout.units]
 
     @property
     def slices(self) -> list[tuple[Unit, int]]:
@@ -190,9 +190,3 @@ class Case:
 def layout_of(case: Case) -> Layout:
     """The layout that the runtime would work out; many cases share it."""
     return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
-
-
-@lru_cache(maxsize=4096)
-def partition_of(length: int, quantum: int, ranks: int) -> Partition:
-    """A unit's partition; blocks of a model have the same one."""
-    return Partition(length, ranks, quantum)

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from zero_mpi.comm import Partition
+from zero_mpi.comm.partition import Partition, dealt_out
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stage
 from zero_mpi.sharding.precision import floats
@@ -84,7 +84,7 @@ class Unit:
     def partition(self, ranks: int) -> Partition:
         """Who owns what of the buffer."""
         length, quantum = self.dealt
-        return Partition(length, ranks, quantum)
+        return dealt_out(length, ranks, quantum)
 
     def room(self, compute: Any) -> int:
         """Float32 elements that the parameters take where they are gathered, for this type of computing."""
@@ -96,7 +96,7 @@ class Unit:
 
     def in_room(self, ranks: int, compute: Any) -> Partition:
         """Who owns what of `room`."""
-        return Partition(self.room(compute), ranks, floats(self.quantum, compute))
+        return dealt_out(self.room(compute), ranks, floats(self.quantum, compute))
 
     def kept_bytes(self, compute: Any) -> int:
         """Bytes of an element of what ranks have slices of."""

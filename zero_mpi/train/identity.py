@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import environment
 from zero_mpi.checkpoint.adapter import weights_digest
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -53,7 +52,7 @@ def identity(
         SETTINGS: settings_of(config),
         FACTS: {**facts, **begun},
         MACHINE: dict(description.machine),
-        CODE: consistency.source_digest(Path(environment.__file__).parents[1]),
+        CODE: consistency.own_source(),
     }
 
 

@@ -1,0 +1,111 @@
+"""Rank 0 of many that are not there begins a run, and all it hears is as if the others said the same.
+
+    python tests/pretended_ranks.py RANKS FLAGS...
+
+It goes up to the first step by the functions of `zero_mpi.train` itself, and prints as JSON what that took:
+files opened, messages, bytes said in them and heard, and bytes of Python objects that are kept. Arrays are
+not among the last: slices become shorter with more ranks, and a plan has them.
+"""
+
+import gc
+import json
+import pickle
+import sys
+import tracemalloc
+from typing import Any
+
+from zero_mpi import SerialComm
+from zero_mpi.comm import kinds
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory
+from zero_mpi.comm.partition import dealt_out
+from zero_mpi.config.command_line import parse
+from zero_mpi.launch.consistency import check_installation, own_source
+from zero_mpi.launch.stopping import signals
+from zero_mpi.launch.world import Hearing, World
+from zero_mpi.train import setup
+from zero_mpi.train.command import stand_guard
+from zero_mpi.train.memory_copies import MemoryCopies
+from zero_mpi.train.resolve import resolve
+from zero_mpi.train.trainer import Trainer
+from zero_mpi.train.transport import Chosen
+
+PER_NODE = 8
+OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in one of their own
+
+
+class Echo(SerialComm):
+    """Rank 0 of `size`, `PER_NODE` on a node: what it says comes back from each, as an object of its own."""
+
+    kind, sums_in_place = kinds.MPI, False
+    said = heard = messages = 0  # of all of them
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def _say(self, value: Any, times: int) -> list[Any]:
+        word = pickle.dumps(value)
+        Echo.said += len(word)
+        Echo.heard += len(word) * times
+        Echo.messages += 1
+        return [pickle.loads(word) for _ in range(times)]
+
+    def memory(self, wholes: Any, buffers: Any, gathers: Any = ()) -> ModuleMemory:
+        return Comm.memory(self, wholes, buffers, gathers)
+
+    def broadcast(self, array: Any, root: int = 0, label: str = "") -> Handle:
+        Echo.said += array.nbytes
+        Echo.messages += 1
+        return super().broadcast(array, root, label)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._say(value, 1)[0]
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        return self._say(value, self.size)
+
+    allgather_object = gather_object
+
+    def nodes(self) -> list[int]:
+        return [rank // PER_NODE for rank in range(self.size)]
+
+    def background(self) -> Comm:
+        return Echo(self.size)
+
+    def split(self, group: int) -> Comm:
+        raise NotImplementedError("a start needs no group")
+
+
+def begin(ranks: int, flags: list[str]) -> Trainer:
+    """A run of so many ranks, ready for its first step: what `zero_mpi.train.command` does."""
+    world = World(0, ranks, comm=Hearing(Echo(ranks)))
+    world.__dict__["node"] = Echo(min(ranks, PER_NODE))
+    setup.choose_transport = lambda *_: Chosen(Echo(ranks))
+    signals.ending = world.end
+    check_installation(world)
+    config = world.together(lambda: parse(flags))
+    watchdog, outcome = stand_guard(world, config)
+    session = setup.build(world, resolve(world, config))
+    copies = MemoryCopies(world, session, watchdog.beat)
+    trainer = Trainer(world, session, watchdog, outcome, copies)
+    trainer.observers = trainer.observe(trainer.begin())
+    return trainer
+
+
+def main(ranks: int, flags: list[str]) -> None:
+    """Count, and print."""
+    opened: list[str] = []
+    begin(PER_NODE, [*flags, "--out", "before"])  # modules are loaded now
+    own_source.cache_clear()
+    dealt_out.cache_clear()
+    Echo.said = Echo.heard = Echo.messages = 0
+    sys.addaudithook(lambda event, about: opened.append(str(about[0])) if event == "open" else None)
+    tracemalloc.start()
+    trainer = begin(ranks, [*flags, "--out", "run"])
+    gc.collect()
+    kept = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([OF_OBJECTS]).traces)
+    found = {"files": len(opened), "said": Echo.said, "heard": Echo.heard, "messages": Echo.messages}
+    print(json.dumps(found | {"kept": kept, "ranks": trainer.world.size}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,51 @@
+"""What the start of a run costs a rank, by the number of ranks: nothing that grows but short words.
+
+Rank 0 of many that are not there goes up to its first step (`pretended_ranks`).
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import run_command
+from test_command_bits import write_text
+
+TESTS = Path(__file__).resolve().parents[1]
+SCRIPT, PACKAGE = TESTS / "pretended_ranks.py", TESTS.parent / "zero_mpi"
+FLAGS = ["--layers", "12", "--dim", "32", "--heads", "2", "--ffn", "64", "--context", "16"]
+FLAGS += ["--batch-size", "4096", "--micro-batch", "1", "--steps", "3", "--sample", "0"]
+FEW, MORE, MOST = 64, (256, 1024), 4096
+HEARD = 1700  # bytes of short words from each rank: 22 agreements, and each rank's process and host
+KEPT = 400  # bytes for each rank: its slice of units of four lengths, its process and host
+
+
+def begun(ranks, folder):
+    """What it took to begin a run of so many ranks."""
+    data = write_text(folder)
+    status, printed, errors = run_command(
+        [sys.executable, SCRIPT, str(ranks), *FLAGS, "--data", *data], timeout=60, cwd=folder
+    )
+    assert status == 0, errors
+    found = json.loads(printed.splitlines()[-1])
+    assert found["ranks"] == ranks
+    return found
+
+
+@pytest.mark.timeout_seconds(120)
+def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
+    sizes = [FEW, *MORE, *([] if quick else [MOST])]
+    costs = {}
+    for ranks in sizes:
+        (tmp_path / str(ranks)).mkdir()
+        costs[ranks] = begun(ranks, tmp_path / str(ranks))
+    first = costs[FEW]
+    sources = len(list(PACKAGE.rglob("*.py")))  # read once, to compare with other ranks'
+    assert sources < first["files"] < sources + 200
+    for ranks in sizes[1:]:
+        found = costs[ranks]
+        assert found["messages"] == first["messages"]
+        assert abs(found["files"] - first["files"]) <= 4
+        assert abs(found["said"] - first["said"]) <= 64  # numbers have more digits
+        assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
+        assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)
