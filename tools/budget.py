@@ -50,7 +50,7 @@ BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudg
 BANNED += ("rehearsal", "rehearsed", "relay", "rollcall", "sieve", "straight", "uniform", "ways", "wire")
 DIALECT: tuple[str, ...] = ()
 # Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
-MOST_TERSE, TERSE_WORDS = 20, 4
+MOST_TERSE, TERSE_WORDS = 19, 4
 REFERENCE = re.compile(r"(As )?`[^`]+`\.")
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")

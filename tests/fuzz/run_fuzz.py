@@ -190,10 +190,10 @@ def text_of(path: Path) -> str:
 
 
 def run_command(args: list[str]) -> None:
-    """What `python ARGS...` does: `-m MODULE ...` by a call of its main, else a script."""
+    """What `python ARGS...` does: `-m MODULE ...` or a script, in this process."""
     if args[0] == "-m":
         sys.argv = [args[1], *args[2:]]
-        importlib.import_module(args[1]).main()
+        runpy.run_module(args[1], run_name="__main__")
     else:
         sys.argv = args
         runpy.run_path(args[0], run_name="__main__")
@@ -289,7 +289,7 @@ def prepare() -> None:
     """Settings, then the imports of all commands, before anything is forked. MPI is not started here."""
     os.environ.update(SETTINGS)
     for name in COMMANDS:
-        importlib.import_module(f"zero_mpi.{name}")
+        importlib.import_module(f"zero_mpi.{name}.command")
 
 
 def main() -> int:

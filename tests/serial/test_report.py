@@ -581,7 +581,7 @@ def test_report_starts_no_mpi(real, tmp_path):
     code += "names = ('mpi4py.MPI', 'plotille', 'plotly.graph_objects', 'numba')\n"
     code += "heavy = lambda: [name for name in names if name in sys.modules]\n"
     code += "atexit.register(lambda: print(heavy()))\n"
-    code += "from zero_mpi.report import main; main()"
+    code += "from zero_mpi.report.command import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -24,7 +24,7 @@ SIZES = ["--arch", "llama", "--dim", "64", "--layers", "2", "--heads", "4", "--k
 IN_FLOATS = """
 from zero_mpi.config import inputs
 inputs.BLOCK_KINDS = {}
-from zero_mpi.train import main
+from zero_mpi.train.command import main
 main()
 """
 

@@ -1,6 +1,6 @@
 """What reaches a terminal: one line where one is promised, of bounded length, nothing that controls it."""
 
-import importlib
+import runpy
 import subprocess
 import sys
 
@@ -34,7 +34,7 @@ def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *given])
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(f"zero_mpi.{name}").main()
+        runpy.run_module(f"zero_mpi.{name}", run_name="__main__")
     printed, said = capfd.readouterr()
     assert (end.value.code, printed, said.count("\n")) == (2, "", 1)
     assert said.startswith(f"zero_mpi {name}: error: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import runpy
 import sys
 
 from zero_mpi import environment
@@ -36,7 +36,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
-        importlib.import_module(f"zero_mpi.{name}").main()
+        runpy.run_module(f"zero_mpi.{name}", run_name="__main__")
         return
     if environment.launch_rank() > 0:
         sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all

@@ -5,7 +5,3 @@ module for each concern gives rows (`verdicts.Row`): what was looked at, what wa
 What only one rank can see is gathered first, so that all ranks hold the same rows and end with the same
 status.
 """
-
-from zero_mpi.doctor.command import main
-
-__all__ = ["main"]

@@ -2,5 +2,4 @@
 
 from zero_mpi.doctor.command import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -8,10 +8,3 @@ ranks. Both become `sequences`: rows of tokens of which some targets count, each
 All losses of a model meet in one vector, in the order of the text, and every sum is made of that vector: so
 what is printed is the same at any number of ranks and over any transport.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.evaluate.command import main as run
-
-    run()

@@ -2,10 +2,3 @@
 
 `host_entries` reads and writes the forms, also for other commands; `command` is the command.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.hostfile.command import main as run
-
-    run()

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.hostfile`."""
 
-from zero_mpi.hostfile import main
+from zero_mpi.hostfile.command import main
 
 main()

@@ -11,10 +11,3 @@ a clock: computing moves it, transfers queue on one line (`cost_model`), and wha
 communication that is not hidden. `max_size` and `scaling` ask about many cases; `resident` adds what a node
 takes for interpreters and libraries.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.plan.command import main as run
-
-    run()

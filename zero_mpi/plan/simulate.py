@@ -80,11 +80,6 @@ class StepScript:
             self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
         self.events.append(StepEvent(kind, unit, what))
 
-    def cut(self) -> tuple[StepEvent, ...]:
-        """The events since the last cut."""
-        events, self.events = tuple(self.events), []
-        return events
-
 
 class SimulatedTransfer(Handle):
     """A transfer of a unit; to wait for it is an event."""
@@ -158,7 +153,8 @@ class Simulator:
             script.note(UPDATE)
             module.broadcast_updated_params()
             module.zero_gradients()
-        return script.cut()
+        events, script.events = tuple(script.events), []
+        return events
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
@@ -184,5 +180,4 @@ def _simulate(case: Case) -> Simulation:
     steps = tuple(simulator.step() for _ in range(STEPS))
     module, memory = simulator.module, simulator.memory
     pools = module.parameter_pool, module.unpacked_pool, module.gradient_pool
-    gathered, unpacked, gradients = (pool.nbytes for pool in pools)
-    return Simulation(steps, gathered, unpacked, gradients, memory.held, memory.small, memory.logits)
+    return Simulation(steps, *(pool.nbytes for pool in pools), memory.held, memory.small, memory.logits)

@@ -5,10 +5,3 @@ grow with the run. `charts` names the curves; `traces` and `plots` turn them int
 them in the browser; `sections` makes the rows around them, and `page` puts all into its template, which needs
 no network; `terminal` draws on a terminal. What is absent is not drawn; null is a gap with a cross.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.report.command import main as run
-
-    run()

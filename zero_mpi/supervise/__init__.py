@@ -9,10 +9,3 @@ run goes on by itself: its command takes the newest checkpoint in its folder, on
 Neither NumPy nor MPI is loaded: whatever goes wrong there must not reach the process that mends it. While a
 run lives nothing is written into its folder.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.supervise.command import main as run
-
-    run()

@@ -7,10 +7,3 @@ lets ranks know of each other while each is at its own parts.
 
 How many ranks there are decides who writes a part, and nothing of what is in it.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.tokenize.command import main as run
-
-    run()

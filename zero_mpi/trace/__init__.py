@@ -4,10 +4,3 @@
 the parts together. `python -m zero_mpi.trace FILE` reads the file back (`read`), works out where each rank's
 time went and whom the others wait for (`breakdown`), and prints it (`tables`).
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.trace.command import main as run
-
-    run()

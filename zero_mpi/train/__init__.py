@@ -7,10 +7,3 @@ What a run says is in `summary` at its start and in `sample` at its end; `dry_ru
 measures the peak of the machine at the start: matrix products that grow until one takes 2 ms, for 40 ms on
 all ranks at once.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.train.command import main as run
-
-    run()

@@ -7,10 +7,3 @@ tensor. What is not so is a `Differs` (`findings`), raised on all ranks.
 
 Nothing is written into the folder, and nothing of it is believed that was not held to something else.
 """
-
-
-def main() -> None:
-    """Entry point of the command."""
-    from zero_mpi.verify.command import main as run
-
-    run()
