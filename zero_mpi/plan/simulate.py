@@ -180,4 +180,5 @@ def _simulate(case: Case) -> Simulation:
     steps = tuple(simulator.step() for _ in range(STEPS))
     module, memory = simulator.module, simulator.memory
     pools = module.parameter_pool, module.unpacked_pool, module.gradient_pool
-    return Simulation(steps, *(pool.nbytes for pool in pools), memory.held, memory.small, memory.logits)
+    gathered, unpacked, gradients = (pool.nbytes for pool in pools)
+    return Simulation(steps, gathered, unpacked, gradients, memory.held, memory.small, memory.logits)
