@@ -21,7 +21,7 @@ import numpy as np
 from workloads import WORKLOADS, Workload
 
 from zero_mpi.config.settings import Config
-from zero_mpi.doctor.compute import rate
+from zero_mpi.doctor.compute import rate, square_product
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
@@ -48,11 +48,12 @@ class Line:
     batch: int | None = None
     context: int | None = None
     transport: str = "mpi"
+    width: int | None = None
 
     def sized(self) -> Workload:
-        """The workload, with the batch and the context of the line."""
+        """The workload, with the batch, the context and the width of the line."""
         workload = WORKLOADS[self.workload]
-        changed = {"batch": self.batch, "context": self.context}
+        changed = {"batch": self.batch, "context": self.context, "width": self.width}
         return replace(workload, **{name: size for name, size in changed.items() if size is not None})
 
 
@@ -95,24 +96,28 @@ def make_parser() -> argparse.ArgumentParser:
 def probe(world: World, arguments: Sequence[str]) -> int:
     """Print what messages take, while all ranks do the same."""
     set_threads(Config())  # as a job does: more threads than cores would measure only themselves
-    comm = world.mpi.COMM_WORLD
-    per_host = int(arguments[0])
-    found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
-    found["beta"] = (exchange(comm, LARGE, comm.size // 2) - found["alpha"]) / LARGE * (1 / per_host)
-    if per_host > 1:
-        found["alpha_node"] = exchange(comm, SMALL, 1)
-        found["beta_node"] = (exchange(comm, LARGE, 1) - found["alpha_node"]) / LARGE
+    found = rates(world.mpi.COMM_WORLD, int(arguments[0]))
     if world.rank == 0:
         print(json.dumps(found))
     return 0
 
 
-def exchange(comm: object, nbytes: int, apart: int) -> float:
+def rates(comm: object, per_host: int, large: int = LARGE, repeats: int = REPEATS) -> dict[str, float]:
+    """What messages of up to `large` bytes and products take on all ranks at once."""
+    found = {"alpha": exchange(comm, SMALL, comm.size // 2), "flops": products_per_second(comm)}
+    found["beta"] = (exchange(comm, large, comm.size // 2, repeats) - found["alpha"]) / large * (1 / per_host)
+    if per_host > 1:
+        found["alpha_node"] = exchange(comm, SMALL, 1)
+        found["beta_node"] = (exchange(comm, large, 1, repeats) - found["alpha_node"]) / large
+    return found
+
+
+def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> float:
     """Seconds in which every rank swaps `nbytes` with the one `apart` from it; the best of some."""
     other = comm.rank ^ apart
     mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     took = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         comm.Barrier()
         begun = time.perf_counter()
         comm.Sendrecv(mine, other, 0, theirs, other, 0)
@@ -123,7 +128,7 @@ def exchange(comm: object, nbytes: int, apart: int) -> float:
 def products_per_second(comm: object) -> float:
     """Operations a second of a rank's products, while all ranks do as many: as the doctor measures them."""
     comm.Barrier()
-    return float(np.mean(comm.allgather(rate(PRODUCTS))))
+    return float(np.mean(comm.allgather(rate(PRODUCTS, square_product(np.float32)))))
 
 
 # ------------------------------------------------------------------------------------------- outside: jobs
@@ -156,6 +161,7 @@ def step_flags(line: Line, steps: int) -> list[str]:
     """The flags of step.py."""
     workload = line.sized()
     flags = ["--workload", line.workload, "--batch", workload.batch, "--context", workload.context]
+    flags += ["--width", workload.width]
     flags += ["--strategy", line.strategy]
     flags += ["--reduction", line.reduction, "--prefetch", line.prefetch, "--transport", line.transport]
     return [*map(str, flags), "--warmup", "2", "--steps", str(steps), "--json"]
@@ -163,11 +169,20 @@ def step_flags(line: Line, steps: int) -> list[str]:
 
 def predicted(line: Line, hosts: int, found: dict[str, float]) -> StepTime:
     """The plan of a line, from the probe's numbers."""
-    workload, ranks = line.sized(), hosts * line.per_host
+    return step_time(case_of(line, hosts), machine_of(found))
+
+
+def machine_of(found: dict[str, float]) -> Machine:
+    """The machine that the probe's numbers describe."""
     between = Link(found["alpha"], found["beta"])
     node = Link(found.get("alpha_node", 0.0), found.get("beta_node", 0.0))
-    machine = Machine(node, between, flops=found["flops"], moves=ASSUMED.moves)
-    case = Case(
+    return Machine(node, between, flops=found["flops"], moves=found.get("moves", ASSUMED.moves))
+
+
+def case_of(line: Line, hosts: int) -> Case:
+    """What is planned of a line."""
+    workload, ranks = line.sized(), hosts * line.per_host
+    return Case(
         ARCHITECTURES[workload.arch].from_flags(workload.flags),
         ranks=ranks,
         nodes=hosts,
@@ -179,7 +194,6 @@ def predicted(line: Line, hosts: int, found: dict[str, float]) -> StepTime:
         context=workload.context,
         prefetch=line.prefetch,
     )
-    return step_time(case, machine)
 
 
 def main(arguments: Sequence[str]) -> int:

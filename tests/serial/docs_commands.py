@@ -396,6 +396,7 @@ MEASURING: dict[str, How] = {
     ),
     "python benchmarks/step_hosts.py --steps 12 -- --workload W3": SPEED,
     "python benchmarks/plan_check.py --steps 3": SPEED,
+    "python benchmarks/plan_scale.py": SPEED,
     "python benchmarks/scaling.py": ByTest(f"{BENCHMARKS}test_sizes_are_swept"),
     "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR": ByTest(
         f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"

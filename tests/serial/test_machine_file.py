@@ -66,10 +66,14 @@ def test_a_sweep_goes_to_16384_ranks_on_nodes_of_the_file_s_size(tmp_path):
     assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [
         (4**power, max(1, 4**power // 64)) for power in range(8)
     ]
-    assert points[-1]["save"] == pytest.approx(points[0]["save"] / 100)  # 200e9 over one writer's 2e9
+    meetings = 3 * 3 * 3 * 14 * 5e-6  # for three arrays of three units, down a tree over the outermost level
+    assert points[-1]["save"] == pytest.approx(
+        points[0]["save"] / 100 + meetings
+    )  # 200e9 over a writer's 2e9
 
 
 GIVEN = (ASSUMED.node, ASSUMED.between, ASSUMED.flops, ASSUMED.moves)
+FREE = (Link(0.0, 0.0), Link(0.0, 0.0))
 LEVELS = (
     Level("a", 2, Link(1e-6, 1e-9)),
     Level("b", 8, Link(1e-5, 2e-9)),
@@ -106,11 +110,36 @@ def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
     for name, a_node in {"gather": None, "parallel": None, "both": 2}.items():
         kind = "gather" if name == "gather" else "parallel"
         wanted = Case(model, ranks=8, nodes=4, checkpoint_io=kind, writers_per_node=a_node)
-        seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*GIVEN, disk=disk)))
+        seconds[name] = (writers(wanted), save_seconds(wanted, Machine(*FREE, *GIVEN[2:], disk=disk)))
     assert seconds["gather"] == (1, 12 * count / 300)
     assert seconds["parallel"] == (4, 12 * count / 1000)  # one a node: 4 x 300 is more than the disk takes
     assert seconds["both"][0] == 8
     assert save_seconds(case, ASSUMED) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 3 / 4),
+        ({"checkpoint_io": "parallel"}, 0),
+        ({"strategy_name": "hybrid-shard"}, 0),
+        ({"nodes": 1}, 0),
+    ],
+)
+def test_what_rank_0_writes_for_other_nodes_comes_over_its_link(changes, share, model):
+    """Three of four nodes send theirs, at 100 bytes a second, while a fast disk takes it."""
+    slow = Machine(FREE[0], Link(0.0, 0.01), *GIVEN[2:], disk=Disk(1e6, 1e6))
+    case = Case(model, **({"ranks": 8, "nodes": 4} | changes))
+    least = saved_bytes(case) / 1e6
+    assert save_seconds(case, slow) == pytest.approx(max(least, share * saved_bytes(case) / 100))
+
+
+def test_ranks_meet_thrice_for_each_array_of_a_unit(model):
+    """Values, a barrier, digests: of weights and two moments, over a tree of 8 ranks."""
+    case = Case(model, ranks=8, nodes=4)
+    far = Machine(FREE[0], Link(1.0, 0.0), *GIVEN[2:], disk=Disk(1e30, 1e30))
+    assert save_seconds(case, far) == pytest.approx(3 * 3 * len(case.layout.units) * 3)
+    assert save_seconds(Case(model), far) == pytest.approx(0, abs=1e-12)
 
 
 def test_of_adapters_nothing_else_is_saved():

@@ -27,12 +27,12 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
-from zero_mpi.plan.cost_model import chain_seconds
+from zero_mpi.plan.cost_model import chain_cost, gather_seconds, reduce_cost
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import largest, most
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
-from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
+from zero_mpi.plan.simulate import COMPUTE, GATHER, REDUCE, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
@@ -462,9 +462,31 @@ def test_the_last_of_many_nodes_waits_for_a_short_piece(strategy, nodes, own, wa
     """float32 of 50 million elements over links of 10 GB/s and 1 us, with nothing to add."""
     machine = Machine(Link(0, 0), Link(1e-6, 1e-10), flops=1, moves=math.inf)
     case = Case(MODELS["llama"], ranks=8 * nodes, nodes=nodes, strategy_name=strategy, batch_size=8 * nodes)
-    links = (nodes - 1) * (1e-6 + 4 * piece * 8 * 1e-10)
-    expected = ways * (0.02 + links)
-    assert chain_seconds(case, machine, 50_000_000, own) == pytest.approx(expected, rel=1e-12)
+    links = (nodes - 1) * (1e-6 + 4 * piece * 1e-10)  # other lanes' pieces are on it meanwhile
+    returned = 0.02 / nodes if strategy == "full-shard" else 0.0  # to a node that is the owner
+    busy, after = chain_cost(case, machine, 50_000_000, own)
+    assert busy == pytest.approx(ways * 0.02 + returned, rel=1e-12)
+    assert after == pytest.approx(ways * links, rel=1e-12)
+
+
+def test_sums_follow_each_other_through_the_nodes():
+    """The next unit's sum begins while the last piece of one is on its way: that counts once."""
+    case = Case(MODELS["llama"], ranks=32, nodes=8, strategy_name="hybrid-shard", batch_size=32)
+    player = Player(case, SLOW)
+    player.play([StepEvent(REDUCE, 0), StepEvent(REDUCE, 1), StepEvent(WAIT, 1, REDUCE)])
+    first, second = (reduce_cost(case, SLOW, unit) for unit in (0, 1))
+    assert min(first.after, second.after) > 0
+    assert player.time.seconds == pytest.approx(first.busy + second.busy + second.after)
+
+
+def test_a_gather_of_few_chunks_brings_no_more_than_there_is():
+    """A short unit over more ranks than it has chunks goes down a tree, and its bytes once."""
+    case = Case(MODELS["llama"], ranks=1024, nodes=128, batch_size=1024)
+    unit = min(range(len(case.partitions)), key=lambda number: case.partitions[number].length)
+    length = case.partitions[unit].length
+    assert case.partitions[unit].counts[-1] == 0
+    expected = 7 * SLOW.between.alpha + 4 * length * SLOW.between.beta
+    assert gather_seconds(case, SLOW, unit, 4) == pytest.approx(expected)
 
 
 # What travels between nodes are float32 sums in any precision; PRETEND makes two nodes of four ranks.

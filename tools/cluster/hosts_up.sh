@@ -118,9 +118,11 @@ make_host() {   # make_host NAME NUMBER
     [[ $rate != none ]] || return 0
     # What an idle link saves up for later is to be little, but enough for the large segments that TCP hands
     # down: what is larger than the burst the kernel cuts into packets, which takes as long as the computation.
-    local burst=256kb
-    nsenter --target "$host" --net tc qdisc add dev eth0 root tbf rate "$rate" burst $burst latency 50ms
-    nsenter --target "$bridge" --net tc qdisc add dev "to-$1" root tbf rate "$rate" burst $burst latency 50ms
+    # HOSTS_BURST=32kb is for slow links, where 256 KB are as much as a message. The queue is as long at any rate
+    # as at 1 Gbit for 50 ms: a full one drops packets, after which TCP may wait 0.2 s.
+    local burst=${HOSTS_BURST:-256kb} limit=6500kb
+    nsenter --target "$host" --net tc qdisc add dev eth0 root tbf rate "$rate" burst $burst limit $limit
+    nsenter --target "$bridge" --net tc qdisc add dev "to-$1" root tbf rate "$rate" burst $burst limit $limit
 }
 
 wait_for_sshd() {

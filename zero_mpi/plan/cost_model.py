@@ -3,10 +3,12 @@
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005. A gather
 is a ring, or for short ones a tree; the exact reduction over messages sends each slice straight to its owner,
 so a node's link carries the slices of all its ranks. Sums that travel from node to node are a pipeline, in
-which every link carries a unit once.
+which every link carries a unit once; while the last piece of one is on its way, the next unit's begin.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
@@ -16,6 +18,13 @@ from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
 SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
+
+
+class Cost(NamedTuple):
+    """Seconds of a transfer: in which the line is `busy` with it, and then until it is complete."""
+
+    busy: float
+    after: float = 0.0
 
 
 def slowest(case: Case, machine: Machine) -> Link:
@@ -32,24 +41,35 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
     if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
-        return ring_seconds(case.nodes, machine.between, own * case.per_node, length)
+        of_node = itemsize * partition.bounds[case.per_node]
+        return ring_seconds(case.nodes, machine.between, of_node, length)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)
 
 
 def ring_seconds(members: int, link: Link, part: int, whole: int) -> float:
-    """To pass parts on in a ring until every member has the whole; bytes."""
+    """To pass parts on in a ring until every member has the whole, or a short one in a tree; bytes.
+
+    `part`: the longest. In a ring it passes one link after the other; no member of a tree gets more than all.
+    """
     steps = members - 1
-    latencies = steps.bit_length() if whole < SHORT else steps
-    return latencies * link.alpha + steps * part * link.beta
+    if whole < SHORT:
+        return steps.bit_length() * link.alpha + min(steps * part, whole) * link.beta
+    return steps * (link.alpha + part * link.beta)
+
+
+def reduce_cost(case: Case, machine: Machine, unit: int) -> Cost:
+    """To sum a unit's gradient into slices."""
+    if case.passes_sums:
+        own = case.partitions[unit].counts[0]
+        return chain_cost(case, machine, case.partitions[unit].length, own)
+    return Cost(reduce_seconds(case, machine, unit))
 
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """To sum a unit's gradient into slices."""
+    """The same where every slice comes to its owner straight."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
-    if case.passes_sums:
-        return chain_seconds(case, machine, case.partitions[unit].length, own)
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == kinds.SHARED:  # the owner reads what the others wrote
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
@@ -66,18 +86,20 @@ def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
     return pieces * slowest(case, machine).alpha + max(inside, between)
 
 
-def chain_seconds(case: Case, machine: Machine, length: int, own: int) -> float:
+def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
 
     A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
-    the slice of its owner, which has `own` elements.
+    the slice of its owner, which has `own` elements. The last piece has to pass all links, which meanwhile
+    carry other lanes' pieces and the next unit's.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
-    piece = BYTES * min(chain_piece(case.nodes), own) * case.per_node
+    piece = BYTES * min(chain_piece(case.nodes), own)
     ways = 2 if case.hybrid else 1
-    volume = nbytes * (ways if case.nodes > 2 else 1)
+    own_node = 0 if case.hybrid else nbytes / case.nodes  # sums that come back to their owners
+    volume = nbytes * ways + own_node if case.nodes > 2 else nbytes
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
-    return volume * link.beta + ways * hops * (link.alpha + piece * link.beta) + added
+    return Cost(volume * link.beta + added, ways * hops * (link.alpha + piece * link.beta))
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
@@ -91,11 +113,11 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
     return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
 
 
-def unit_seconds(case: Case, machine: Machine, unit: int, kind: str) -> float:
+def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
     """One transfer of a unit: a gather, or its reduction."""
     if kind in (GATHER, GATHER_SUMS):
         itemsize = BYTES if kind == GATHER_SUMS else case.kept_bytes(unit)
-        return gather_seconds(case, machine, unit, itemsize)
+        return Cost(gather_seconds(case, machine, unit, itemsize))
     if kind == ALLREDUCE:
-        return allreduce_seconds(case, machine, BYTES * case.partitions[unit].length)
-    return reduce_seconds(case, machine, unit)
+        return Cost(allreduce_seconds(case, machine, BYTES * case.partitions[unit].length))
+    return reduce_cost(case, machine, unit)

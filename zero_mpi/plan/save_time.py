@@ -1,6 +1,8 @@
 """How long a checkpoint takes to write: its bytes over what the disk takes from so many writers.
 
-What ranks send to those who write for them is left out: it goes on while these write.
+Where rank 0 writes for several nodes, what the others hold comes over its node's link while it writes: a save
+takes as long as the slower of the two. Writers of every node have what they write from their own node. All
+ranks meet for each array of a unit, whoever writes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from zero_mpi.checkpoint.writers import assigned
 from zero_mpi.files.file_systems import OF_MANY
 from zero_mpi.plan import rank_memory
 from zero_mpi.plan.case import Case
+from zero_mpi.plan.cost_model import slowest
 from zero_mpi.plan.machine import Machine
+from zero_mpi.sharding.unit import BYTES
+
+MEETINGS = 3  # for each array of a unit: its values, a barrier, and digests
 
 
 def saved_bytes(case: Case) -> int:
@@ -31,4 +37,15 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     if machine.disk is None:
         return None
     rate = min(machine.disk.rate, writers(case) * machine.disk.writer_rate)
-    return saved_bytes(case) / rate
+    machine = machine.joining(case.nodes)
+    arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
+    latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
+    moved = max(saved_bytes(case) / rate, brought_bytes(case) * machine.between.beta)
+    return moved + MEETINGS * arrays * latency
+
+
+def brought_bytes(case: Case) -> float:
+    """What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices."""
+    if case.hybrid or case.checkpoint_io != "gather":
+        return 0.0
+    return saved_bytes(case) * (1 - case.per_node / case.ranks)

@@ -1,9 +1,9 @@
 """How long a step takes: the script of a simulation played against a clock.
 
 Computing moves the clock. A transfer goes on a line behind those that were started before it and is complete
-some time later, whatever the rank does meanwhile; a wait moves the clock to that time, and what it moves is
-the exposed communication. Inside one node a transfer is copying by the ranks' own cores, so there nothing is
-hidden, unless GPUs compute. All ranks are taken to be as fast as rank 0.
+some time after it has left the line, whatever the rank does meanwhile; a wait moves the clock to that time,
+and what it moves is the exposed communication. Inside one node a transfer is copying by the ranks' own cores,
+so there nothing is hidden, unless GPUs compute. All ranks are taken to be as fast as rank 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.cost_model import allreduce_seconds, unit_seconds
+from zero_mpi.plan.cost_model import Cost, allreduce_seconds, unit_cost
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.plan.simulate import COMPUTE, MOST_ROUNDS, NORM, TRANSFERS, UPDATE, WAIT, StepEvent, simulate
@@ -47,7 +47,7 @@ class Player:
         self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
         self._line_free = 0.0
         self._due: dict[tuple[str, int], float] = {}
-        self._seconds: dict[tuple[str, int], float] = {}
+        self._costs: dict[tuple[str, int], Cost] = {}
 
     @property
     def time(self) -> StepTime:
@@ -76,13 +76,14 @@ class Player:
     def start(self, kind: str, unit: int) -> None:
         """A transfer joins the line."""
         key = kind, unit
-        if key not in self._seconds:
-            self._seconds[key] = unit_seconds(self.case, self.machine, unit, kind)
-        self.communicated += self._seconds[key]
-        self._line_free = max(self.now, self._line_free) + self._seconds[key]
-        self._due[key] = self._line_free
+        if key not in self._costs:
+            self._costs[key] = unit_cost(self.case, self.machine, unit, kind)
+        busy, after = self._costs[key]
+        self.communicated += busy + after
+        self._line_free = max(self.now, self._line_free) + busy
+        self._due[key] = self._line_free + after
         if not self.overlaps:
-            self.wait(self._line_free)
+            self.wait(self._due[key])
 
     def wait(self, until: float) -> None:
         """Stand until then."""

@@ -1,0 +1,228 @@
+"""Whether `zero_mpi.plan` foretells steps, gathers and a save of 64 and 128 ranks on hosts with slow links.
+
+    python benchmarks/plan_scale.py [--rate 20mbit] [--hosts 8 16] [--each 8] [--steps 2]
+
+As root: makes the hosts as namespaces of this machine (tools/cluster/hosts_up.sh). All ranks share its cores,
+so the links are made slow enough that they, and not the cores, decide. A job for each number of hosts and
+strategy measures by the means of plan_check.py what messages, products and passes over arrays take while all
+ranks do the same, and what a plain write takes; from these numbers alone the plan works out every line. The
+job then times steps, and under full-shard all gathers, one after the other, and a save by rank 0.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import checkpoint
+import numpy as np
+import plan_check
+import step
+from plan_check import Line, case_of, machine_of
+
+from zero_mpi import Comm
+from zero_mpi.checkpoint.state import Description
+from zero_mpi.cli.parser import Parser
+from zero_mpi.config.settings import Config
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World, run
+from zero_mpi.models import ARCHITECTURES
+from zero_mpi.plan.case import Case
+from zero_mpi.plan.cost_model import gather_seconds
+from zero_mpi.plan.machine import Disk, Machine
+from zero_mpi.plan.save_time import save_seconds
+from zero_mpi.plan.step_time import step_time
+from zero_mpi.train.resolve import set_threads
+
+HERE = Path(__file__).resolve().parent
+STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
+GATHERS, SAVE = "gathers of full-shard", "save of full-shard"
+LARGE, REPEATS = 1 << 19, 3  # bytes of the messages that are timed: all of a host have room in its queue
+PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
+WIDTH = 192  # of the model: a step takes the links some seconds
+PATIENCE = 170  # seconds for a job
+BOUND = 0.15
+BARRIERS = 20
+BURST = "32kb"  # that an idle link saves up: little beside a message
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python benchmarks/plan_scale.py",
+        description="Hold the plan against runs of many ranks on hosts with slow links.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rate", default="20mbit", help="of each host's link")
+    parser.add_argument("--hosts", nargs="+", type=int, default=[8, 16])
+    parser.add_argument("--each", type=int, default=8, help="ranks a host")
+    parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument(
+        "--steps", type=int, default=2, help="timed steps of each strategy; saves are as many"
+    )
+    return parser
+
+
+def line_of(strategy: str, each: int) -> Line:
+    """What is timed and planned of a strategy: little to compute, shared memory inside hosts."""
+    return Line("W3", each, strategy, batch=1, context=32, transport="auto", width=WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------- in a job
+
+
+def job(world: World, arguments: Sequence[str]) -> int:
+    """Measure on all ranks, and print what rank 0 knows of it as JSON."""
+    options = make_parser().parse_args(arguments)
+    set_threads(Config())
+    ranks = world.mpi.COMM_WORLD
+    found = plan_check.rates(ranks, options.each, LARGE, REPEATS)
+    found["moves"] = float(np.mean(ranks.allgather(passes_per_second())))
+    (strategy,) = options.strategy
+    (variant,) = step.make_runs(world, step_options(strategy, options))
+    for number in range(options.steps + 1):
+        variant.timed_step(number)
+    took = {strategy: step.median_of_longest(variant.comm, variant.seconds[1:])}
+    if strategy == STRATEGIES[0]:
+        took[GATHERS] = gathers(variant, options.steps)
+        found["alpha_patient"] = patient_alpha(variant.comm)
+        took[SAVE], found["write"] = save(variant, options.steps)
+    if world.rank == 0:
+        print(json.dumps({"found": found, "took": took}))
+    return 0
+
+
+def step_options(strategy: str, options: argparse.Namespace) -> argparse.Namespace:
+    """The flags of step.py."""
+    flags = plan_check.step_flags(line_of(strategy, options.each), options.steps)
+    return step.make_parser().parse_args(flags)
+
+
+def passes_per_second() -> float:
+    """Bytes a second of this rank in a sum of two arrays into a third."""
+    a, b, c = (np.ones(PASS, np.float32) for _ in range(3))
+    begun, moved = time.perf_counter(), 0
+    while time.perf_counter() - begun < PASSES:
+        np.add(a, b, out=c)
+        moved += a.nbytes + b.nbytes + c.nbytes
+    return moved / (time.perf_counter() - begun)
+
+
+def patient_alpha(comm: Comm) -> float:
+    """Seconds of a message between ranks that sleep while they wait, as they do in a save."""
+    patient, seconds = comm.background(), []
+    for _ in range(BARRIERS):
+        begun = time.perf_counter()
+        patient.barrier()
+        seconds.append(time.perf_counter() - begun)
+    patient.close()
+    return step.median_of_longest(comm, seconds) / (comm.size - 1).bit_length()
+
+
+def gathers(variant: step.Run, repeats: int) -> float:
+    """Seconds to gather each unit once, one after the other."""
+    seconds = []
+    for _ in range(repeats):
+        variant.comm.barrier()
+        begun = time.perf_counter()
+        for unit in variant.module.units:
+            unit.parameters.start_gather()
+            unit.parameters.wait_gather()
+            unit.parameters.release()
+        seconds.append(time.perf_counter() - begun)
+    return step.median_of_longest(variant.comm, seconds)
+
+
+def save(variant: step.Run, repeats: int) -> tuple[float, float]:
+    """Seconds of a checkpoint that rank 0 writes, and bytes a second of a plain write of as many."""
+    comm: Comm = variant.comm
+    model = ARCHITECTURES[variant.workload.arch].from_flags(variant.workload.flags)
+    description = Description(model.arch, model.metadata() | {"tokenizer.ggml.model": "none"}, {}, {})
+    name = comm.broadcast_object(tempfile.mkdtemp(dir=".") if comm.rank == 0 else None)
+    bench = checkpoint.Bench(comm, variant.optimizer, description, Path(name))
+    try:
+        bench.nbytes = 12 * sum(param.size for param in variant.module.params.values())
+        for _ in range(repeats):
+            bench.plain()
+            bench.save("gather", parallel=False)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(name, ignore_errors=True)
+    times = {name: statistics.median(seconds) for name, seconds in bench.times.items()}
+    return times["save, gather"], bench.nbytes / times[checkpoint.PLAIN_WRITE]
+
+
+# -------------------------------------------------------------------------------------------------- outside
+
+
+def measured(options: argparse.Namespace) -> Iterator[tuple[int, dict[str, float], dict[str, float]]]:
+    """(hosts, what the machine does, seconds of each line) of a job for each number of hosts."""
+    sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "cluster")]
+    from hosts import hosts, why_no_hosts  # the tests' own
+
+    if reason := why_no_hosts():
+        raise UsageError(reason)
+    for count, strategy in product(options.hosts, options.strategy):
+        flags = ["--each", str(options.each), "--steps", str(options.steps), "--strategy", strategy]
+        script = [str(HERE / "plan_scale.py"), "job", *flags]
+        os.environ["HOSTS_BURST"] = BURST
+        with hosts(count, options.rate) as here:
+            status, printed, errors = here.run(count * options.each, options.each, script, timeout=PATIENCE)
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        if status or not lines:
+            raise UsageError(f"{strategy} on {count} hosts ended with {status}: {errors.strip()[-500:]}")
+        result = json.loads(lines[-1])
+        yield count, result["found"], result["took"]
+
+
+def planned(name: str, hosts: int, each: int, found: dict[str, float]) -> float:
+    """Seconds of a line by the plan."""
+    machine = machine_of(found)
+    case = case_of(line_of(STRATEGIES[0] if name in (GATHERS, SAVE) else name, each), hosts)
+    if name == SAVE:
+        patient = replace(machine.between, alpha=found["alpha_patient"])
+        disk = Disk(found["write"], found["write"])
+        return save_seconds(case, replace(machine, between=patient, disk=disk))
+    return planned_gathers(case, machine) if name == GATHERS else step_time(case, machine).seconds
+
+
+def planned_gathers(case: Case, machine: Machine) -> float:
+    """Seconds of all gathers, one after the other."""
+    units = range(len(case.layout.units))
+    return sum(gather_seconds(case, machine, unit, case.kept_bytes(unit)) for unit in units)
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    options = make_parser().parse_args(arguments)
+    ratios = []
+    print("| ranks | line | measured ms | plan ms | ratio |")
+    print(f"|{'---|' * 5}")
+    for hosts, found, took in measured(options):
+        for name, seconds in took.items():
+            plan = planned(name, hosts, options.each, found)
+            ratios.append(plan / seconds)
+            ranks = hosts * options.each
+            print(
+                f"| {ranks} | {name} | {1e3 * seconds:.0f} | {1e3 * plan:.0f} | {ratios[-1]:.2f} |",
+                flush=True,
+            )
+        print(
+            f"{hosts} hosts: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}", flush=True
+        )
+    print(f"{sum(abs(ratio - 1) <= BOUND for ratio in ratios)} of {len(ratios)} within {BOUND:.0%}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["job"]:
+        run("plan_scale job", job, sys.argv[2:])
+    run("plan_scale", command, sys.argv[1:], alone=True)
