@@ -163,7 +163,8 @@ class Case:
     @cached_property
     def partitions(self) -> list[Partition]:
         """Per unit, who owns what of it."""
-        return [partition_of(*unit.dealt, self.owners) for unit in self.layout.units]
+        dealt = [unit.dealt for unit in self.layout.units]
+        return [partition_of(length, self.owners, quantum) for length, quantum in dealt]
 
     @property
     def slices(self) -> list[tuple[Unit, int]]:
@@ -192,7 +193,4 @@ def layout_of(case: Case) -> Layout:
     return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
 
 
-@lru_cache(maxsize=4096)
-def partition_of(length: int, quantum: int, ranks: int) -> Partition:
-    """A unit's partition; blocks of a model have the same one."""
-    return Partition(length, ranks, quantum)
+partition_of = lru_cache(maxsize=4096)(Partition)  # blocks of a model have the same one

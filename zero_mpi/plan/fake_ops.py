@@ -56,43 +56,17 @@ def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors:
     return dx
 
 
-for _operation, _function in {
-    ops.add: partial(elementwise, reads=2),
-    ops.gelu: partial(elementwise, reads=1),
-    ops.gelu_backward: partial(elementwise, reads=2),
-    ops.swiglu: partial(elementwise, reads=2),
-    ops.geglu: partial(elementwise, reads=2),
-    ops.positions: partial(elementwise, reads=2),
-    ops.rms_norm: partial(norm, statistics=1),
-    ops.rms_norm_backward: partial(norm_backward, vectors=1),
-    ops.layer_norm: partial(norm, statistics=2),
-    ops.layer_norm_backward: partial(norm_backward, vectors=2),
-}.items():
-    _operation.register(FakeArray, _function)
-
-
-@fake(ops.scale)
-def _(x: Array, factor: float, plus: Array | None = None) -> Array:
-    return elementwise(x, reads=1 if plus is None else 2)
-
-
-@fake(ops.swiglu_backward)
-@fake(ops.geglu_backward)
-def _(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+def gate_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """The backward of a gated activation."""
     return elementwise(gate, reads=3), elementwise(gate, reads=0)
-
-
-@fake(ops.dequantize)
-def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Blocks become elements in memory that is there."""
-    out.memory.passes(raw, out)
 
 
 @fake(ops.rope)
 def _(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    y = x.memory.take(x.shape, x.dtype) if out is None else out
-    x.memory.passes(y, y)
-    return y
+    if out is None:
+        return elementwise(x, reads=1)
+    x.memory.passes(out, out)
+    return out
 
 
 # ------------------------------------------------------------------------------------- products and lookups
@@ -116,26 +90,10 @@ def _(dy: Array, w: Array, into: Array | None = None) -> Array:
     return dy.memory.take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
 
 
-@fake(ops.linear_backward_w)
-def _(dy: Array, x: Array, dw: Array) -> None:
-    dy.memory.product(lines(dy), *dw.shape)
-
-
-@fake(ops.linear_backward_b)
-def _(dy: Array, db: Array) -> None:
-    column_sums(dy, lines(dy), dy.shape[-1])
-
-
-@fake(ops.positions_backward)
-def _(dy: Array, dw: Array) -> None:
-    column_sums(dy, dy.shape[0], dw.size)
-
-
 def column_sums(dy: Array, rows: int, width: int) -> None:
     """The gradient of a vector, a sum over rows."""
-    memory = dy.memory
-    memory.passes(dy)
-    memory.column_sums(rows, width)
+    dy.memory.passes(dy)
+    dy.memory.column_sums(rows, width)
 
 
 @fake(ops.embedding)
@@ -201,3 +159,27 @@ def _(
     passes = 4 + (b is not None) + (db is not None)  # the most, the exponentials, the shares, the gradient
     memory.moved += passes * logits.itemsize * lines(x) * w.shape[0]
     return 0.0, dx
+
+
+# ------------------------------------------------------------------------------------- what one line can say
+
+for _operation, _function in {
+    ops.add: partial(elementwise, reads=2),
+    ops.scale: lambda x, factor, plus=None: elementwise(x, reads=1 if plus is None else 2),
+    ops.gelu: partial(elementwise, reads=1),
+    ops.gelu_backward: partial(elementwise, reads=2),
+    ops.swiglu: partial(elementwise, reads=2),
+    ops.swiglu_backward: gate_backward,
+    ops.geglu: partial(elementwise, reads=2),
+    ops.geglu_backward: gate_backward,
+    ops.positions: partial(elementwise, reads=2),
+    ops.positions_backward: lambda dy, dw: column_sums(dy, dy.shape[0], dw.size),
+    ops.rms_norm: partial(norm, statistics=1),
+    ops.rms_norm_backward: partial(norm_backward, vectors=1),
+    ops.layer_norm: partial(norm, statistics=2),
+    ops.layer_norm_backward: partial(norm_backward, vectors=2),
+    ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
+    ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
+    ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # into memory that is there
+}.items():
+    _operation.register(FakeArray, _function)

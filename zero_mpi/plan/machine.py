@@ -98,12 +98,7 @@ def bandwidth(beta: float) -> str:
 RATES = {  # flag -> field of `Machine` and of a link there, what the flag is, how a report tells it
     "flops": ("flops", "floating-point operations a second of a rank's products", billions, "GFLOP/s a rank"),
     "memory_bandwidth": ("moves", "bytes a second of a rank in everything else", billions, "GB/s a rank"),
-    "host_bandwidth": (
-        "host_link",
-        "bytes a second to a GPU's host, each way",
-        billions,
-        "GB/s to the host",
-    ),
+    "host_bandwidth": ("host_link", "bytes a second to a GPU's host, each way", billions, "GB/s to the host"),
     "alpha_node": ("node.alpha", "least seconds of a message in a node", seconds, "in a node"),
     "beta_node": ("node.beta", "seconds a byte between ranks of a node", bandwidth, "in a node"),
     "alpha": ("between.alpha", "least seconds of a message between nodes", seconds, "between nodes"),

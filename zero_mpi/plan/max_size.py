@@ -53,7 +53,9 @@ def largest(case: Case, limit: int) -> Largest:
     def parameters(changed: Callable[[int], Case], count: int) -> int:
         return elements(changed(count).model) if count else 0
 
-    steps = width_steps(case.model)
+    # In how many equal steps it is so wide, each of whole heads and the key/value heads of these.
+    heads = case.model.head_count
+    steps = gcd(heads, getattr(case.model, "head_count_kv", heads), case.model.embedding_length)
     sequences = most(lambda count: total(rows(count)), limit)
     layers = most(lambda count: total(deep(count)), limit)
     widest = most(lambda count: total(wide(count)), limit)
@@ -93,11 +95,6 @@ def most(size: Callable[[int], int], limit: int) -> int:
         if not low < probe < high:
             probe = (low + high) // 2
     return low
-
-
-def width_steps(model: ModelConfig) -> int:
-    """In how many equal steps a model is so wide, each of whole heads and the key/value heads of these."""
-    return gcd(model.head_count, getattr(model, "head_count_kv", model.head_count), model.embedding_length)
 
 
 def widened(model: ModelConfig, count: int, steps: int) -> ModelConfig:

@@ -39,16 +39,8 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
         time = step_time(here, machine)
         speed = tokens_per_second(here, time)
         alone = points[0].tokens_per_second if points else speed
-        memory = plan_memory(here).total
-        figures = (
-            memory,
-            time.seconds,
-            time.exposed,
-            speed,
-            speed / alone / ranks,
-            save_seconds(here, machine),
-        )
-        points.append(Point(ranks, here.nodes, *figures))
+        taken, save = (plan_memory(here).total, time.seconds, time.exposed), save_seconds(here, machine)
+        points.append(Point(ranks, here.nodes, *taken, speed, speed / alone / ranks, save))
     return points
 
 

@@ -80,11 +80,6 @@ class StepScript:
             self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
         self.events.append(StepEvent(kind, unit, what))
 
-    def cut(self) -> tuple[StepEvent, ...]:
-        """The events since the last cut."""
-        events, self.events = tuple(self.events), []
-        return events
-
 
 class SimulatedTransfer(Handle):
     """A transfer of a unit; to wait for it is an event."""
@@ -158,7 +153,8 @@ class Simulator:
             script.note(UPDATE)
             module.broadcast_updated_params()
             module.zero_gradients()
-        return script.cut()
+        events, script.events = tuple(script.events), []
+        return events
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
