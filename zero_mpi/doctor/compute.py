@@ -39,14 +39,19 @@ def square_product(kind: Any) -> Callable[[], object]:
     return lambda: ops.linear_backward_x(a, b, out)
 
 
+def calls_a_second(seconds: float, call: Callable[[], object]) -> float:
+    """How often something can be called in a second, found over `seconds` and at least one call."""
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < seconds:
+        call()
+        count += 1
+    return count / (time.perf_counter() - begun)
+
+
 def rate(seconds: float, product: Callable[[], object]) -> float:
     """Floating-point operations a second of this rank in such products, over `seconds`."""
     product()  # starts the library's threads
-    begun, count = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        product()
-        count += 1
-    return count * 2.0 * EDGE**3 / (time.perf_counter() - begun)
+    return 2.0 * EDGE**3 * calls_a_second(seconds, product)
 
 
 def rows(rates: list[float], where: Ranks) -> list[Row]:

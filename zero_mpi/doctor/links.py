@@ -128,12 +128,10 @@ def prepare(way: Way, length: int) -> dict[str, Operation]:
         return {}
     parts = way.comm.size
     partition = Partition(length, parts, min(QUANTUM, max(1, length // parts)))
-    return (shared if way.name == SHARED else messages)(way.comm, partition)
-
-
-def messages(comm: Comm, partition: Partition) -> dict[str, Operation]:
-    """Operations over messages."""
-    whole, mine = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
+    if way.name == SHARED:
+        return shared(way.comm, partition)
+    comm, whole = way.comm, np.ones(length, np.float32)
+    mine = np.zeros(partition.counts[comm.rank], np.float32)
     return {
         GATHER: lambda: comm.allgather(None, whole, partition).wait(),
         REDUCE: lambda: comm.reduce_scatter(whole, mine, partition).wait(),
@@ -259,8 +257,7 @@ def judged(found: dict[str, Any]) -> Row:
 
 def section(where: Ranks, effort: Effort, figures: dict[str, Any]) -> Iterator[Row]:
     """Measure all links; notes `links`. Collective: all ranks must run it to its end."""
-    links: dict[str, Any] = {"node": None, "between": None}
-    figures["links"] = links
+    links = figures["links"] = dict[str, Any](node=None, between=None)
     if where.size == 1:
         yield Row("links", "one rank has nobody to talk to")
         return

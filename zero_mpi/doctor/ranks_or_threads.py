@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from zero_mpi import ops
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.serial import SerialComm
+from zero_mpi.doctor.compute import calls_a_second
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import Row, assessed
 from zero_mpi.models import ARCHITECTURES
@@ -32,24 +33,19 @@ BETTER = 1.05  # times as fast: less is noise
 DOMAINS = Path("/sys/devices/system/node")
 
 
-class SmallRun:
-    """Steps of a small model in this process alone."""
+def small_run(sequences: int) -> Callable[[], None]:
+    """A step of a small model in this process alone: forward, backward and update."""
+    module = ShardedModule(ARCHITECTURES["llama"].from_flags(SIZES).stages(), SerialComm())
+    module.initialize(seed=0)
+    accumulator, optimizer = GradAccum(module, 1), ShardedAdamW(module, lr=1e-4)
+    tokens = np.arange(sequences * SIZES["context"]).reshape(sequences, -1) % SIZES["vocab_size"]
 
-    def __init__(self, sequences: int) -> None:
-        module = ShardedModule(ARCHITECTURES["llama"].from_flags(SIZES).stages(), SerialComm())
-        module.initialize(seed=0)
-        self._accumulator, self._optimizer = GradAccum(module, 1), ShardedAdamW(module, lr=1e-4)
-        self._tokens = np.arange(sequences * SIZES["context"]).reshape(sequences, -1) % SIZES["vocab_size"]
+    def step() -> None:
+        accumulator.accumulate(tokens, CrossEntropy(tokens, 1 / tokens.size))
+        accumulator.total_loss()
+        optimizer.step(max_norm=1.0)
 
-    def rate(self, seconds: float) -> float:
-        """Tokens a second, over `seconds` of steps: forward, backward and update."""
-        begun, steps = time.perf_counter(), 0
-        while steps == 0 or time.perf_counter() - begun < seconds:
-            self._accumulator.accumulate(self._tokens, CrossEntropy(self._tokens, 1 / self._tokens.size))
-            self._accumulator.total_loss()
-            self._optimizer.step(max_norm=1.0)
-            steps += 1
-        return self._tokens.size * steps / (time.perf_counter() - begun)
+    return step
 
 
 def domains(place: Path = DOMAINS) -> int:
@@ -69,17 +65,16 @@ def tokens_per_second(where: Ranks, threads: int, cores: Sequence[set[int]], sec
     """Of this rank with threads, 0 if it sleeps meanwhile; `cores`: of its host's ranks. Collective."""
     first = where.place
     works = first % threads == 0 and first + threads <= len(cores)
-    own = os.sched_getaffinity(0)
-    small = None
+    own, sequences, step = os.sched_getaffinity(0), threads * SEQUENCES, None
     if works:
         os.sched_setaffinity(0, set().union(*cores[first : first + threads]))
         ops.use_threads(threads)
-        small = SmallRun(threads * SEQUENCES)
-        small.rate(0)  # compiles, and allocates
+        step = small_run(sequences)
+        step()  # compiles, and allocates
     where.comm.barrier()
-    if small is None:
+    if step is None:
         time.sleep(seconds)
-    found = small.rate(seconds) if small else 0.0
+    found = sequences * SIZES["context"] * calls_a_second(seconds, step) if step else 0.0
     where.comm.barrier()
     os.sched_setaffinity(0, own)
     ops.use_threads()
