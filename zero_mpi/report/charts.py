@@ -48,36 +48,22 @@ class Chart:
 
 
 CHARTS = (
-    Chart(
-        "loss", "Loss", "nats a token",
-        (Series("loss", "training"), Series("val_loss", "validation", dots=True)), log=True,
-        about="Mean negative logarithm of the likelihood of a token; validation is on held-out text.",
-    ),
+    Chart("loss", "Loss", "nats a token",
+          (Series("loss", "training"), Series("val_loss", "validation", dots=True)), log=True,
+          about="Mean negative logarithm of the likelihood of a token; validation is on held-out text."),
     Chart("lr", "Learning rate", "", (Series("lr", "learning rate"),), from_zero=True),
-    Chart(
-        "grad_norm", "Gradient norm", "before clipping", (Series("grad_norm", "gradient norm"),),
-        log=True, about="Euclidean norm of the whole gradient.",
-    ),
-    Chart(
-        "speed", "Throughput", "tokens a second, all ranks", (Series("tokens_per_second", "tokens/s"),),
-        form="count", from_zero=True,
-    ),
-    Chart(
-        "mfu", "Share of peak", "of the measured matrix products", (Series("mfu", "share of peak"),),
-        form="percent", from_zero=True,
-    ),
-    Chart(
-        "memory", "Memory of a rank", "largest; band: from the smallest", (Series(MEMORY, "largest rank"),),
-        form="bytes", from_zero=True,
-    ),
-    Chart(
-        "bytes", "Bytes moved", "that rank 0 gave to others, a step", (Series("sent_bytes", "bytes a step"),),
-        form="bytes", from_zero=True,
-    ),
-    Chart(
-        "waits", "Exposed waits", "share of the step, on rank 0", (Series(WAITS, "waiting"),),
-        form="percent", from_zero=True, about="How long rank 0 stood waiting for transfers.",
-    ),
+    Chart("grad_norm", "Gradient norm", "before clipping", (Series("grad_norm", "gradient norm"),), log=True,
+          about="Euclidean norm of the whole gradient."),
+    Chart("speed", "Throughput", "tokens a second, all ranks", (Series("tokens_per_second", "tokens/s"),),
+          form="count", from_zero=True),
+    Chart("mfu", "Share of peak", "of the measured matrix products", (Series("mfu", "share of peak"),),
+          form="percent", from_zero=True),
+    Chart("memory", "Memory of a rank", "largest; band: from the smallest", (Series(MEMORY, "largest rank"),),
+          form="bytes", from_zero=True),
+    Chart("bytes", "Bytes moved", "that rank 0 gave to others, a step",
+          (Series("sent_bytes", "bytes a step"),), form="bytes", from_zero=True),
+    Chart("waits", "Exposed waits", "share of the step, on rank 0", (Series(WAITS, "waiting"),),
+          form="percent", from_zero=True, about="How long rank 0 stood waiting for transfers."),
 )  # fmt: skip
 FORMS: dict[str, Callable[[float], str]] = {
     "plain": plain, "count": count, "bytes": lambda value: size(int(value)), "percent": percent,

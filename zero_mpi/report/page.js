@@ -6,12 +6,7 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 const root = document.documentElement;
 const figures = JSON.parse(one("#data").textContent);
 const chosen = { axis: "step", smooth: 0, log: new Set() };
-const CONFIG = {
-  responsive: true,
-  displayModeBar: false,
-  typesetMath: false,
-  doubleClick: "autosize",
-};
+const CONFIG = { responsive: true, displayModeBar: false, typesetMath: false, doubleClick: "autosize" };
 const PAPER = 690; // pixels across a printed page
 
 // The library is packed to a third of its size; the page's policy knows what comes out of it.
@@ -123,9 +118,6 @@ const press = (button, on) => button.setAttribute("aria-pressed", String(on));
 
 async function begin() {
   root.classList.add("js");
-  one("#only-differs")?.addEventListener("change", (event) => {
-    one("#settings-table").classList.toggle("only-differs", event.target.checked);
-  });
   one("#theme").addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
     draw();

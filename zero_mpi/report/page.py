@@ -33,12 +33,6 @@ from zero_mpi.report.runs import Run
 HERE = Path(__file__).parent
 
 
-def plotly() -> str:
-    """The library that draws, as a script. UsageError if it is not installed."""
-    offline = import_optional("the page", "report", "plotly.offline", otherwise=", or use --text")
-    return str(offline.get_plotlyjs())
-
-
 def visible(text: object, most: int = LONGEST_LINE) -> object:
     """Text as a page may hold it, in at most so many letters: all can be seen; what is markup stays."""
     return text if isinstance(text, Markup) else readable(cut(str(text), most))
@@ -64,7 +58,8 @@ ENVIRONMENT.globals |= {
 
 def page(runs: Sequence[Run], now: datetime) -> str:
     """The whole file. UsageError if Plotly is not installed."""
-    charts, library = charts_of(runs), plotly()
+    offline = import_optional("the page", "report", "plotly.offline", otherwise=", or use --text")
+    charts, library = charts_of(runs), str(offline.get_plotlyjs())
     drawn, history = plots(runs, charts), sections.history(runs)
     script = f'(() => {{\n"use strict";\n{read("page.js")}}})();\n'
     return ENVIRONMENT.from_string(read("page.html")).render(

@@ -43,11 +43,6 @@ def terminal(runs: Sequence[Run]) -> Iterator[str]:
         yield ""
 
 
-def coloured(library: ModuleType) -> bool:
-    """Whether colours will be seen as colours; plotille asks NO_COLOR, FORCE_COLOR and the terminal."""
-    return os.environ.get("TERM") != "dumb" and bool(library.color("x", fg=1, mode="byte") != "x")
-
-
 def about(run: Run, width: int) -> Iterator[str]:
     """State and figures of a run."""
     yield shown(f"{run.name}: {state_line(run)}", LONGEST_LINE)
@@ -68,7 +63,9 @@ def curves(library: ModuleType, chart: Chart, runs: Sequence[Run], width: int) -
     if not found:
         return
     figure, legend = library.Figure(), []
-    figure.color_mode, figure.with_colors, figure.origin = "byte", coloured(library), False
+    # Whether colours will be seen as colours: plotille asks NO_COLOR, FORCE_COLOR and the terminal.
+    figure.with_colors = os.environ.get("TERM") != "dumb" and library.color("x", fg=1, mode="byte") != "x"
+    figure.color_mode, figure.origin = "byte", False
     figure.width, figure.x_label, figure.y_label = width - MARGINS, "step", ""
     figure.x_ticks_fkt = lambda low, high: count(round(low))
     figure.y_ticks_fkt = lambda low, high: f"{written(low, chart.form):>{LABEL - 2}}"
