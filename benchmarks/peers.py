@@ -20,7 +20,7 @@ from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
 from zero_mpi.doctor import compute
-from zero_mpi.train import same_bits
+from zero_mpi.session import same_bits
 
 BF16 = " bf16"  # behind the name of a variant
 

@@ -27,7 +27,7 @@ from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import ASSUMED, Link, Machine
 from zero_mpi.plan.step_time import StepTime, step_time
-from zero_mpi.train.resolve import set_threads
+from zero_mpi.session.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"

@@ -12,11 +12,11 @@ from mpi4py import MPI
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW
 from zero_mpi.nn import CrossEntropy
+from zero_mpi.session.observers import StepMade
 from zero_mpi.sharding import witness
 from zero_mpi.sharding.passes import Pass
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.train.audit import STOP, Audit, round_of
-from zero_mpi.train.observers import StepMade
 
 RANKS = MPI.COMM_WORLD.Get_size()
 HOSTS = [f"host{rank}" for rank in range(RANKS)]

@@ -18,21 +18,23 @@ COLUMN, ROW, HEIGHT = 129, 92, 56
 TOP = 86
 # Package: row, first column, columns, and what it has.
 BOXES = {
-    "train": (0, 0, 7, "command, resolve, setup, trainer"),
-    "models": (1, 0, 1, "architectures"),
-    "checkpoint": (1, 2, 1, "files of a run"),
-    "launch": (1, 5, 1, "start and end"),
-    "data": (1, 6, 1, "tokens"),
-    "sharding": (2, 1, 4, "schedule, module, optimizer"),
-    "nn": (3, 0, 2, "layers"),
-    "comm": (3, 3, 2, "mpi, shared, nodes, gpu"),
-    "ops": (4, 0, 3, "reference, cpu, gpu"),
-    "device": (5, 0, 5, "the host or a GPU, buffers, the sum in order"),
+    "train": (0, 0, 7, "command, trainer, saving"),
+    "session": (1, 0, 7, "resolve, setup, steps"),
+    "models": (2, 0, 1, "architectures"),
+    "checkpoint": (2, 2, 1, "files of a run"),
+    "launch": (2, 5, 1, "start and end"),
+    "data": (2, 6, 1, "tokens"),
+    "sharding": (3, 1, 4, "schedule, module, optimizer"),
+    "nn": (4, 0, 2, "layers"),
+    "comm": (4, 3, 2, "mpi, shared, nodes, gpu"),
+    "ops": (5, 0, 3, "reference, cpu, gpu"),
+    "device": (6, 0, 5, "the host or a GPU, buffers, the sum in order"),
 }
 # Who imports whom, and the column of the arrow.
 ARROWS = (
-    ("train", "models", 0), ("train", "checkpoint", 2), ("train", "sharding", 3), ("train", "launch", 5),
-    ("train", "data", 6), ("models", "nn", 0), ("checkpoint", "sharding", 2), ("sharding", "nn", 1),
+    ("train", "session", 3), ("session", "models", 0), ("session", "checkpoint", 2),
+    ("session", "sharding", 3), ("session", "launch", 5), ("session", "data", 6),
+    ("models", "nn", 0), ("checkpoint", "sharding", 2), ("sharding", "nn", 1),
     ("sharding", "ops", 2), ("sharding", "comm", 3), ("nn", "ops", 1), ("comm", "device", 4),
     ("ops", "device", 2),
 )  # fmt: skip
@@ -65,4 +67,4 @@ def packages() -> str:
         picture.box(x + 5, y, columns * COLUMN - 10, HEIGHT, "faint", edge="edge", r=6)
         picture.text(x + columns * COLUMN / 2, y + 24, name, "ink bold mid")
         picture.text(x + columns * COLUMN / 2, y + 43, about, "dim small mid")
-    return picture.done(TOP + 5 * ROW + HEIGHT + MARGIN)
+    return picture.done(TOP + 6 * ROW + HEIGHT + MARGIN)

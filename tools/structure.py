@@ -23,8 +23,8 @@ ORDER = (
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
     "trace", "checkpoint", "config",
-    "export", "generate", "samples", "tokenize", "plan", "doctor", "report", "train", "evaluate", "verify",
-    "inspect",
+    "export", "generate", "samples", "tokenize", "plan", "doctor", "report",
+    "session", "train", "evaluate", "verify", "inspect",
     "hostfile", "supervise", "completion", "__main__",
 )  # fmt: skip
 

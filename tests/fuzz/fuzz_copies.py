@@ -33,7 +33,7 @@ import tiny
 from zero_mpi import SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.copy_search import find_copies, load_copies
 from zero_mpi.errors import UsageError
-from zero_mpi.train.resume import changes_between
+from zero_mpi.session.resume import changes_between
 
 comm, faults = SerialComm(), []
 optimizer = ShardedAdamW(tiny.make(comm, fuzz_copies.CONFIG))

@@ -25,8 +25,8 @@ from zero_mpi.data.control_tokens import PARSE, PLAIN, READINGS, TextReader
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.plan import flags as plan_flags
-from zero_mpi.train import resume
-from zero_mpi.train.description import describe
+from zero_mpi.session import resume
+from zero_mpi.session.description import describe
 
 CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # of bpe_files.CONTROL, USERS
 BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"

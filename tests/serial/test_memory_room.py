@@ -32,7 +32,7 @@ from zero_mpi.launch import shm_room
 from zero_mpi.launch.limits import Limits
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.models.size import elements, parameter_count
-from zero_mpi.train import memory_check
+from zero_mpi.session import memory_check
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
 HUGE = ["--layers", "100000000"]

@@ -9,8 +9,8 @@ import pytest
 
 from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS
+from zero_mpi.session.identity import NAMES
 from zero_mpi.telemetry.proof import FIRST, Broken, JobStart, Proof, bits_of, digest_after, read_proof
-from zero_mpi.train.identity import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
 

@@ -26,9 +26,9 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TOKENS
 from zero_mpi.launch.consistency import short_digest
 from zero_mpi.models import ModelConfig
-from zero_mpi.train.description import what_was_read
-from zero_mpi.train.resolve import set_threads
-from zero_mpi.train.transport import check_wish
+from zero_mpi.session.description import what_was_read
+from zero_mpi.session.resolve import set_threads
+from zero_mpi.session.transport import check_wish
 
 LONGEST_NAME = 40  # letters of a model's path that are shown in a table
 

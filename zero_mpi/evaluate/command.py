@@ -23,9 +23,9 @@ from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, c
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.size import parameter_count
+from zero_mpi.session.early_claims import obey_early
+from zero_mpi.session.resolve import try_operations
 from zero_mpi.telemetry import log
-from zero_mpi.train.command import obey_early
-from zero_mpi.train.resolve import try_operations
 
 __all__ = ["command", "main", "make_parser"]
 

@@ -16,9 +16,9 @@ from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.evaluate.task import Task
 from zero_mpi.launch.world import World
+from zero_mpi.session.resolve import read_corpus
+from zero_mpi.session.shared_corpus import share_corpus
 from zero_mpi.telemetry import log
-from zero_mpi.train.resolve import read_corpus
-from zero_mpi.train.shared_corpus import share_corpus
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from zero_mpi.evaluate.sequences import SequenceSet
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
+from zero_mpi.session.transport import choose_transport
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.evaluation import PartedBatch, part_losses
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
-from zero_mpi.train.transport import choose_transport
 
 
 def measure(

@@ -13,9 +13,9 @@ from zero_mpi.inspect.tensors import Report
 from zero_mpi.inspect.two_runs import RunSaid
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.train.identity import FACTS, SETTINGS
-from zero_mpi.train.resolve import resolve
-from zero_mpi.train.setup import build
+from zero_mpi.session.identity import FACTS, SETTINGS
+from zero_mpi.session.resolve import resolve
+from zero_mpi.session.setup import build
 from zero_mpi.verify.claim import records_of
 from zero_mpi.verify.findings import Differs
 from zero_mpi.verify.premises import check_facts

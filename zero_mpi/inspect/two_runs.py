@@ -15,9 +15,9 @@ from zero_mpi.files.foreign import quoted
 from zero_mpi.files.open import exists
 from zero_mpi.inspect.compare import compare
 from zero_mpi.inspect.tensors import Report
+from zero_mpi.session.identity import CODE, FACTS, MACHINE, SETTINGS, settings_of
+from zero_mpi.session.resume import differences
 from zero_mpi.telemetry.proof import ORIGIN, PROOF, RUN, Broken, bits_of, read_proof
-from zero_mpi.train.identity import CODE, FACTS, MACHINE, SETTINGS, settings_of
-from zero_mpi.train.resume import differences
 from zero_mpi.verify.claim import RecordFile, examine, other
 from zero_mpi.verify.findings import Differs
 from zero_mpi.verify.request import config_of, config_then

@@ -1,9 +1,6 @@
 """`python -m zero_mpi.train`: a run from its flags to its last checkpoint.
 
-`command` reads the flags and starts all ranks, `resolve` looks at all that they name and answers with a
-`RunSpec`, `setup` builds what is trained with, `trainer` runs the steps.
-What a run says is in `summary` at its start and in `sample` at its end; `dry_run` says it without a run.
-`resume` finds the checkpoint to go on from, `same_flags` and `same_bits` refuse ranks that differ. `mfu`
-measures the peak of the machine at the start: matrix products that grow until one takes 2 ms, for 40 ms on
-all ranks at once.
+`command` reads the flags and starts all ranks, `session` makes of them what is trained with, `trainer` runs
+the steps, and `saving` writes the checkpoints. What a run says at its end is in `sample`; `dry_run` says what
+a run would be, without it.
 """

@@ -16,6 +16,7 @@ import numpy as np
 
 from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError
+from zero_mpi.session.observers import Observer, StepMade
 from zero_mpi.sharding.grad_accum import GradAccum, Rounds
 from zero_mpi.sharding.optimizer import FlatMoments, ShardedAdamW
 from zero_mpi.sharding.witness import (
@@ -27,7 +28,6 @@ from zero_mpi.sharding.witness import (
     of_state,
 )
 from zero_mpi.telemetry import log
-from zero_mpi.train.observers import Observer, StepMade
 
 STOP, WARN, HEAL = "stop", "warn", "heal"
 ACTIONS = STOP, WARN, HEAL

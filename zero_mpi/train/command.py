@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from zero_mpi import device, environment
+from zero_mpi import environment
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
-from zero_mpi.environment import portable
-from zero_mpi.errors import UsageError
 from zero_mpi.launch import leftovers
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
@@ -23,13 +21,14 @@ from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
+from zero_mpi.session.early_claims import obey_early
+from zero_mpi.session.outcome import Outcome
+from zero_mpi.session.resolve import resolve
+from zero_mpi.session.setup import build
 from zero_mpi.telemetry import log
 from zero_mpi.train import dry_run, early_stop
 from zero_mpi.train.memory_copies import MemoryCopies
-from zero_mpi.train.outcome import Outcome
-from zero_mpi.train.resolve import resolve
 from zero_mpi.train.sample import is_over, say_over
-from zero_mpi.train.setup import build
 from zero_mpi.train.trainer import Trainer
 
 
@@ -85,18 +84,6 @@ def removed_at_start(world: World) -> list[str]:
     """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
     removed = sum(world.comm.allgather_object(leftovers.removed), leftovers.Left())
     return [f"removed {removed.text}"] if removed.files else []
-
-
-def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Pin bits and claim a GPU before MPI starts, as flags ask; wrong ones are told later, by one rank."""
-    silent = io.StringIO()
-    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-        try:
-            config = read(arguments)
-        except (UsageError, SystemExit):
-            return
-    portable.claim(config.bits)
-    device.claim(config.device)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
-from zero_mpi.train.resolve import RunSpec, resolve
+from zero_mpi.session.resolve import RunSpec, resolve
 
 MODEL_BYTES, STATE_BYTES = 4, 8  # of a parameter in model.gguf and in optimizer.gguf
 

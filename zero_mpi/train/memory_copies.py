@@ -30,11 +30,11 @@ from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.leftovers import PLACE
 from zero_mpi.launch.world import World
+from zero_mpi.session.resume import changes_between
+from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import log, spans
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import PROOF, knows
-from zero_mpi.train.resume import changes_between
-from zero_mpi.train.setup import Session
 
 AUTO = "auto"  # of --resume
 ONE_HOST = (

@@ -16,11 +16,11 @@ from zero_mpi.checkpoint.sound import ID, check_digests, keys_of, open_checkpoin
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines
+from zero_mpi.session.identity import FACTS, MACHINE, SETTINGS
 from zero_mpi.telemetry import status
 from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.proof import CHECKPOINT, PROOF, RECORD, RUN, Broken, Line, bits_of, read_proof
 from zero_mpi.telemetry.proof import ID as NAME
-from zero_mpi.train.identity import FACTS, MACHINE, SETTINGS
 from zero_mpi.verify.findings import Differs, differing
 from zero_mpi.verify.stretches import Story, Stretch
 

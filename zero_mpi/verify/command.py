@@ -12,11 +12,11 @@ from zero_mpi.cli.text import few, plural, write
 from zero_mpi.launch.consistency import check, check_installation, check_not_alone
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
+from zero_mpi.session.early_claims import obey_early
+from zero_mpi.session.identity import SETTINGS
+from zero_mpi.session.resolve import RunSpec, resolve
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.command import obey_early
-from zero_mpi.train.identity import SETTINGS
-from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.verify.claim import Claim, check_tensors, examine
 from zero_mpi.verify.findings import Differs, agreed, of_root
 from zero_mpi.verify.premises import check_config, check_facts

@@ -13,11 +13,11 @@ from zero_mpi.checkpoint.state import read_json
 from zero_mpi.config import replay
 from zero_mpi.config.settings import FIELDS, spelled
 from zero_mpi.files.foreign import quoted, shown
+from zero_mpi.session.identity import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
+from zero_mpi.session.resolve import RunSpec
+from zero_mpi.session.resume import CORPUS, SINCE, differences
+from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.identity import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
-from zero_mpi.train.resolve import RunSpec
-from zero_mpi.train.resume import CORPUS, SINCE, differences
-from zero_mpi.train.same_bits import changes
 from zero_mpi.verify.claim import Claim
 from zero_mpi.verify.findings import Differs
 from zero_mpi.verify.request import Request

@@ -17,16 +17,16 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
+from zero_mpi.session import observers
+from zero_mpi.session.observers import HeldOutLoss, Observer, StepMade
+from zero_mpi.session.resolve import RunSpec
+from zero_mpi.session.resume import ResumePoint
+from zero_mpi.session.setup import Session, build, fill_parameters
+from zero_mpi.session.steps import Steps
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, finite_or_none
 from zero_mpi.telemetry.proof import bits_of
-from zero_mpi.train import observers
-from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
-from zero_mpi.train.resolve import RunSpec
-from zero_mpi.train.resume import ResumePoint
-from zero_mpi.train.setup import Session, build, fill_parameters
-from zero_mpi.train.steps import Steps
 from zero_mpi.verify.claim import other, records_of
 from zero_mpi.verify.findings import Differs, agreed, of_root
 from zero_mpi.verify.state_bits import first_other

@@ -18,8 +18,8 @@ from zero_mpi.config.toml import checked_type, read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists
-from zero_mpi.train.identity import NAMES
-from zero_mpi.train.same_flags import settings
+from zero_mpi.session.identity import NAMES
+from zero_mpi.session.same_flags import settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # of computing, which move no bit

@@ -17,9 +17,9 @@ from zero_mpi.checkpoint.saver import parts_of
 from zero_mpi.files.foreign import shown
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights
+from zero_mpi.session.observers import StepMade
+from zero_mpi.session.setup import Session
 from zero_mpi.sharding.witness import digest
-from zero_mpi.train.observers import StepMade
-from zero_mpi.train.setup import Session
 from zero_mpi.verify.recompute import Comparison
 
 BYTES = 16  # of a digest

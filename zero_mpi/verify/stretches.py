@@ -13,8 +13,8 @@ from typing import Any
 
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
+from zero_mpi.session.identity import SETTINGS
 from zero_mpi.telemetry.proof import ORIGIN
-from zero_mpi.train.identity import SETTINGS
 from zero_mpi.verify.findings import Differs
 
 MOST_JOBS = 1 << 14  # of a run: all that each has said is kept

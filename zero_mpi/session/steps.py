@@ -13,12 +13,12 @@ from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.data import Batch, EvalLoader
 from zero_mpi.device.types import Array
 from zero_mpi.nn import CrossEntropy, Packed
+from zero_mpi.session.lr_schedule import schedule_of
+from zero_mpi.session.observers import HeldOutLoss, Observer, StepMade
+from zero_mpi.session.setup import Session
 from zero_mpi.sharding.evaluation import evaluate
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.telemetry import spans
-from zero_mpi.train.lr_schedule import schedule_of
-from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
-from zero_mpi.train.setup import Session
 
 
 class Steps:

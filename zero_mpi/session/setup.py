@@ -19,14 +19,14 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.session.resolve import RunSpec, make_loaders
+from zero_mpi.session.shared_corpus import share_corpus
+from zero_mpi.session.transport import choose_transport
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
-from zero_mpi.train.resolve import RunSpec, make_loaders
-from zero_mpi.train.shared_corpus import share_corpus
-from zero_mpi.train.transport import choose_transport
 
 
 @dataclass

@@ -26,8 +26,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
+from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.log import Caution
-from zero_mpi.train.same_bits import changes
 
 CORPUS = "the text of --data and --val-data, or what --chat-template and --loss-on make of it (sha256)"
 # Settings that older checkpoints lack, as they were.

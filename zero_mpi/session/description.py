@@ -17,7 +17,7 @@ from zero_mpi.data import Tokenizer
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.models import ModelConfig
-from zero_mpi.train.resume import ResumePoint
+from zero_mpi.session.resume import ResumePoint
 
 
 def describe(

@@ -20,9 +20,9 @@ from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.report import MEMORY, base
 from zero_mpi.plan.resident import resident, text_of
+from zero_mpi.session.mfu import step_flop
+from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import log
-from zero_mpi.train.mfu import step_flop
-from zero_mpi.train.setup import Session
 
 TITLE = 11  # width
 SHOWN = 3  # kinds of memory that are named

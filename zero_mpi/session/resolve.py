@@ -58,15 +58,15 @@ from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_dige
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.session import memory_check, same_bits
+from zero_mpi.session.description import describe, of_text, what_was_read
+from zero_mpi.session.resume import ResumePoint, changes_since, check_resume, find_checkpoint
+from zero_mpi.session.same_flags import check_settings
+from zero_mpi.session.transport import check_wish
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.sharding.rates import check_scales
 from zero_mpi.telemetry import log, trackers
-from zero_mpi.train import memory_check, same_bits
-from zero_mpi.train.description import describe, of_text, what_was_read
-from zero_mpi.train.resume import ResumePoint, changes_since, check_resume, find_checkpoint
-from zero_mpi.train.same_flags import check_settings
-from zero_mpi.train.transport import check_wish
 
 
 @dataclass(frozen=True)

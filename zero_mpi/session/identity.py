@@ -19,8 +19,8 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.launch import consistency
+from zero_mpi.session.setup import Session
 from zero_mpi.telemetry.proof import COPIES, JobStart
-from zero_mpi.train.setup import Session
 
 GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # of settings, all of which move bits
 EVALUATIONS = ("eval_every", "eval_windows", "patience")

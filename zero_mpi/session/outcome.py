@@ -9,12 +9,12 @@ from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
 from zero_mpi.launch.folder_hold import Hold
 from zero_mpi.launch.stopping import was_stopped_early
 from zero_mpi.launch.world import World
+from zero_mpi.session.summary import Start
 from zero_mpi.telemetry import events
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, last_step
 from zero_mpi.telemetry.proof import MOST_STEPS
 from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
-from zero_mpi.train.summary import Start
 
 
 class Outcome:
