@@ -40,7 +40,7 @@ from zero_mpi.plan.cost_model import gather_seconds
 from zero_mpi.plan.machine import Disk, Machine
 from zero_mpi.plan.save_time import save_seconds
 from zero_mpi.plan.step_time import step_time
-from zero_mpi.train.resolve import set_threads
+from zero_mpi.session.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
