@@ -114,7 +114,7 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     assert environ == dict.fromkeys(THREADS, "1")
 
 
-@pytest.mark.parametrize("module", ["train.command", "generate.command", "train.setup"])
+@pytest.mark.parametrize("module", ["train.command", "generate.command", "session.setup"])
 def test_importing_a_command_does_not_start_mpi(module):
     loaded, _ = report(f"import zero_mpi.{module}", [])
     assert loaded == ["numpy"]
