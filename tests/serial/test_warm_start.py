@@ -77,7 +77,8 @@ def test_a_job_ends_as_its_ranks_do(action, expected, script, tmp_path):
         assert jobs.run_job(2, command, warm=warm, timeout=15)[0] == expected
 
 
-def test_signals_reach_a_rank_and_none_outlives_its_launcher(script):
+def test_signals_reach_a_rank_and_none_outlives_its_launcher(script, monkeypatch):
+    monkeypatch.setattr(jobs, "_servers", {})  # tests before may have started as many as there may be
     python = jobs.warm_python(jobs.clean_environment())
     assert len(python) > 1
     for number, says in ((signal.SIGUSR1, b"heard\n"), (signal.SIGKILL, b"")):
