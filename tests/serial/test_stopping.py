@@ -392,7 +392,8 @@ def test_in_a_notebook_an_interrupt_is_one_of_the_cell():
 
 BUSY = """
 import os, signal, time
-from zero_mpi.train import command as train_command, {module}
+from zero_mpi.session import {module}
+from zero_mpi.train import command as train_command
 
 def busy(*arguments):
     {told}
