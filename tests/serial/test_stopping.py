@@ -392,7 +392,7 @@ def test_in_a_notebook_an_interrupt_is_one_of_the_cell():
 
 BUSY = """
 import os, signal, time
-from zero_mpi.session import {module}
+from zero_mpi.{package} import {module}
 from zero_mpi.train import command as train_command
 
 def busy(*arguments):
@@ -420,7 +420,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
 def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "busy.py"
     module, _, name = name.partition(".")
-    script.write_text(BUSY.format(module=module, name=name, told=who))
+    script.write_text(BUSY.format(package="session", module=module, name=name, told=who))
     status, printed, errors = run_job(2, [str(script), "--out", str(out), *flags, *ENDLESS], timeout=40)
     assert status == REQUEUE, errors
     assert printed.count("before the first step: nothing to save") <= 1
@@ -445,7 +445,8 @@ def test_a_run_with_far_too_many_layers_hears_a_signal(flags, tmp_path):
 def test_a_sample_is_cut_short(flags, tmp_path):
     """All is saved by then, so the run is done."""
     script = tmp_path / "busy.py"
-    script.write_text(BUSY.format(module="trainer", name="show_sample", told=MYSELF.format(name="SIGINT")))
+    told_so = MYSELF.format(name="SIGINT")
+    script.write_text(BUSY.format(package="train", module="trainer", name="show_sample", told=told_so))
     command = [PYTHON, str(script), "--out", str(tmp_path / "out"), *flags, "--steps", "2"]
     status, printed, errors = run_command(command, timeout=40)
     assert (status, errors) == (0, ""), printed
