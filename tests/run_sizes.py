@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
 
-    python tests/run_sizes.py [--quick | --every] [-n 1,2,3,4,8] [--lanes 3] [PATH...] [-- PYTEST OPTION...]
+    python tests/run_sizes.py [--quick | --every] [-n 1,2,3,4,8] [--lanes 4] [PATH...] [-- PYTEST OPTION...]
 
 With --quick, which is `make test`, what is only more of the same stays out; with --every nothing does. See
 tests/conftest.py.
 
-As many parts as there are lanes run at a time, one more than there are cores: tests wait a third of their
+As many parts as there are lanes run at a time, two more than there are cores: tests wait a third of their
 time. Parts with several ranks take turns with the others, so that few of them run at once. The files of
 tests/serial are shared out to a dozen processes, which stay small: many tests fork. Each part gives a line
 with the reasons of its skips, its slowest tests, the end of its output where it failed; the last line is `N
@@ -43,7 +43,7 @@ QUICK_SIZES = "1,2,3,4"  # no test needs more ranks than four: conftest.py holds
 WHOLE = ["tests/serial", "tests/mpi", "tests/gpu"]
 GPU_SIZES = (1, 2, 3)  # pretend streams are threads
 PRETEND = ROOT / "tests" / "pretend"
-LANES = min(len(os.sched_getaffinity(0)) + 1, 8)
+LANES = min(len(os.sched_getaffinity(0)) + 2, 8)
 SERIAL_PARTS = 12
 PYTEST = ["-m", "pytest", "-q", "-rfEsxX", "--color=no", "-p", "no:cacheprovider"]
 PYTEST += ["--durations=5", "--durations-min=5"]

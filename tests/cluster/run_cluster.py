@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tests/cluster without a launcher, in two processes: Slurm's tests wait for most of their time.
+"""Run tests/cluster without a launcher, in three processes: most of them wait for most of their time.
 
 The report is that of run_sizes.py.
 
@@ -21,10 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run_sizes import close, compile_once, count, run_parts
 
 HERE = Path(__file__).resolve().parent
-WAITS = {"slurm": ["tests/cluster/test_slurm.py"]}
-COMPUTES = {
-    "hosts": sorted(f"tests/cluster/{p.name}" for p in HERE.glob("test_*.py") if p.stem != "test_slurm")
-}
+ALONE = ("slurm", "processors")  # the first waits for its jobs, the second emulates on one core
+PARTS = {name: [f"tests/cluster/test_{name}.py"] for name in ALONE}
+PARTS["hosts"] = sorted(
+    f"tests/cluster/{path.name}"
+    for path in HERE.glob("test_*.py")
+    if path.stem.removeprefix("test_") not in ALONE
+)
 
 
 def main() -> int:
@@ -36,7 +39,7 @@ def main() -> int:
     found = [("cluster", 0, paths)]
     if not paths:
         compile_once()
-        found = [(name, 0, files) for name, files in (WAITS | COMPUTES).items()]
+        found = [(name, 0, files) for name, files in PARTS.items()]
     limit = float(os.environ.get("ZERO_MPI_CLUSTER_TIMEOUT", "1800"))
     deadline = time.monotonic() + limit
     return close(*count(run_parts(found, len(found), options, limit, deadline)))

@@ -31,7 +31,8 @@ PRECISIONS = {
 }
 MODELS = tiny.MODELS | tiny.OTHERS
 TRAINED = [(name, precision) for name in tiny.MODELS for precision in PRECISIONS]
-TRAINED += [(arch, precision) for arch in tiny.OTHERS for precision in ("fp32", "bf16")]
+TRAINED += [(arch, "fp32") for arch in tiny.OTHERS]
+ROUNDED = [(arch, "bf16") for arch in tiny.OTHERS]
 NEAR = {"fp32": 1e-5}  # of losses to the host's; of the others 1e-2
 
 
@@ -53,7 +54,7 @@ def alone(name, precision):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(("name", "precision"), TRAINED)
+@pytest.mark.parametrize(("name", "precision"), thinned(TRAINED + ROUNDED, keep=len(TRAINED)))
 def test_losses_are_near_those_of_the_host(gpu, name, precision):
     found, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
     near = NEAR.get(precision, 1e-2)
