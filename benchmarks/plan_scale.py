@@ -45,10 +45,10 @@ from zero_mpi.session.resolve import set_threads
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
 GATHERS, SAVE = "gathers of full-shard", "save of full-shard"
-LARGE, REPEATS = 1 << 19, 3  # bytes of the messages that are timed: all of a host have room in its queue
+LARGE, REPEATS = 1 << 19, 6  # bytes of the messages that are timed: all of a host have room in its queue
 PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
 WIDTH = 192  # of the model: a step takes the links some seconds
-PATIENCE = 170  # seconds for a job
+PATIENCE = 240  # seconds for a job
 BOUND = 0.15
 BARRIERS = 20
 GATHERINGS = 5
