@@ -45,12 +45,13 @@ from zero_mpi.session.resolve import set_threads
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")
 GATHERS, SAVE = "gathers of full-shard", "save of full-shard"
-LARGE, REPEATS = 1 << 19, 3  # bytes of the messages that are timed: all of a host have room in its queue
+LARGE, REPEATS = 1 << 19, 6  # bytes of the messages that are timed: all of a host have room in its queue
 PASS, PASSES = 1 << 19, 1.0  # elements of the arrays that are passed over, seconds
 WIDTH = 192  # of the model: a step takes the links some seconds
-PATIENCE = 170  # seconds for a job
+PATIENCE = 240  # seconds for a job
 BOUND = 0.15
 BARRIERS = 20
+GATHERINGS = 5
 BURST = "32kb"  # that an idle link saves up: little beside a message
 
 
@@ -92,7 +93,7 @@ def job(world: World, arguments: Sequence[str]) -> int:
         variant.timed_step(number)
     took = {strategy: step.median_of_longest(variant.comm, variant.seconds[1:])}
     if strategy == STRATEGIES[0]:
-        took[GATHERS] = gathers(variant, options.steps)
+        took[GATHERS] = gathers(variant)
         found["alpha_patient"] = patient_alpha(variant.comm)
         took[SAVE], found["write"] = save(variant, options.steps)
     if world.rank == 0:
@@ -127,10 +128,10 @@ def patient_alpha(comm: Comm) -> float:
     return step.median_of_longest(comm, seconds) / (comm.size - 1).bit_length()
 
 
-def gathers(variant: step.Run, repeats: int) -> float:
+def gathers(variant: step.Run) -> float:
     """Seconds to gather each unit once, one after the other."""
     seconds = []
-    for _ in range(repeats):
+    for _ in range(GATHERINGS):
         variant.comm.barrier()
         begun = time.perf_counter()
         for unit in variant.module.units:

@@ -14,6 +14,10 @@ from zero_mpi import SerialComm, ShardedModule
 from zero_mpi.models import ARCHITECTURES
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import plan_check  # noqa: E402
+
 SCRIPT = BENCHMARKS / "checkpoint.py"
 ROW = re.compile(
     r"(?P<name>\S.*?)  +(?P<speed>\d+\.\d+) +(?P<ratio>\d+\.\d+) +\d+\.\d+\.\.\d+\.\d+ +(?P<seconds>\d+\.\d+)"
@@ -185,3 +189,22 @@ def test_tokenizers_are_timed(more):
     found = [re.fullmatch(row, line) for line in rows]
     assert len(found) == 3
     assert all(match and match[1] == match[2] != "0" for match in found), printed
+
+
+class RanksThatTakeTurns:
+    """Rank 0 of two that share a link: each time another one is the last."""
+
+    rank = 0
+
+    def Barrier(self):
+        pass
+
+    def Sendrecv(self, *messages):
+        pass
+
+    def allgather(self, mine):
+        return [[9.0, 1.0, 4.0], [9.0, 5.0, 2.0]]
+
+
+def test_what_a_message_takes_is_the_slowest_rank_s_time():
+    assert plan_check.exchange(RanksThatTakeTurns(), 8, 1, repeats=2) == 4.0

@@ -127,11 +127,22 @@ def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
     ],
 )
 def test_what_rank_0_writes_for_other_nodes_comes_over_its_link(changes, share, model):
-    """Three of four nodes send theirs, at 100 bytes a second, while a fast disk takes it."""
-    slow = Machine(FREE[0], Link(0.0, 0.01), *GIVEN[2:], disk=Disk(1e6, 1e6))
+    """Three of four nodes send theirs in so many seconds, while a fast disk takes it."""
+    whole = 8.0  # seconds in which all of the checkpoint would come over the link
     case = Case(model, **({"ranks": 8, "nodes": 4} | changes))
-    least = saved_bytes(case) / 1e6
-    assert save_seconds(case, slow) == pytest.approx(max(least, share * saved_bytes(case) / 100))
+    size = saved_bytes(case)
+    slow = Machine(FREE[0], Link(0.0, whole / size), *GIVEN[2:], disk=Disk(size, size))
+    assert save_seconds(case, slow) == pytest.approx(share * whole + 1)  # synced when the last is there
+
+
+@pytest.mark.parametrize(("comes", "disk", "takes"), [(8, 5, 13), (200, 100, 200), (200, 190, 220)])
+def test_a_disk_begins_when_what_was_written_is_old(comes, disk, takes, model):
+    """Until then it lies in memory: a short save writes after the last has come, a long one meanwhile."""
+    case = Case(model, ranks=8, nodes=4)
+    size = saved_bytes(case)
+    link = Link(0.0, comes / size * 4 / 3)
+    machine = Machine(FREE[0], link, *GIVEN[2:], disk=Disk(size / disk, size / disk))
+    assert save_seconds(case, machine) == pytest.approx(takes)
 
 
 def test_ranks_meet_thrice_for_each_array_of_a_unit(model):

@@ -464,29 +464,46 @@ def test_the_last_of_many_nodes_waits_for_a_short_piece(strategy, nodes, own, wa
     case = Case(MODELS["llama"], ranks=8 * nodes, nodes=nodes, strategy_name=strategy, batch_size=8 * nodes)
     links = (nodes - 1) * (1e-6 + 4 * piece * 1e-10)  # other lanes' pieces are on it meanwhile
     returned = 0.02 / nodes if strategy == "full-shard" else 0.0  # to a node that is the owner
-    busy, after = chain_cost(case, machine, 50_000_000, own)
-    assert busy == pytest.approx(ways * 0.02 + returned, rel=1e-12)
-    assert after == pytest.approx(ways * links, rel=1e-12)
+    cost = chain_cost(case, machine, 50_000_000, own)
+    assert cost.busy + cost.back == pytest.approx(ways * 0.02 + returned, rel=1e-12)
+    assert cost.after == pytest.approx(ways * links, rel=1e-12)
 
 
 def test_sums_follow_each_other_through_the_nodes():
-    """The next unit's sum begins while the last piece of one is on its way: that counts once."""
+    """The next unit's sum begins while the last piece of one is on its way: that counts once.
+
+    And what of the first comes back goes behind what the second sends there.
+    """
     case = Case(MODELS["llama"], ranks=32, nodes=8, strategy_name="hybrid-shard", batch_size=32)
-    player = Player(case, SLOW)
-    player.play([StepEvent(REDUCE, 0), StepEvent(REDUCE, 1), StepEvent(WAIT, 1, REDUCE)])
     first, second = (reduce_cost(case, SLOW, unit) for unit in (0, 1))
-    assert min(first.after, second.after) > 0
-    assert player.time.seconds == pytest.approx(first.busy + second.busy + second.after)
+    player = Player(case, SLOW)
+    player.play([StepEvent(REDUCE, 0), StepEvent(REDUCE, 1), StepEvent(WAIT, 0, REDUCE)])
+    of_first = first.busy + second.busy + first.back + first.after
+    assert player.time.seconds == pytest.approx(of_first)
+    player.play([StepEvent(WAIT, 1, REDUCE)])
+    assert player.time.seconds == pytest.approx(of_first - first.after + second.back + second.after)
+    assert player.time.communication == pytest.approx(sum(first) + sum(second))
 
 
 def test_a_gather_of_few_chunks_brings_no_more_than_there_is():
-    """A short unit over more ranks than it has chunks goes down a tree, and its bytes once."""
+    """A short unit over more ranks than it has chunks goes down trees, one a lane, and its bytes once."""
     case = Case(MODELS["llama"], ranks=1024, nodes=128, batch_size=1024)
     unit = min(range(len(case.partitions)), key=lambda number: case.partitions[number].length)
     length = case.partitions[unit].length
     assert case.partitions[unit].counts[-1] == 0
-    expected = 7 * SLOW.between.alpha + 4 * length * SLOW.between.beta
+    expected = 7 * SLOW.between.alpha + 4 * length / 8 * SLOW.between.beta
     assert gather_seconds(case, SLOW, unit, 4) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("dim", "passes"), [(256, 2), (512, 3)])  # in a tree, in a ring
+def test_lanes_of_a_gather_hide_each_other_s_latency(dim, passes):
+    """While a message of one lane is on its way, the link carries those of the others."""
+    wide = Llama.from_flags(SIZES | {"dim": dim, "layers": 1, "tied": False})
+    case = Case(wide, ranks=32, nodes=4, batch_size=32)
+    moved = 3 * 4 * case.partitions[1].bounds[8] * 1e-8
+    for alpha, expected in ((1e-4, moved), (1.0, passes * 1.0 + moved / 8)):
+        machine = replace(SLOW, between=Link(alpha, 1e-8))
+        assert gather_seconds(case, machine, 1, 4) == pytest.approx(expected)
 
 
 # What travels between nodes are float32 sums in any precision; PRETEND makes two nodes of four ranks.

@@ -8,23 +8,15 @@ which every link carries a unit once; while the last piece of one is on its way,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
 from zero_mpi.plan.case import Case
+from zero_mpi.plan.line import Cost
 from zero_mpi.plan.machine import Link, Machine
 from zero_mpi.plan.simulate import ALLREDUCE, GATHER, GATHER_SUMS
 from zero_mpi.sharding.unit import BYTES
 
 SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
-
-
-class Cost(NamedTuple):
-    """Seconds of a transfer: in which the line is `busy` with it, and then until it is complete."""
-
-    busy: float
-    after: float = 0.0
 
 
 def slowest(case: Case, machine: Machine) -> Link:
@@ -42,19 +34,21 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
         return ring_seconds(case.per_node, machine.node, own, length)
     if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
         of_node = itemsize * partition.bounds[case.per_node]
-        return ring_seconds(case.nodes, machine.between, of_node, length)
+        return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)
 
 
-def ring_seconds(members: int, link: Link, part: int, whole: int) -> float:
+def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
     """To pass parts on in a ring until every member has the whole, or a short one in a tree; bytes.
 
     `part`: the longest. In a ring it passes one link after the other; no member of a tree gets more than all.
+    Of several `rings` over the same links each has its share of the bytes, and while a message of one is on
+    its way the links carry the others'.
     """
-    steps = members - 1
-    if whole < SHORT:
-        return steps.bit_length() * link.alpha + min(steps * part, whole) * link.beta
-    return steps * (link.alpha + part * link.beta)
+    steps, short = members - 1, whole < SHORT * rings
+    moved = (min(steps * part, whole) if short else steps * part) * link.beta
+    latency = (steps.bit_length() if short else steps) * link.alpha
+    return max(moved, latency + moved / rings)
 
 
 def reduce_cost(case: Case, machine: Machine, unit: int) -> Cost:
@@ -89,17 +83,19 @@ def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
 
-    A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
-    the slice of its owner, which has `own` elements. The last piece has to pass all links, which meanwhile
-    carry other lanes' pieces and the next unit's.
+    A node between two others then sends both ways over its link, and the last of these is where sums turn.
+    Sums are float32; no piece is longer than the slice of its owner, which has `own` elements. The last piece
+    has to pass all links, which meanwhile carry other lanes' pieces and the next unit's.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
     piece = BYTES * min(chain_piece(case.nodes), own)
-    ways = 2 if case.hybrid else 1
-    own_node = 0 if case.hybrid else nbytes / case.nodes  # sums that come back to their owners
-    volume = nbytes * ways + own_node if case.nodes > 2 else nbytes
+    links = hops * (link.alpha + piece * link.beta)
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
-    return Cost(volume * link.beta + added, ways * hops * (link.alpha + piece * link.beta))
+    way = nbytes * link.beta
+    back = way if case.nodes > 2 else 0.0  # two nodes send each a way of its own
+    if case.hybrid:
+        return Cost(way + added, back, 2 * links)
+    return Cost(way + added + back / case.nodes, after=links)  # sums that come back to their owners
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:

@@ -1,8 +1,9 @@
 """How long a checkpoint takes to write: its bytes over what the disk takes from so many writers.
 
-Where rank 0 writes for several nodes, what the others hold comes over its node's link while it writes: a save
-takes as long as the slower of the two. Writers of every node have what they write from their own node. All
-ranks meet for each array of a unit, whoever writes.
+Where rank 0 writes for several nodes, what the others hold comes over its node's link while it writes. But
+what is written lies in memory at first: the disk begins when the system brings old pages to it, or when the
+last is there and the file is synced. Writers of every node have what they write from their own node. Ranks
+meet for each array of a unit, whoever writes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from zero_mpi.plan.cost_model import slowest
 from zero_mpi.plan.machine import Machine
 from zero_mpi.sharding.unit import BYTES
 
+LEFT_IN_MEMORY = 30.0  # seconds: what Linux has as dirty_expire_centisecs, unless it is told otherwise
 MEETINGS = 3  # for each array of a unit: its values, a barrier, and digests
 
 
@@ -40,7 +42,8 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine = machine.joining(case.nodes)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    moved = max(saved_bytes(case) / rate, brought_bytes(case) * machine.between.beta)
+    brought = brought_bytes(case) * machine.between.beta
+    moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)
     return moved + MEETINGS * arrays * latency
 
 

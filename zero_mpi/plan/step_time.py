@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.cost_model import Cost, allreduce_seconds, unit_cost
+from zero_mpi.plan.cost_model import allreduce_seconds, unit_cost
+from zero_mpi.plan.line import Cost, TransferLine
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.plan.simulate import COMPUTE, MOST_ROUNDS, NORM, TRANSFERS, UPDATE, WAIT, StepEvent, simulate
@@ -45,8 +46,7 @@ class Player:
         self.case, self.machine = case, machine
         self.overlaps = case.nodes > 1 or case.on_gpu
         self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
-        self._line_free = 0.0
-        self._due: dict[tuple[str, int], float] = {}
+        self._line = TransferLine()
         self._costs: dict[tuple[str, int], Cost] = {}
 
     @property
@@ -60,7 +60,7 @@ class Player:
             if event.kind == COMPUTE:
                 self.compute(event.flop, event.moved)
             elif event.kind == WAIT:
-                self.wait(self._due.pop((event.what, event.unit), 0.0))
+                self.wait(self._line.complete((event.what, event.unit)))
             elif event.kind in TRANSFERS:
                 self.start(event.kind, event.unit)
             else:
@@ -78,12 +78,10 @@ class Player:
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)
-        busy, after = self._costs[key]
-        self.communicated += busy + after
-        self._line_free = max(self.now, self._line_free) + busy
-        self._due[key] = self._line_free + after
+        self.communicated += sum(self._costs[key])
+        self._line.start(key, self.now, self._costs[key])
         if not self.overlaps:
-            self.wait(self._due[key])
+            self.wait(self._line.complete(key))
 
     def wait(self, until: float) -> None:
         """Stand until then."""
