@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 9104, "package": 54268}
+BUDGET = {"engine": 9104, "package": 54358}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -59,6 +59,7 @@ ASKERS = {
     "nn/attention.py": 4,
     "nn/loss.py": 1,
     "plan/case.py": 1,
+    "plan/copy_time.py": 1,
     "plan/flags.py": 8,
     "plan/machine.py": 1,
     "plan/rank_memory.py": 1,
