@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run_sizes import close, compile_once, count, run_parts
 
 HERE = Path(__file__).resolve().parent
-WAITS = {"slurm": ["tests/cluster/test_slurm.py"]}
-COMPUTES = {
-    "hosts": sorted(f"tests/cluster/{p.name}" for p in HERE.glob("test_*.py") if p.stem != "test_slurm")
-}
+FILES = sorted(f"tests/cluster/{path.name}" for path in HERE.glob("test_*.py"))
+WAITS = {"slurm": [name for name in FILES if "/test_slurm" in name]}
+COMPUTES = {"hosts": [name for name in FILES if "/test_slurm" not in name]}
 
 
 def main() -> int:
