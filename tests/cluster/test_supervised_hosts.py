@@ -60,7 +60,7 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, in_memory
     with hosts(3) as here, contextlib.closing(Trial(here.folder)) as trial:
         supervised(here, trial, in_memory, mpi)
         for number, (name, host, step) in enumerate(HAPPENS):
-            trial.until(lambda step=step: trial.done >= step, f"step {step}", SECONDS)
+            trial.until(lambda step=step: trial.done >= step, f"step {step}", 2 * SECONDS)
             EVENTS[name](here, trial, host)
             trial.until(
                 lambda number=number: restarted(trial) == number + 1,
