@@ -59,6 +59,7 @@ ASKERS = {
     "nn/attention.py": 4,
     "nn/loss.py": 1,
     "plan/case.py": 1,
+    "plan/copy_time.py": 1,
     "plan/flags.py": 8,
     "plan/machine.py": 1,
     "plan/rank_memory.py": 1,

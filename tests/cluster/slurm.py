@@ -5,8 +5,9 @@
         here.signal(job, "USR1")
         here.wait(job, "PENDING")
 
-`tools/cluster/slurm_up.sh` makes it. It goes when the block ends, and also when this process is killed: a
-shell of its own waits for the end of its standard input and takes it down.
+`tools/cluster/slurm_up.sh` makes it, of one node; `slurm_over` makes one with a node for each of some hosts.
+It goes when the block ends, and also when this process is killed: a shell of its own waits for the end of its
+standard input and takes it down.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from shutil import which
 
 import jobs
+from hosts import Hosts
 from keeper import kept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +30,10 @@ PACKAGES = "apt-get install -y --no-install-recommends slurm-wlm munge"
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm that is up; `state` is the folder of slurm_up.sh."""
+    """A Slurm that is up; `state`: the folder of slurm_up.sh, `enter`: what goes where its commands run."""
 
     state: Path
+    enter: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -42,7 +45,7 @@ class Slurm:
     ) -> tuple[int, str, str]:
         """Run one of Slurm's commands; returns (exit status, stdout, stderr)."""
         environ = {"SLURM_CONF": f"{self.state}/slurm.conf"} | dict(env or {})
-        return jobs.run_command(command, timeout=timeout, env=environ, cwd=ROOT)
+        return jobs.run_command([*self.enter, *command], timeout=timeout, env=environ, cwd=ROOT)
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """What one of Slurm's commands prints, on success."""
@@ -130,6 +133,16 @@ def slurm(cpus: int = 8) -> Iterator[Slurm]:
         raise RuntimeError(reason)
     with kept("slurm", str(cpus), env=jobs.clean_environment()) as state:
         yield Slurm(state)
+
+
+@contextlib.contextmanager
+def slurm_over(here: Hosts, cpus: int = 2) -> Iterator[Slurm]:
+    """A Slurm whose nodes are hosts, with `cpus` processors each. RuntimeError if it cannot be."""
+    if reason := why_no_slurm():
+        raise RuntimeError(reason)
+    environ = jobs.clean_environment() | {"HOSTS_STATE": str(here.state)}
+    with kept("slurm", str(cpus), env=environ) as state:
+        yield Slurm(state, tuple(here.on(here.names[0])))
 
 
 @functools.cache

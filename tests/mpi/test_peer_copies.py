@@ -24,7 +24,7 @@ from zero_mpi.comm.neighbours import Neighbours, ring
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.errors import JobError
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.resident import copies as planned
+from zero_mpi.plan.copy_time import node_bytes as planned
 
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 RUN = "ab12"

@@ -316,7 +316,7 @@ PLACES: dict[str, How] = {
     ),
     'LAUNCH="zero-mpi supervise -- srun --mpi=pmi2" sbatch --no-kill --nodes=4 '
     "examples/slurm/many_nodes.sbatch --config run.toml --out /shared/run": ByTest(
-        f"{SLURM}test_a_supervised_job_goes_on_in_its_allocation"
+        "tests/cluster/test_slurm_hosts.py::test_a_job_goes_on_without_a_node_that_is_lost"
     ),
     'LAUNCH="zero-mpi supervise -- mpirun" FLAGS="--config run.toml --out /shared/run" '
     "qsub -l select=4:ncpus=8:mpiprocs=8 examples/pbs/many_nodes.pbs": ByTest(

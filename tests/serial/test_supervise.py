@@ -37,10 +37,11 @@ from zero_mpi.supervise.stop_request import StopRequest
 # What stands for mpirun: at start N it does what the file start-N says, with words for what a run leaves.
 LAUNCHER = """#!/bin/bash
 here=${0%/*} out=${0%/*}/out
+[[ $1 = --version ]] && cat "$here/version" && exit
 printf '%s\\n' "$*" >> "$here/starts"
 number=$(wc -l < "$here/starts")
 while [[ $# -gt 0 ]]; do
-    [[ $1 = --hostfile ]] && tr '\\n' ' ' < "$2" >> "$here/hostfiles" && echo >> "$here/hostfiles"
+    [[ $1 =~ ^--?(hostfile|machinefile)$ ]] && echo "$(tr '\\n' ' ' < "$2")" >> "$here/hostfiles"
     shift
 done
 says() {
@@ -61,6 +62,7 @@ class Trial:
         self.folder, self.out, self.program = folder, folder / "out", folder / "mpirun"
         self.errors = folder / "errors"
         self.program.write_text(LAUNCHER)
+        (folder / "version").write_text("HYDRA build details:\n    Version: 5.0.2\n")
         self.program.chmod(0o755)
         for number, text in enumerate(starts, 1):
             (folder / f"start-{number}").write_text(text + "\n")
@@ -292,6 +294,24 @@ def test_hosts_that_do_not_answer_are_left_out(text, ranks, hostfiles, counts, t
     assert (first["hosts"], first["silent"], first["ranks"]) == (["n1", "n3"], ["n2"], counts[1])
 
 
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ("-hosts n1,n2,n3 -n 6", "-hosts n1,n3 -n 4"),  # MPICH, Intel MPI
+        ("-hosts n1,n2,n3 -ppn 2 -n 6", "-hosts n1,n3 -ppn 2 -n 4"),
+        ("--host n1:2,n2:2,n3:2 -np 6", "--host n1:2,n3:2 -np 4"),  # Open MPI
+        ("-H n1,n2,n3 -N 2 --np 6", "-H n1,n3 -N 2 --np 4"),
+        ("--host=n1,n1,n2,n2,n3", "--host=n1,n1,n3"),
+        ("--host n1:4,n2:4,n3:4 --map-by ppr:2:node -n 6", "--host n1:4,n3:4 --map-by ppr:2:node -n 4"),
+    ],
+)
+def test_hosts_that_the_command_names_itself(given, then, tmp_path):
+    """Each launcher's own way to name them on its line."""
+    trial, _ = host_trial(tmp_path, "", LOSES.format("n2", 5), DONE)
+    assert trial.run("--probe", f"{tmp_path}/probe {{host}}", of_launcher=tuple(given.split())) == 0
+    assert trial.starts == [" ".join(trial.words(*words.split())[1:]) for words in (given, then)]
+
+
 def test_a_host_in_reserve_takes_the_place_of_a_lost_one_until_that_answers(tmp_path):
     starts = [LOSES.format("n1", 1), "rm $here/down-n1; records 2; says running; exit 9", DONE]
     trial, of_launcher = host_trial(tmp_path, "n1:2\nn2:2\nn3:2\n", *starts)
@@ -371,16 +391,40 @@ def test_a_hostfile_that_the_command_does_not_know_is_given_to_it(tmp_path):
     trial, _ = host_trial(tmp_path, "n1:3\nn2:3\n", DONE)
     assert trial.run("--hostfile", str(tmp_path / "hosts"), of_launcher=("-n", "6")) == 0
     assert trial.hostfiles == ["n1:3 n2:3"]
+    assert trial.starts[0].startswith("-machinefile /"), "where Intel MPI heeds the ranks of a host"
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("HYDRA build details:\n", "n1:1 n2:3"),
+        ("Intel(R) MPI Library, Version 2021.18.1\n", "n1:1 n2:3"),
+        ("mpirun (Open MPI) 5.0.11\n", "n1 slots=1 n2 slots=3"),
+    ],
+)
+def test_a_hostfile_of_ours_has_the_form_that_the_launcher_reads(version, text, tmp_path, monkeypatch):
+    """Of the nodes of a PBS job, where a name stands once for each rank."""
+    trial, _ = host_trial(tmp_path, "n1\nn2\nn2\nn2\nn3\n", LOSES.format("n3", 5), DONE)
+    (tmp_path / "version").write_text(version)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "hosts"))
+    assert trial.run("--probe", f"{tmp_path}/probe {{host}}", of_launcher=("-n", "5")) == 0
+    assert trial.hostfiles == [text]
+    assert "-n 4" in trial.starts[1]
 
 
 # -------------------------------------------------------------------------------- hosts of batch systems
 
 
-def scontrol(folder: Path, monkeypatch, names: str) -> None:
-    """A Slurm that names nodes."""
+def scontrol(folder: Path, monkeypatch, names: str, *others: str) -> None:
+    """A Slurm that names nodes; others: a list that it is asked for, and the nodes of that."""
     program = folder / "bin" / "scontrol"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nprintf '{names}'\n")
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("#!/bin/sh\n")
+    if others:
+        program.write_text(f"#!/bin/sh\n[ \"$3\" = '{others[0]}' ] && printf '{others[1]}' && exit\n")
+    with program.open("a") as file:
+        file.write(f"printf '{names}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
@@ -404,15 +448,44 @@ def test_srun_is_told_nodes_and_ranks(tmp_path, monkeypatch):
     assert trial.run("--probe", f"{tmp_path}/probe {{host}}", of_launcher=("--mpi=pmi2",)) == 0
     run = " ".join(trial.words()[1:])
     assert trial.starts == [f"--mpi=pmi2 {run}", f"--ntasks=8 --nodelist=n1,n3 --nodes=2 --mpi=pmi2 {run}"]
-    line = LaunchLine.of(["srun", "-N", "3", "-n", "12", "python"])
-    assert line.by_srun(["n1"], 4).words == ("srun", "--nodelist=n1", "-N", "1", "-n", "4", "python")
+
+
+def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
+    """A lost node holds its part of that for minutes: Slurm has to find it missing first."""
+    begins = 'echo "$SLURM_OVERLAP" >> $here/overlaps; '
+    trial = Trial(tmp_path, f"{begins} says running; exit 9", begins + DONE)
+    assert trial.run() == 0
+    assert (tmp_path / "overlaps").read_text() == "\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ("-N 3 -n 12", "--nodelist=n1 -N 1 -n 4"),
+        ("-N3 -n12 -wn[1-3]", "-N1 -n4 -wn1"),
+        ("--nodes=2-3 --ntasks=12 --nodelist n[1-3]", "--nodes=1 --ntasks=4 --nodelist n1"),
+    ],
+)
+def test_what_srun_is_told_takes_the_place_of_what_it_was_told(given, then):
+    line = LaunchLine.of(["srun", *given.split(), "python", "-n12"])
+    assert line.by_srun(["n1"], 4).words == ("srun", *then.split(), "python", "-n12")
+
+
+def test_nodes_that_srun_was_not_asked_for_are_in_reserve(tmp_path, monkeypatch):
+    scontrol(tmp_path, monkeypatch, "n1\\nn2\\nn3\\n")
+    environ = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x3)"}
+    found = find_pool(LaunchLine.of(["srun", "-N2", "-n8", "python"]), "", "", environ)
+    assert [host.name for host in found.choose()] == ["n1", "n2"]
+    assert [host.name for host in found.choose(["n1"])] == ["n2", "n3"]
+    scontrol(tmp_path, monkeypatch, "n1\\nn2\\nn3\\n", "n[2-3]", "n2\\nn3\\n")
+    found = find_pool(LaunchLine.of(["srun", "--nodelist=n[2-3]", "python"]), "", "", environ)
+    assert found.hosts == (HostEntry("n2", 4), HostEntry("n3", 4))
 
 
 def test_the_nodes_of_a_pbs_job(tmp_path):
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     found = find_pool(LaunchLine.of(["mpirun", "python"]), "", "", {"PBS_NODEFILE": str(tmp_path / "nodes")})
     assert found.hosts == (HostEntry("n1", 2), HostEntry("n2", 2))
-    assert found.lines(found.hosts[1:]) == "n2\nn2\n"
 
 
 # ------------------------------------------------------------------------------------ what a command says
@@ -426,6 +499,8 @@ def test_the_nodes_of_a_pbs_job(tmp_path):
         ("mpirun --hostfile=hosts --np 4 --map-by ppr:2:node:OVERSUBSCRIBE bash -c python", "hosts", 4, 2),
         ("env A=1 mpiexec -machinefile m zero-mpi train -n 3", "m", None, None),
         ("srun --ntasks=6 --ntasks-per-node=3 bash", "", 6, 3),
+        ("srun -n6 -N2 bash", "", 6, None),
+        ("mpirun -N 2 --np 6 python", "", 6, 2),
         ("./mine.sh mpirun -n 4", "", 4, None),
         ("python train.py -n 4", "", None, None),
     ],
@@ -447,6 +522,32 @@ def test_a_launchers_flags_are_found(words, hostfile, ranks, each):
 def test_the_folder_of_a_run_is_found(words, out):
     assert LaunchLine.of(words.split()).out() == (Path(out) if out else None)
     assert Config().out == DEFAULT_OUT
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        ("mpirun -n 2 python a.py : -n 2 python b.py", ":"),
+        ("mpiexec -configfile parts", "-configfile"),
+        ("mpirun --rankfile where -n 4 python a.py", "--rankfile"),
+        ("srun --multi-prog parts", "--multi-prog"),
+        ("mpirun --hostfile hosts --host n1,n2 python a.py", "--host"),
+        ("mpirun --hostfile hosts python a.py", ""),
+        ("srun -w n1 python a.py", ""),
+    ],
+)
+def test_a_command_that_says_which_rank_goes_where_is_started_again_as_it_is(
+    words, word, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1\nn2\n")
+    scontrol(tmp_path, monkeypatch, "n1\\nn2\\n")
+    line = LaunchLine.of(words.split())
+    assert line.placed() == word
+    assert (find_pool(line, "", "", {"SLURM_JOB_NODELIST": "n[1-2]"}) is None) == bool(word)
+    if word:
+        with pytest.raises(UsageError, match=r"the command itself says where ranks go \("):
+            prepare(["--spare", "1", "--", *words.split()])
 
 
 def test_ranks_follow_the_hosts():
@@ -612,6 +713,10 @@ def test_a_run_whose_supervisor_is_killed_is_told_to_stop(tmp_path):
         (["--min-hosts", "0", "--", "mpirun"], "--min-hosts 0: expected a number from 1 to 1e9"),
         (["--hostfile", "none", "--", "mpirun"], "none: no such file; expected HOST"),
         (["--spare", "1", "--", "mpirun"], "--spare and --min-hosts: no hosts are known; give --hostfile"),
+        (
+            ["--hostfile", "hosts", "--", "mpirun", "-host", "n1"],
+            "--hostfile, --spare and --min-hosts: the comm",
+        ),
         (["--hostfile", "hosts", "--", "./x"], "--hostfile: expected mpirun, mpiexec or srun in the command"),
         (["--hostfile", "hosts", "--spare", "2", "--", "mpirun"], "--spare 2: of 2 hosts at least 1 must be"),
         (["--hostfile", "hosts", "--probe", "ssh true", "--", "mpirun"], "--probe ssh true: expected {host}"),

@@ -11,35 +11,49 @@ set -euo pipefail
 state=$(realpath "$1")
 export SLURM_CONF=$state/slurm.conf
 
-daemon() {   # the process of daemon $1: another may have the number in its file by now
+hosts=$(cat "$state/over_hosts" 2> /dev/null) || hosts=""
+[[ $hosts ]] && first=h1 || first=here
+
+inside() {   # inside HOST COMMAND...: in a host that may be lost, or here where there are none
+    if [[ $hosts ]]; then timeout 20 "$hosts/enter" "$@"; else "${@:2}"; fi
+}
+
+daemon() {   # the process of daemon $1 on host $2, by file $3: another may have the number in it by now
     local pid
-    pid=$(cat "$state/$1.pid" 2> /dev/null) || return
-    [[ $(cat "/proc/$pid/comm" 2> /dev/null) = "$1" ]] && echo "$pid"
+    pid=$(cat "$3" 2> /dev/null) || return
+    [[ $(inside "$2" cat "/proc/$pid/comm" 2> /dev/null) = "$1" ]] && echo "$pid"
 }
 
 cancel_jobs() {   # while the daemons are there to end them
-    squeue --noheader --format=%A | sort -u | xargs --no-run-if-empty scancel || true
+    inside $first squeue --noheader --format=%A | sort -u |
+        while read -r job; do inside $first scancel "$job" < /dev/null; done || true
     for _ in {1..600}; do   # Slurm kills after KillWait what does not end; a busy machine takes its time
-        [[ -n $(squeue --noheader) ]] || break
+        [[ -n $(inside $first squeue --noheader) ]] || break
         sleep 0.1
     done
 }
 
 end_daemon() {
     local pid
-    pid=$(daemon "$1") || return 0
-    kill -TERM "$pid"
+    pid=$(daemon "$@") || return 0
+    inside "$2" kill -TERM "$pid"
     for _ in {1..100}; do
-        daemon "$1" > /dev/null || return 0
+        daemon "$@" > /dev/null || return 0
         sleep 0.1
     done
-    kill -KILL "$pid" 2> /dev/null || true
+    inside "$2" kill -KILL "$pid" 2> /dev/null || true
 }
 
-if daemon slurmctld > /dev/null; then cancel_jobs; fi
-for name in slurmd slurmctld munged; do end_daemon "$name"; done
+if daemon slurmctld $first "$state/slurmctld.pid" > /dev/null; then cancel_jobs; fi
+for file in "$state"/slurmd{,-*}.pid; do
+    name=${file##*/slurmd-}
+    end_daemon slurmd "${name%.pid}" "$file"
+done
+end_daemon slurmctld $first "$state/slurmctld.pid"
+hosts=""   # which munged is not in
+end_daemon munged here "$state/munged.pid"
 cd "$state"
 rm -rf saved spool
-rm -f {slurm,cgroup,gres}.conf munge.{key,seed,socket,socket.lock} {munged,slurmctld,slurmd}.{pid,log}
+rm -f over_hosts {slurm,cgroup,gres}.conf munge.{key,seed,socket,socket.lock} {munged,slurmctld,slurmd,slurmd-*}.{pid,log}
 cd /
 rmdir --ignore-fail-on-non-empty "$state"

@@ -5,20 +5,39 @@
 #   tools/cluster/slurm_down.sh STATE           cancels the jobs in it and ends it
 #   export SLURM_CONF=STATE/slurm.conf          what sbatch, squeue and scontrol need to find it
 #
-# One node of CPUS processors, however many the machine has: Slurm takes the number on trust. Jobs of the
-# partition "urgent" preempt those of the other one, which are told a minute before. Nothing is written outside
-# of STATE and no service of the system is used. Needs root and
+# One node of CPUS processors, however many the machine has: Slurm takes the number on trust. Or, with
+# HOSTS_STATE=FOLDER of hosts_up.sh, a node for each of these hosts: Slurm's commands are run inside of them, its
+# controller is in h1, and a host that is lost takes its node along, which Slurm sees after ten seconds. Jobs of
+# the partition "urgent" preempt those of the other one, which are told a minute before. Nothing is written
+# outside of STATE and no service of the system is used. Needs root and
 #   apt-get install -y --no-install-recommends slurm-wlm munge
 # and libpmix-dev for srun --mpi=pmix, whose plugin opens the library by a name that only this package has.
 set -euo pipefail
 
 here=$(dirname "$(realpath "$0")")
-node=$(hostname -s)
+hosts=${HOSTS_STATE:-}
 export PATH=$PATH:/usr/sbin:/sbin
 
 refuse() {
     echo "slurm_up.sh: $1" >&2
     exit 2
+}
+
+inside() {   # inside HOST COMMAND...: in a host, or here where there are none
+    if [[ $hosts ]]; then "$hosts/enter" "$@"; else "${@:2}"; fi
+}
+
+name_nodes() {   # nodes, and lines with their addresses
+    nodes=$(hostname -s) first=$nodes address=127.0.0.1 lines="NodeName=$nodes NodeAddr=127.0.0.1"
+    [[ $hosts ]] || return 0
+    nodes= lines= first=h1
+    local name ip
+    while read -r ip name; do
+        [[ $name != localhost ]] || continue
+        nodes+=${nodes:+,}$name
+        lines+=${lines:+$'\n'}"NodeName=$name NodeAddr=$ip"
+        [[ $name != h1 ]] || address=$ip
+    done < "$hosts/hosts"
 }
 
 free_port() {   # a port of the loopback that nobody listens on, from $1: below those that systems give to clients
@@ -39,18 +58,23 @@ read_arguments() {
             refuse "$program is missing: apt-get install --no-install-recommends slurm-wlm munge"
     done
     state=$(realpath -m "${2:-$(mktemp -d /var/tmp/zero_mpi-slurm.XXXXXX)}")
+    [[ ! $hosts || -x $hosts/enter ]] || refuse "HOSTS_STATE=$hosts: expected the folder of hosts_up.sh"
     [[ ! -e $state/slurm.conf ]] || refuse "$state: has a Slurm already; end it by slurm_down.sh"
 }
 
 write_files() {
+    local of_node="" timeout=300
+    [[ ! $hosts ]] || of_node=-%n timeout=10
+    name_nodes
     mkdir -p "$state"/{saved,spool}
+    [[ ! $hosts ]] || echo "$hosts" > "$state/over_hosts"
     chmod 755 "$state"   # munge wants everybody to reach its socket
     (umask 077 && head -c 1024 /dev/urandom > "$state/munge.key")
     # cred_expire: as long waits a requeued job, two minutes otherwise. config_overrides: take CPUS on trust.
     # FirstJobId: MPICH names memory after the job; what a killed one left would be in the way of its namesake.
     cat > "$state/slurm.conf" <<END
 ClusterName=zero_mpi
-SlurmctldHost=$node(127.0.0.1)
+SlurmctldHost=$first($address)
 SlurmctldPort=$(free_port 10000)
 SlurmdPort=$(free_port 13000)
 SlurmUser=root
@@ -58,11 +82,12 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket=$state/munge.socket,cred_expire=10
 StateSaveLocation=$state/saved
-SlurmdSpoolDir=$state/spool
+SlurmdSpoolDir=$state/spool/%n
 SlurmctldPidFile=$state/slurmctld.pid
-SlurmdPidFile=$state/slurmd.pid
+SlurmdPidFile=$state/slurmd$of_node.pid
 SlurmctldLogFile=$state/slurmctld.log
-SlurmdLogFile=$state/slurmd.log
+SlurmdLogFile=$state/slurmd$of_node.log
+SlurmdTimeout=$timeout
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -76,11 +101,12 @@ KillWait=5
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 SlurmdParameters=config_overrides
-NodeName=$node NodeAddr=127.0.0.1 CPUs=$cpus Gres=gpu:1 State=UNKNOWN
+NodeName=DEFAULT CPUs=$cpus Gres=gpu:1 State=UNKNOWN
+$lines
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=all Nodes=$node Default=YES PriorityTier=1 GraceTime=60 State=UP
-PartitionName=urgent Nodes=$node PriorityTier=2 State=UP
+PartitionName=all Nodes=$nodes Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=urgent Nodes=$nodes PriorityTier=2 State=UP
 END
     echo "CgroupAutomount=no" > "$state/cgroup.conf"
     # Pretended, so that a job that asks for a GPU is taken.
@@ -91,21 +117,21 @@ start() {
     munged --key-file="$state/munge.key" --socket="$state/munge.socket" --pid-file="$state/munged.pid" \
         --log-file="$state/munged.log" --seed-file="$state/munge.seed"
     export SLURM_CONF=$state/slurm.conf
-    slurmctld
-    slurmd
+    inside "$first" slurmctld
+    for name in ${nodes//,/ }; do inside "$name" slurmd; done
 }
 
 is_idle() {
     for _ in {1..300}; do
-        [[ $(sinfo --noheader --format=%T 2> /dev/null) = idle ]] && return
+        [[ $(inside "$first" sinfo --noheader --format=%T --partition=all 2> /dev/null) = idle ]] && return
         sleep 0.1
     done
     return 1
 }
 
 say_why() {   # the node is not idle: what Slurm and its daemons say
-    echo "slurm_up.sh: the node is not ready: $(sinfo --noheader --format='%T %E' 2>&1)"
-    tail -n 5 "$state"/{munged,slurmctld,slurmd}.log
+    echo "slurm_up.sh: the node is not ready: $(inside "$first" sinfo --noheader --format='%T %E' 2>&1)"
+    tail -n 5 "$state"/{munged,slurmctld,slurmd*}.log
 } >&2
 
 read_arguments "$@"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_mpi.plan.case import Case
+from zero_mpi.plan.copy_time import copy_seconds
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import Largest, largest
 from zero_mpi.plan.rank_memory import Memory, plan_memory
@@ -16,7 +17,10 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """What a case will take; `fits` is None where no limit of memory is known, `save` where no disk is."""
+    """What a case will take.
+
+    `fits` is None where no limit of memory is known, `save` where no disk is, `copy` where none is made.
+    """
 
     case: Case
     memory: Memory
@@ -25,6 +29,7 @@ class Plan:
     tokens_per_second: float
     fits: Largest | None
     save: float | None  # seconds of a checkpoint
+    copy: float | None  # seconds of a copy of the state into memory
 
     def as_json(self) -> dict[str, Any]:
         """The numbers by name: bytes and seconds; of traffic, what ranks give away in a step."""
@@ -46,6 +51,7 @@ class Plan:
             "traffic": {name: int(count) for name, count in sums.items()},
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
             "save_seconds": self.save,
+            "copy_seconds": self.copy,
             "largest": None if self.fits is None else asdict(self.fits),
         }
 
@@ -61,4 +67,5 @@ def make_plan(case: Case, machine: Machine) -> Plan:
         tokens_per_second(case, time),
         None if machine.memory is None else largest(case, machine.memory),
         save_seconds(case, machine),
+        copy_seconds(case, machine),
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi import ops
-from zero_mpi.checkpoint.copy_file import SLOTS
 from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
@@ -25,7 +24,8 @@ from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.rank_memory import Memory, saved_bytes
+from zero_mpi.plan.copy_time import node_bytes
+from zero_mpi.plan.rank_memory import Memory
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.
@@ -67,19 +67,8 @@ def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
         text=ranks * text + max(0, READING * text - ranks * private(case, memory)),
         arrays=ranks * private(case, memory) + memory.node_shared,
         sample=4 * parameter_count(case.model) * sample,
-        copies=copies(case),
+        copies=node_bytes(case),
     )
-
-
-def copies(case: Case) -> int:
-    """Bytes of shared memory of a node for copies of the state: in each slot its own, and a neighbour's.
-
-    Where every node has all slices those of one are enough, so a node has its own or a neighbour's.
-    """
-    if case.peer_checkpoint is None:
-        return 0
-    own = sum(saved_bytes(case, unit, own) for unit, own in case.slices)
-    return SLOTS * (1 + (case.nodes > 1 and not case.hybrid)) * case.per_node * own
 
 
 def programs(ranks: int) -> int:

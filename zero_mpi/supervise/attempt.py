@@ -47,11 +47,18 @@ class Attempt:
         self._told_at: float | None = None
         self._looked_at = 0.0
 
-    def run(self, command: Sequence[str]) -> Ending:
-        """Start the command and wait for its end. Raises UsageError where there is no such command."""
+    def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
+        """Start the command and wait for its end. Raises UsageError where there is no such command.
+
+        settings: variables beside those of this process
+        """
         try:
             job = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent
+                command,
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             raise UsageError(f"{show(command[0])} cannot be started: {reason(error)}") from None

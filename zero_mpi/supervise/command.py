@@ -11,11 +11,11 @@ from pathlib import Path
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import one_line
+from zero_mpi.files.foreign import one_line, shown
 from zero_mpi.launch import interrupts
 from zero_mpi.launch.ending import BAD_USAGE, say
 from zero_mpi.supervise.host_pool import HostPool, find_pool, ranks_of
-from zero_mpi.supervise.launch_line import LaunchLine
+from zero_mpi.supervise.launch_line import SRUN, LaunchLine
 from zero_mpi.supervise.restarts import RestartLimits, Restarts
 from zero_mpi.supervise.run_facts import RunFacts
 
@@ -90,19 +90,26 @@ def checked(options: Namespace) -> Namespace:
 
 
 def with_spare(pool: HostPool | None, options: Namespace, line: LaunchLine) -> HostPool | None:
-    """The hosts, some of them kept back. Raises UsageError where there are too few, or none are known."""
+    """The hosts, some of them kept back. Raises UsageError where there are too few, or none can be told."""
+    wanted = options.hostfile or options.spare or options.min_hosts > 1
+    of_command = line.placed() or (line.hosts() if options.hostfile and line.launcher != SRUN else "")
+    if wanted and of_command:
+        raise UsageError(
+            "--hostfile, --spare and --min-hosts: the command itself says where ranks go "
+            f"({shown(of_command)})"
+        )
     if pool is None:
         if options.spare or options.min_hosts > 1:
             raise UsageError("--spare and --min-hosts: no hosts are known; give --hostfile FILE")
         return None
     if not line.launcher:
         raise UsageError("--hostfile: expected mpirun, mpiexec or srun in the command, to tell it the hosts")
-    if len(pool.hosts) - options.spare < options.min_hosts:
+    if len(pool.hosts) - max(options.spare, pool.spare) < options.min_hosts:
         raise UsageError(
             f"--spare {options.spare}: of {len(pool.hosts)} hosts at least {options.min_hosts} must be left; "
             "name more hosts"
         )
-    pool = replace(pool, spare=options.spare, timeout=options.probe_timeout)
+    pool = replace(pool, spare=max(options.spare, pool.spare), timeout=options.probe_timeout)
     ranks_of(line, pool, pool.hosts)  # its numbers are numbers
     return pool
 

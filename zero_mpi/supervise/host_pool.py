@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -24,11 +24,13 @@ from zero_mpi.files.open import read_file as read_whole
 from zero_mpi.hostfile.host_entries import LINES, MOST_BYTES, HostEntry, read_file, read_hosts
 from zero_mpi.supervise.launch_line import SRUN, LaunchLine
 
-PLAIN = "plain"  # a name a line, as often as it takes ranks: what all launchers read alike
+PLAIN = "plain"  # a name a line: Open MPI takes a name that comes once for all cores of the host
+LISTED = "listed"  # in no file: names on the line of the launcher
 AT_ONCE = 64  # hosts that are asked at the same time
 LOOK = 0.05  # seconds between looks at those that are asked
 SECONDS = 30.0  # for Slurm to name its nodes
 HERE = "{host}"
+OPEN_MPI = (b"Open MPI", b"OpenRTE", b"PRRTE")  # in what its launchers say of themselves
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
 BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
 
@@ -114,18 +116,23 @@ def ranks_of(line: LaunchLine, pool: HostPool, hosts: Sequence[HostEntry]) -> in
 def find_pool(
     line: LaunchLine, hostfile: str, probe: str, environ: Mapping[str, str] = os.environ
 ) -> HostPool | None:
-    """The hosts of a file, of the command's hostfile, or of the batch job; None where none are named."""
+    """The hosts of a file, of the command, or of the batch job; None where none are named, or can change."""
     path = hostfile or line.hostfile()
-    if path:
-        pool = HostPool(tuple(read_file(path)), form_of(path), probe_words(probe, line))
-        return replace(pool, is_given=path == line.hostfile())
-    if not line.launcher:
+    if line.placed() or not (path or line.launcher):
         return None
+    if path:
+        is_given = path == line.hostfile()
+        form = form_of(path) if is_given else form_for(line)
+        return HostPool(tuple(read_file(path)), form, probe_words(probe, line), is_given=is_given)
+    if line.hosts() and line.launcher != SRUN:
+        listed = read_hosts(line.hosts().split(","), "the hosts of the command")
+        return HostPool(tuple(listed), LISTED, probe_words(probe, line))
     if environ.get("SLURM_JOB_NODELIST"):
-        by_srun = HostPool(slurm_hosts(environ), PLAIN, ())
-        return replace(by_srun, probe=probe_words(probe or BY_SRUN, line))
+        hosts = slurm_hosts(environ, line.hosts() if line.launcher == SRUN else "")
+        spare = max(0, len(hosts) - (line.nodes() or len(hosts)))
+        return HostPool(hosts, form_for(line), probe_words(probe or BY_SRUN, line), spare=spare)
     if environ.get("PBS_NODEFILE") and line.launcher != SRUN:
-        return HostPool(tuple(read_file(environ["PBS_NODEFILE"])), PLAIN, probe_words(probe, line))
+        return HostPool(tuple(read_file(environ["PBS_NODEFILE"])), form_for(line), probe_words(probe, line))
     return None
 
 
@@ -133,6 +140,18 @@ def form_of(path: str) -> str:
     """The form of a hostfile that could be read."""
     text = re.sub(rb"#.*", b"", read_whole(path, MOST_BYTES))
     return "openmpi" if b"=" in text else "mpich" if b":" in text else PLAIN
+
+
+def form_for(line: LaunchLine) -> str:
+    """The form of a hostfile that the launcher of a command reads, by what it says of itself."""
+    if line.launcher in ("", SRUN):
+        return PLAIN
+    question = [*line.words[: line.begin + 1], "--version"]
+    try:
+        answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return "mpich"
+    return "openmpi" if any(name in answer.stdout for name in OPEN_MPI) else "mpich"
 
 
 def probe_words(given: str, line: LaunchLine) -> tuple[str, ...]:
@@ -148,16 +167,24 @@ def probe_words(given: str, line: LaunchLine) -> tuple[str, ...]:
     return words
 
 
-def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
-    """The nodes of a Slurm job and how many ranks each takes. Raises UsageError."""
-    question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
+def slurm_hosts(environ: Mapping[str, str], wanted: str = "") -> tuple[HostEntry, ...]:
+    """The nodes of a Slurm job and how many ranks each takes; of these the wanted ones. Raises UsageError."""
+    names = node_names(environ["SLURM_JOB_NODELIST"])
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
+    counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
+    kept = {*node_names(wanted)} if wanted and "/" not in wanted else {*names}
+    nodes = zip(names, counts, strict=False)
+    return tuple(HostEntry(name, max(1, count)) for name, count in nodes if name in kept)
+
+
+def node_names(nodelist: str) -> list[str]:
+    """The nodes of a list as Slurm writes it: n[1-3]. Raises UsageError."""
+    question = ["scontrol", "show", "hostnames", nodelist]
     try:
         answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
         names = read_hosts(answer.stdout.decode().splitlines(), "scontrol show hostnames")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
         raise UsageError(f"scontrol does not name the nodes of this job ({error}); give --hostfile") from None
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
-    counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
-    return tuple(replace(host, slots=max(1, n)) for host, n in zip(names, counts, strict=False))
+    return [host.name for host in names]

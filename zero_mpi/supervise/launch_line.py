@@ -20,9 +20,25 @@ SRUN = "srun"
 LAUNCHER = re.compile(r"mpirun|mpiexec|(mpirun|mpiexec)[.-]\w+|prterun|orterun|srun")
 PROGRAM = re.compile(r"python[\d.]*|zero-mpi|(ba|da|k|z)?sh|env|.+\.(py|sh)")
 HOSTFILE = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
+MACHINEFILE = "-machinefile"  # of all launchers; of Intel MPI's the only one that heeds the ranks of a host
+HOSTS = ("-hosts", "--hosts", "-host", "--host", "-H")  # names on the line
 RANKS = ("-n", "-np", "--n", "--np", "--ntasks")
 NODES, NODE_LIST = ("-N", "--nodes"), ("-w", "--nodelist")  # of srun
 PER_HOST = ("-ppn", "--ppn", "-perhost", "-npernode", "--npernode", "--ntasks-per-node")
+OF_MPIRUN = ("-N", "--N")  # so Open MPI calls these as well
+# Files and words that say which rank goes where: with other hosts they would be wrong.
+PLACED = (
+    "-configfile",
+    "--configfile",
+    "-app",
+    "--app",
+    "-rankfile",
+    "--rankfile",
+    "-rf",
+    "--multi-prog",
+    "-hosts-group",
+)
+PARTS = ":"  # between programs that make one job
 MAPPED = re.compile(r"ppr:(\d+):node\b")  # Open MPI's --map-by
 AGENT = ("-launcher-exec", "-bootstrap-exec", "plm_ssh_agent", "plm_rsh_agent")  # in the place of ssh
 TRAIN, SCRIPT = "train", "zero-mpi"
@@ -70,6 +86,23 @@ class LaunchLine:
         found = self._of_launcher(HOSTFILE)
         return found.value if found else ""
 
+    def hosts(self) -> str:
+        """The hosts that the launcher is given by name, with commas between them; empty where none are."""
+        found = self._of_launcher(NODE_LIST if self.launcher == SRUN else HOSTS)
+        return found.value if found else ""
+
+    def placed(self) -> str:
+        """The word with which the command itself says which rank goes where; empty where hosts can change."""
+        of_launcher = self.words[self.begin + 1 : self.end]
+        placing = (*PLACED, *(HOSTS if self.hostfile() else ()))
+        found = next((word for word in of_launcher if word.partition("=")[0] in placing), "")
+        return found or (PARTS if PARTS in self.words[self.begin :] else "")
+
+    def nodes(self) -> int | None:
+        """How many nodes srun is asked for; None where it is left open."""
+        found = self._of_launcher(NODES) if self.launcher == SRUN else None
+        return int(found.value) if found and re.fullmatch("0*[1-9][0-9]{0,8}", found.value) else None
+
     def ranks(self) -> int | None:
         """How many ranks are asked for."""
         return number_at(self._of_launcher(RANKS))
@@ -77,7 +110,8 @@ class LaunchLine:
     def per_host(self) -> int | None:
         """How many ranks are asked for on each host."""
         mapped = next(filter(None, map(MAPPED.search, self.words[self.begin : self.end])), None)
-        return int(mapped[1]) if mapped else number_at(self._of_launcher(PER_HOST))
+        names = PER_HOST if self.launcher == SRUN else (*PER_HOST, *OF_MPIRUN)
+        return int(mapped[1]) if mapped else number_at(self._of_launcher(names))
 
     def agent(self) -> str:
         """What reaches another host, as ssh does."""
@@ -112,8 +146,15 @@ class LaunchLine:
     def over(self, hostfile: str, ranks: int | None) -> LaunchLine:
         """The command with another hostfile and, where it says how many ranks, as many of them."""
         found = self._of_launcher(HOSTFILE)
-        line = self._with(found, hostfile) if found else self._inserted("--hostfile", hostfile)
+        line = self._with(found, hostfile) if found else self._inserted(MACHINEFILE, hostfile)
         return line._with_ranks(ranks)
+
+    def among(self, names: Sequence[str], ranks: int) -> LaunchLine:
+        """The command on those of the hosts that it names itself."""
+        found = self._of_launcher(HOSTS)
+        assert found is not None, "it names hosts"
+        left = [entry for entry in found.value.split(",") if entry.partition(":")[0] in names]
+        return self._with(found, ",".join(left))._with_ranks(ranks)
 
     def by_srun(self, names: Sequence[str], ranks: int) -> LaunchLine:
         """The command of srun on these nodes of its job."""
@@ -140,6 +181,8 @@ class LaunchLine:
                 return Place(index, f"{name}=", value)
             if name in names and index + 1 < len(self.words):
                 return Place(index + 1, "", self.words[index + 1])
+            if name[:2] in names and self.launcher == SRUN:  # -n4
+                return Place(index, name[:2], self.words[index][2:])
         return None
 
     def _with(self, place: Place, value: str) -> LaunchLine:

@@ -20,13 +20,15 @@ from zero_mpi.launch.ending import FAILED, REQUEUE, say
 from zero_mpi.launch.interrupts import INTERRUPTED
 from zero_mpi.supervise.attempt import Attempt
 from zero_mpi.supervise.decision import Ending, failure_status, final_status, fingerprint
-from zero_mpi.supervise.host_pool import HostPool, ranks_of
+from zero_mpi.supervise.host_pool import LISTED, HostPool, ranks_of
 from zero_mpi.supervise.launch_line import SRUN, LaunchLine
 from zero_mpi.supervise.run_facts import RunFacts
 from zero_mpi.supervise.stop_request import StopRequest
 from zero_mpi.telemetry import events
 
 MOST_PAUSE = 300.0  # seconds
+# Of Slurm: a step begins though one before it is not over, of which a lost node has a part, for minutes.
+BESIDE = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between looks whether a pause is to end
 ORPHANS = 30.0  # seconds for ranks whose launcher is gone to end
 
@@ -53,7 +55,7 @@ class Restarts:
         self._line, self._pool, self._facts, self._limits = line, pool, facts, limits
         self._first_checkpoint = facts.checkpoint()
         self._failed_before: tuple[object, ...] = ()
-        self._count = 0
+        self._count, self._has_started = 0, False
         self.stop = StopRequest()
 
     def run(self) -> int:
@@ -61,9 +63,11 @@ class Restarts:
         with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as folder:
             hosts = self._pool.choose() if self._pool else ()
             while True:
+                settings = BESIDE if self._has_started else {}
                 ending = Attempt(self._facts, self.stop, self._limits.hang_after).run(
-                    self._command(hosts, Path(folder))
+                    self._command(hosts, Path(folder)), settings
                 )
+                self._has_started = True
                 status = INTERRUPTED if self.stop.at_once else final_status(ending, bool(self.stop.told))
                 if status is None and not self._may_start_again(ending, hosts):
                     status = failure_status(ending)
@@ -85,6 +89,8 @@ class Restarts:
         ranks = ranks_of(self._line, self._pool, hosts)
         if line.launcher == SRUN:
             return line.by_srun([host.name for host in hosts], ranks).words
+        if self._pool.form == LISTED:
+            return line.among([host.name for host in hosts], ranks).words
         path = folder / f"hosts-{len(list(folder.iterdir())) + 1}"
         path.write_text(self._pool.lines(hosts))
         return line.over(str(path), ranks).words

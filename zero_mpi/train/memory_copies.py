@@ -93,13 +93,8 @@ class MemoryCopies:
         told = results(self._world.comm, lambda: (self._copies.room, *room_in(place, run)))
         for ranks in members_of(nodes).values():
             needed = sum(told[rank][0] for rank in ranks)
-            _, free, host = told[ranks[0]]
-            if needed > free:
-                raise UsageError(
-                    f"--peer-checkpoint {self._every}: the copies take {size(needed)} of shared memory on "
-                    f"{host}, and {place} has {size(free)} for them: give it more room (containers: "
-                    "--shm-size), take more hosts, or leave --peer-checkpoint out"
-                )
+            if problem := no_room(self._every, needed, *told[ranks[0]][1:], place=place):
+                raise UsageError(problem)
 
     def begin(self, records: Records) -> None:
         """What the session goes on from gets copies of its own, and the older ones go. Collective."""
@@ -145,6 +140,17 @@ def why_unknown(proof: Path, record: CopyRecord) -> str:
     if knows(proof, record.chain, step):
         return ""
     return f"those of step {step} are not of the history that {proof} tells"
+
+
+def no_room(every: int | None, needed: int, free: int, host: str, place: Path = PLACE) -> str:
+    """Why copies that need so many bytes of a host cannot be, or an empty text."""
+    if needed <= free:
+        return ""
+    return (
+        f"--peer-checkpoint {every}: the copies take {size(needed)} of shared memory on {host}, and {place} "
+        f"has {size(max(0, free))} for them: give it more room (containers: --shm-size), take more hosts, or "
+        "leave --peer-checkpoint out"
+    )
 
 
 def room_in(place: Path, run: str) -> tuple[int, str]:

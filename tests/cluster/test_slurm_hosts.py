@@ -1,0 +1,69 @@
+"""A Slurm job of three nodes goes on where one of them is lost, to the bytes of a run that lost none.
+
+Each node is a host with a slurmd of its own. It is switched off: nobody says goodbye, Slurm itself has to
+find it missing. The script is that of examples/slurm as it is, with --no-kill, which keeps the job.
+"""
+
+from pathlib import Path
+
+import pytest
+from hosts import OPENMPI_FLAGS, Hosts, hosts, why_no_hosts
+from slurm import ROOT, Slurm, slurm_over, why_no_slurm
+from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
+from test_slurm import SMALL, prepared, until_steps
+
+from zero_mpi.report.runs import read_events
+
+SCRIPT = "examples/slurm/many_nodes.sbatch"
+STEPS = ["--steps", "1200", "--save-every", "40", "--keep", "2", "--transport", "mpi"]
+LOST_AFTER = 100  # step
+TIMEOUT = 12  # --timeout: a machine that stands still for some seconds is not to cost a restart
+
+pytestmark = [
+    needs_mpiexec,
+    pytest.mark.timeout_seconds(400),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
+    pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm()),
+]
+
+
+def submit(up: Slurm, here: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
+    """A supervised job of a rank on each node, and the folder of its run."""
+    python, environ = prepared(up, launch, mpi)
+    texts, out = write_text(here.folder), here.folder / "out"
+    supervised = f"zero-mpi supervise --backoff 0.2 --probe-timeout 20 -- {launch}"
+    job = up.submit(
+        ["--nodes=3", "--ntasks-per-node=1", "--no-kill"],
+        SCRIPT,
+        ["--out", str(out), "--data", *texts, *SMALL, *STEPS, "--timeout", str(TIMEOUT)],
+        python=python,
+        env=environ | {"LAUNCH": supervised, "SLURM_WAIT": "3", "PYTHONPATH": str(ROOT)},
+    )
+    return job, out
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Path:
+    """The run to which nothing happened, on one rank and without Slurm."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    train(1, folder / "out", "--data", *write_text(folder), *SMALL, *STEPS, timeout=150)
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("launch", "mpi"),
+    [("srun --mpi=pmi2", "mpich"), ("mpirun", "mpich"), (f"mpirun {OPENMPI_FLAGS}", "openmpi")],
+)
+def test_a_job_goes_on_without_a_node_that_is_lost(launch, mpi, unbroken):
+    with hosts(3) as here, slurm_over(here) as up:
+        job, out = submit(up, here, launch, mpi)
+        until_steps(up, job, out, LOST_AFTER)
+        here.lose("h3")
+        up.until(lambda: "supervise: restart 1 of 10 from step-" in up.log(job), job, "not restarted")
+        up.wait(job, "COMPLETED")
+        log, facts = up.log(job), up.facts(job)
+        assert "on 2 hosts (h1, h2), 2 ranks; left out, as no answer came: h3" in log, log
+        assert facts["Restarts"] == "0"
+        (event,) = [event for event in read_events(out / "events.jsonl") if event["event"] == "restarted"]
+        assert (event["hosts"], event["silent"]) == (["h1", "h2"], ["h3"])
+        assert_same_run(out, unbroken)
