@@ -632,11 +632,6 @@ def test_bad_usage(tmp_path, monkeypatch, arguments, said):
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_one_process_only():
-    with pytest.raises(UsageError, match="leave mpirun out"):
-        command.command(World(0, 2), ["x"])
-
-
 # -------------------------------------------------------------------------------------- the terminal
 
 

@@ -22,8 +22,6 @@ from zero_mpi.plan.scaling import limits, sweep
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the plan. Returns the exit status."""
-    if world.size > 1:
-        raise UsageError("plan runs in one process: leave mpirun out, and say --ranks N")
     try:
         question = read(arguments)
         lines, numbers = sweeps(question) if question.sweeps else plans(question)
@@ -67,4 +65,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
 
 def main() -> None:
     """Entry point."""
-    launch("plan", command, sys.argv[1:], alone=True)
+    launch("plan", command, sys.argv[1:], alone=True, instead="leave mpirun out, and say --ranks N")

@@ -55,8 +55,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the page, or print. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("report runs in one process: leave mpirun out")
     if options.text and options.out is not None:
         raise UsageError(f"--out {options.out}: --text writes no page; leave one of them out")
     paths = [Path(path) for path in options.runs]
