@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import math
 import sys
 import time
@@ -41,8 +40,8 @@ from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
-from zero_mpi.files.atomic import write_output
-from zero_mpi.files.open import check_target, refusing
+from zero_mpi.files.atomic import write_json
+from zero_mpi.files.open import check_target
 from zero_mpi.launch.ending import FAILED
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -119,7 +118,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
                 if speaks:
                     write(lines(row))
         if options.json is not None:
-            world.on_root(lambda: keep(Path(options.json), where, figures, found))
+            world.on_root(lambda: keep(options.json, where, figures, found))
     finally:
         watchdog.stop()
     counts = Counter(row.verdict for row in found)
@@ -166,7 +165,7 @@ def largest(mebibytes: float, memory: int) -> int:
     return int(mebibytes * 2**20)
 
 
-def keep(path: Path, where: Ranks, figures: dict[str, Any], found: list[Row]) -> None:
+def keep(path: str, where: Ranks, figures: dict[str, Any], found: list[Row]) -> None:
     """The file of figures, whole or not at all; UsageError if it cannot be written."""
     about = {
         "zero_mpi": __version__,
@@ -175,8 +174,7 @@ def keep(path: Path, where: Ranks, figures: dict[str, Any], found: list[Row]) ->
         **figures,
         "rows": [asdict(row) for row in found],
     }
-    with refusing("--json", path, "cannot be written"):
-        write_output(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
+    write_json("--json", path, about)
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ new one, never for half of it or for nothing. Checkpoints do the same with a fol
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from io import FileIO
 from pathlib import Path
 
 from zero_mpi.errors import naming
+from zero_mpi.files.open import refusing
 
 # No link is followed, and a pipe is not waited for.
 OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -43,6 +45,12 @@ def write_output(path: Path, content: str, beside: str = "partial") -> None:
         write_to_device(path, content.encode())
     else:
         write_whole(path, content, beside)
+
+
+def write_json(what: str, path: Path | str, found: object) -> None:
+    """The numbers of a command for programs, by `write_output`; FileError that names `what` (a flag)."""
+    with refusing(what, path, "cannot be written"):
+        write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
 
 def is_device(path: Path) -> bool:
