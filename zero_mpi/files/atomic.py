@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -26,10 +27,16 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
     `beside` ends the name that the content has on its way, `.NAME.partial`: writers that may write at the
     same time need different ones.
     """
-    raw = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(f".{path.name}.{beside}")
+    with replacing(path, beside) as partial:
+        write_to_disk(partial, content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
+    """`write_whole` for content that is written in pieces, to the place that this gives."""
+    partial = partial_of(path, beside)
     try:
-        write_to_disk(partial, raw)
+        yield partial
         os.replace(partial, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -37,6 +44,11 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
         if isinstance(error, OSError):
             error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def partial_of(path: Path, beside: str = "partial") -> Path:
+    """What a file is called while it is written."""
+    return path.with_name(f".{path.name}.{beside}")
 
 
 def write_output(path: Path, content: str, beside: str = "partial") -> None:
