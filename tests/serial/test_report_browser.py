@@ -299,7 +299,7 @@ def test_numbers_are_there_without_a_script(show):
         browser.refresh()
         assert find(browser, "#curves noscript").text == "Curves need JavaScript; the numbers are below."
         assert not find(browser, "#theme").is_displayed()
-        assert not find(browser, "[data-axis]").is_displayed()
+        assert not find(browser, ".controls").is_displayed()
         assert find(browser, "#values").is_displayed()
         assert find(browser, "#only-differs").is_displayed()
         assert len(browser.find_elements("css selector", "#values tbody tr")) == 9
@@ -477,20 +477,21 @@ def test_pointing_at_a_mark_tells_what_happened(show):
 def test_axis_logarithm_and_smoothing_redraw(show):
     browser = show("one")
     seen = [paths(browser)]
-    click(browser, "[data-axis=tokens]")
+    click(browser, "label:has([value=tokens])")
     assert steps_of(browser)[-1] == "120k"
-    click(browser, "[data-axis=seconds]")
+    click(browser, "label:has([value=seconds])")
     assert axis_of(browser, "xaxis")["title"]["text"] == "time, seconds"
     assert range_of(browser)[1] == pytest.approx(15, abs=1)
-    click(browser, "[data-axis=step]")
+    click(browser, "label:has([value=step])")
     assert paths(browser) == seen[0]
-    click(browser, "[data-log=yaxis2]")
+    click(browser, "label:has([value=yaxis2])")
     assert axis_of(browser, "yaxis2")["type"] == "log"
     seen.append(paths(browser))
-    click(browser, "[data-log=yaxis2]")
+    click(browser, "label:has([value=yaxis2])")
     assert paths(browser) == seen[0]
     browser.execute_script(
-        "const one = document.querySelector('#smooth'); one.value = 80; one.dispatchEvent(new Event('input'))"
+        "const one = document.querySelector('#smooth'); one.value = 80;"
+        "one.dispatchEvent(new Event('input', {bubbles: true}))"
     )
     settle(browser)
     seen.append(paths(browser))
@@ -500,7 +501,7 @@ def test_axis_logarithm_and_smoothing_redraw(show):
 
 def test_an_axis_that_no_run_has_cannot_be_chosen(show):
     browser = show("old")
-    enabled = [find(browser, f"[data-axis={axis}]").is_enabled() for axis in ("step", "seconds", "tokens")]
+    enabled = [find(browser, f"[value={axis}]").is_enabled() for axis in ("step", "seconds", "tokens")]
     assert enabled == [True, False, False]
 
 
