@@ -17,6 +17,14 @@ async function unpackPlotly() {
   document.head.append(script);
 }
 
+// The colour of classes, light or dark, as Plotly takes it.
+function colourOf(classes, paper) {
+  const sample = one("#colour");
+  sample.className = classes;
+  sample.style.colorScheme = paper ? "light" : "";
+  return getComputedStyle(sample).color;
+}
+
 const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 
 // The mean of a point and its neighbours on both sides, which count less the further they are: by `keep` a point.
@@ -41,17 +49,17 @@ const chosenLogarithms = () => all("[name=log]:checked").map((box) => box.value)
 const chosenSmoothing = () => Number(one("#smooth")?.value) && 1 - 0.5 * 0.02 ** (one("#smooth").value / 100);
 
 // A trace as it is drawn: in its colour, and where its points lie on the chosen axis.
-function drawn(trace, places, dark) {
-  const color = trace.meta.colour[Number(dark)];
+function drawn(trace, places, paper) {
+  const color = colourOf(trace.meta.colour, paper);
   const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
   const line = trace.line && { ...trace.line, color };
-  return { ...trace, x: places ? places[trace.meta.x][chosenAxis()] : trace.x, line, marker, fillcolor: `${color}30` };
+  return { ...trace, x: places ? places[trace.meta.x][chosenAxis()] : trace.x, line, marker, fillcolor: color };
 }
 
 function draw(paper = false) {
-  const dark = isDark() && !paper, style = getComputedStyle(document.body), keep = chosenSmoothing();
+  const style = getComputedStyle(document.body), keep = chosenSmoothing();
   for (const [id, { traces, layout, places, axes }] of Object.entries(figures)) {
-    const plot = one(`#${id}-plot`), shown = traces.map((trace) => drawn(trace, places, dark));
+    const plot = one(`#${id}-plot`), shown = traces.map((trace) => drawn(trace, places, paper));
     const isHidden = (i) => plot.data?.[i].visible === "legendonly";
     const shapes = shown.flatMap((trace, i) => !trace.meta.upright || isHidden(i) ? [] : trace.x.map((x) => ({
       type: "line", xref: "x", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below",
