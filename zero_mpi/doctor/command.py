@@ -42,6 +42,7 @@ from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
 from zero_mpi.files.open import check_target
+from zero_mpi.launch.consistency import is_first, split_into
 from zero_mpi.launch.ending import FAILED
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -101,8 +102,7 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(world, arguments))
-    speaks = world.rank == 0 and mpi_library.speaks(world.size)
-    if mpi_library.is_split(world.size) and not speaks:
+    if split_into(world.size) and not is_first():
         return FAILED  # each process takes itself for the job: one of them tells it
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
@@ -115,14 +115,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
             watchdog.beat(name)
             for row in look():
                 found.append(row)
-                if speaks:
+                if world.rank == 0:
                     write(lines(row))
         if options.json is not None:
             world.on_root(lambda: keep(options.json, where, figures, found))
     finally:
         watchdog.stop()
     counts = Counter(row.verdict for row in found)
-    if speaks:
+    if world.rank == 0:
         end = "a job would fail" if counts[BAD] else "a job would run"
         write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])
     return FAILED if counts[BAD] else 0
