@@ -20,7 +20,7 @@ from zero_mpi.config.command_line import given, joined
 from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.inputs import adapted, model_from_flags, open_init, open_tokenizer, read_model
 from zero_mpi.config.model_sizes import settled
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.export.encode import FILE_TYPES, kind_of
@@ -50,8 +50,6 @@ SAME = (  # called alike in a case and among the flags of a run
     "offload", "ema", "peer_checkpoint", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
-FILES = ("doctor", "machine", "json")
-OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "sweep", "most_ranks", *FILES, *RATES)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def add_own(group: Any) -> None:
 
 def read(arguments: Sequence[str]) -> Question:
     """The question of a command line; raises UsageError."""
-    own, flags = given(make_parser(), arguments, OWN)
+    flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path)) if path else {}, flags)
     config = Config(**settings)
