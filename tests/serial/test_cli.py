@@ -73,8 +73,11 @@ def test_every_command_has_a_version(name, capsys):
     assert "NumPy " in libraries
 
 
+SAID_ONCE = (["train", "--version"], ["generate", "--version"], ["hostfile", "-h"], ["doctor", "-h"])
+
+
 @needs_mpiexec
-@pytest.mark.parametrize("arguments", [["train", "--version"], ["generate", "--version"], ["hostfile", "-h"]])
+@pytest.mark.parametrize("arguments", SAID_ONCE)
 def test_one_rank_speaks_for_all(arguments):
     """Also of commands that start no MPI, whose ranks know nothing of each other."""
     status, printed, errors = run_job(2, ["-m", "zero_mpi", *arguments], timeout=30)

@@ -7,8 +7,6 @@ then. All ranks hold all rows, so they agree on the exit status without another 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import math
 import sys
 import time
@@ -70,7 +68,6 @@ def make_parser() -> Parser:
         "it as you start the job: the same launcher, hosts, ranks, environment. Exit status 0: it would run, "
         "whatever the notes say; 1: it would fail, see the lines marked bad; 2: wrong flags.",
         epilog=FIGURES,
-        allow_abbrev=False,
     )
     default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
     add = parser.add_argument
@@ -85,11 +82,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags; `--help` is printed by rank 0 only. UsageError for values that cannot be meant."""
-    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
-    with quiet:
-        options = make_parser().parse_args(arguments)
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; UsageError for values that cannot be meant."""
+    options = make_parser().parse_args(arguments)
     if options.max_mb is None:
         options.max_mb = QUICK_MB if options.quick else MOST_MB
     if not 2**-10 <= options.max_mb < math.inf:
@@ -101,7 +96,7 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
-    options = world.together(lambda: read_flags(world, arguments))
+    options = world.together(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
         return FAILED  # each process takes itself for the job: one of them tells it
     if options.json is not None:
