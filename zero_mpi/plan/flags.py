@@ -201,15 +201,11 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     """The case of a configuration on so many ranks and nodes; raises UsageError for one that cannot be."""
     wanted, on_gpu = config.transport, config.device == "cuda"
-    fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
+    kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
         raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
-    if not fitting and on_gpu:
-        raise UsageError(f"--transport {wanted}: expected --device cpu; GPUs send messages: use auto or mpi")
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
-    if not fitting:
-        raise UsageError(f"--transport {wanted}: it carries arrays of a GPU; use --device cuda")
     if config.offload != "none" and not on_gpu:
         raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
     if config.offload == STATE and config.precision == "fp32":
