@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 # Lines of Python. GOAL is where they are to go; BUDGET may only fall, unless a commit says why it rises.
 GOAL = {"engine": 6000, "package": 28000}
-BUDGET = {"engine": 9104, "package": 54314}
+BUDGET = {"engine": 9104, "package": 54397}
 # What one has to read to understand a step: whole packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
@@ -50,17 +50,17 @@ BANNED = ("borrower", "finale", "ghost", "hforder", "imagined", "nowhere", "nudg
 BANNED += ("rehearsal", "rehearsed", "relay", "rollcall", "sieve", "straight", "uniform", "ways", "wire")
 DIALECT: tuple[str, ...] = ()
 # Docstrings of fewer words than a sentence has, unless they only name what defines the thing.
-MOST_TERSE, TERSE_WORDS = 19, 4
+MOST_TERSE, TERSE_WORDS = 18, 4
 REFERENCE = re.compile(r"(As )?`[^`]+`\.")
 # Who asks whether an array or a run is on a GPU, outside device, ops/gpu and comm/gpu.
 ASKING = ("is_cupy", "on_gpu")
 ASKERS = {
-    "comm/kinds.py": 6,
+    "comm/kinds.py": 8,
     "nn/attention.py": 4,
     "nn/loss.py": 1,
     "plan/case.py": 1,
     "plan/copy_time.py": 1,
-    "plan/flags.py": 8,
+    "plan/flags.py": 7,
     "plan/machine.py": 1,
     "plan/rank_memory.py": 1,
     "plan/report.py": 1,

@@ -15,7 +15,7 @@ from typing import Any
 from zero_mpi.cli.main import COMMANDS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.errors import UsageError, import_optional
+from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -50,8 +50,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the script. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("completion runs in one process: leave mpirun out")
     shtab = import_shtab()
     write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
     return 0

@@ -22,12 +22,10 @@ from run_sizes import close, compile_once, count, run_parts
 
 HERE = Path(__file__).resolve().parent
 ALONE = ("slurm", "processors")  # the first waits for its jobs, the second emulates on one core
-PARTS = {name: [f"tests/cluster/test_{name}.py"] for name in ALONE}
-PARTS["hosts"] = sorted(
-    f"tests/cluster/{path.name}"
-    for path in HERE.glob("test_*.py")
-    if path.stem.removeprefix("test_") not in ALONE
-)
+PARTS: dict[str, list[str]] = {name: [] for name in (*ALONE, "hosts")}
+for path in sorted(HERE.glob("test_*.py")):
+    kind = path.stem.split("_")[1]
+    PARTS[kind if kind in ALONE else "hosts"].append(f"tests/cluster/{path.name}")
 
 
 def main() -> int:

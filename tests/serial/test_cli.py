@@ -53,6 +53,16 @@ def test_help_of_a_flag_shows_default_and_choices_once(monkeypatch):
     assert "--force            replace the target if it is there\n" in text
 
 
+@needs_mpiexec
+@pytest.mark.parametrize(("name", "instead"), [("report", ""), ("plan", ", and say --ranks N")])
+def test_a_command_for_one_process_refuses_more_of_them_and_has_its_help(name, instead):
+    status, printed, errors = run_job(2, ["-m", f"zero_mpi.{name}", "x"])
+    assert (status, printed) == (2, "")
+    assert f"error: {name} runs in one process: leave mpirun out{instead}\n" in errors
+    status, printed, _ = run_job(2, ["-m", f"zero_mpi.{name}", "--help"])
+    assert (status, printed.count("usage: ")) == (0, 1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_a_version(name, capsys):
     with pytest.raises(SystemExit) as end:
@@ -63,8 +73,11 @@ def test_every_command_has_a_version(name, capsys):
     assert "NumPy " in libraries
 
 
+SAID_ONCE = (["train", "--version"], ["generate", "--version"], ["hostfile", "-h"], ["doctor", "-h"])
+
+
 @needs_mpiexec
-@pytest.mark.parametrize("arguments", [["train", "--version"], ["generate", "--version"], ["hostfile", "-h"]])
+@pytest.mark.parametrize("arguments", SAID_ONCE)
 def test_one_rank_speaks_for_all(arguments):
     """Also of commands that start no MPI, whose ranks know nothing of each other."""
     status, printed, errors = run_job(2, ["-m", "zero_mpi", *arguments], timeout=30)

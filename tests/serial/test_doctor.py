@@ -48,6 +48,7 @@ from zero_mpi.doctor.links import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
 from zero_mpi.files.file_systems import KINDS, StripeLayout, file_system
+from zero_mpi.launch.consistency import is_first
 from zero_mpi.launch.limits import Limits, group_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
@@ -161,10 +162,10 @@ def test_a_launcher_of_another_mpi_is_bad():
     assert row.verdict == BAD
     assert row.value == "mpirun of Open MPI started 4 processes, and each is a job of one rank"
     assert mpi_library.started(4, environ) == Row("launcher", "mpirun of Open MPI, 4 ranks")
-    assert mpi_library.speaks(1, environ)
-    assert not mpi_library.speaks(1, environ | {"OMPI_COMM_WORLD_RANK": "2"})
+    assert is_first(environ)
+    assert not is_first(environ | {"OMPI_COMM_WORLD_RANK": "2"})
     assert mpi_library.started(1, {}) == Row("launcher", "none, 1 rank")
-    assert mpi_library.speaks(1, {})
+    assert is_first({})
 
 
 def test_ranks_or_threads_says_which_was_faster(tmp_path):

@@ -729,8 +729,11 @@ def test_a_sweep_as_numbers(tmp_path):
             "--transport shared: each node has one rank",
         ),
         (["--offload", "moments"], "--offload moments: expected --device cuda"),
-        (["--transport", "staged"], "--transport staged: it carries arrays of a GPU; use --device cuda"),
-        (["--transport", "shared", "--device", "cuda"], "--transport shared: expected --device cpu"),
+        (["--transport", "staged"], "--transport staged: it carries a GPU's arrays; use --device cuda"),
+        (
+            ["--transport", "shared", "--device", "cuda"],
+            "--transport shared: ranks cannot share the memory of GPUs",
+        ),
         (
             ["--device", "cuda", "--strategy", "hybrid-shard", "--ranks", "4", "--nodes", "2"],
             "--strategy hybrid-shard: with --device cuda expected one node",

@@ -152,8 +152,3 @@ def test_what_cannot_be_shown_is_refused_in_a_line(case, chat, monkeypatch):
     with pytest.raises(UsageError, match=expected) as caught:
         command(World(0, 1), arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_it_runs_in_one_process():
-    with pytest.raises(UsageError, match="leave mpirun out"):
-        command(World(0, 2), ["m.gguf", "--data", "x"])

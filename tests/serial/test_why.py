@@ -262,5 +262,3 @@ def test_bad_usage(arguments, tmp_path, monkeypatch):
         command(World(0, 1), arguments)
     with pytest.raises(UsageError, match="only --why reads data"):
         command(World(0, 1), ["A", "B", "--data", "text"])
-    with pytest.raises(UsageError, match="leave mpirun out"):
-        command(World(0, 2), ["--why", "A", "B"])

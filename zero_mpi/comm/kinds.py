@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zero_mpi.comm import scratch
 from zero_mpi.comm.scratch import Reductions
+from zero_mpi.errors import UsageError
 
 AUTO = "auto"  # of --transport: the best that is there
 
@@ -76,6 +77,16 @@ CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
 def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
     """Those that a value of --transport may become on a device; none: it is of the other device only."""
     return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
+
+
+def check_flag(flag: str, on_gpu: bool) -> None:
+    """Raise UsageError for a value of --transport that is of the other device only."""
+    if flag != AUTO and not asked_for(flag, on_gpu):
+        why = "it carries a GPU's arrays; use --device cuda or --transport mpi"
+        if on_gpu:
+            why = "ranks cannot share the memory of GPUs in this way; with --device cuda use "
+            why += "auto, mpi, staged or nccl"
+        raise UsageError(f"--transport {flag}: {why}")
 
 
 def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:

@@ -33,6 +33,8 @@ from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
 from zero_mpi.models.size import check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.sharding.layout import is_trainable
+from zero_mpi.sharding.module_arguments import check_patterns
 from zero_mpi.telemetry import log
 
 BYTE, FROM_INIT = "byte", "from-init"
@@ -73,6 +75,19 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     types = {name: init.tensors[name].type.name for name in names if name in init.tensors}
     stored = tuple((name, BLOCK_KINDS[type]) for name, type in types.items() if type in BLOCK_KINDS)
     return replace(model, lora=replace(model.lora, stored=stored))
+
+
+def check_model(config: Config, model: ModelConfig) -> None:
+    """Raise UsageError for a context that the model has not, and for frozen patterns that cannot be meant."""
+    if config.context > model.context_length:
+        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    names = model.params()
+    try:
+        check_patterns(config.frozen, names)
+    except ValueError as error:
+        raise UsageError(f"--freeze: {error}") from error
+    if not any(is_trainable(name, config.frozen) for name in names):
+        raise UsageError(f"--freeze {' '.join(config.frozen)}: leaves no parameter to train")
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:

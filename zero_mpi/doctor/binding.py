@@ -18,10 +18,7 @@ from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.consistency import mpi_library
 
-YIELDING = {  # by how the library's name begins
-    "MPICH": ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE"),
-    "Open MPI": ("OMPI_MCA_mpi_yield_when_idle",),
-}
+VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # how those of a library begin, by how its name does
 IN_TURN = (
     "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
 )
@@ -67,9 +64,10 @@ class NodeSeats:
         return len(self.ranks) > len(self.cores)
 
 
-def yielding(library: str) -> tuple[str, ...]:
+def yielding(library: str) -> dict[str, str]:
     """The settings by which a library's ranks hand their core over while they wait."""
-    return next((names for start, names in YIELDING.items() if library.startswith(start)), ())
+    own = tuple(start for name, start in VARIABLES.items() if library.startswith(name))
+    return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
 
 
 def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
@@ -118,7 +116,7 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
         remedy = f"fine for a trial; for speed start at most {most} a host"
         return Row(title, f"{text}; a rank that waits hands its core over", NOTE, remedy)
     value = f"{text}, and a rank that waits keeps its core: 10 to 100 times slower"
-    settings = " ".join(f"{name}={environment.YIELDING[name]}" for name in yielding(library))
+    settings = " ".join(f"{name}={value}" for name, value in yielding(library).items())
     return Row(title, value, NOTE, f"export {settings}, or start fewer ranks a host")
 
 

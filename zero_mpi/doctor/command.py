@@ -7,9 +7,6 @@ then. All ranks hold all rows, so they agree on the exit status without another 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import math
 import sys
 import time
@@ -41,8 +38,9 @@ from zero_mpi.doctor.ranks import Ranks, find_ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row, lines
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
-from zero_mpi.files.atomic import write_output
-from zero_mpi.files.open import check_target, refusing
+from zero_mpi.files.atomic import write_json
+from zero_mpi.files.open import check_target
+from zero_mpi.launch.consistency import is_first, split_into
 from zero_mpi.launch.ending import FAILED
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -70,7 +68,6 @@ def make_parser() -> Parser:
         "it as you start the job: the same launcher, hosts, ranks, environment. Exit status 0: it would run, "
         "whatever the notes say; 1: it would fail, see the lines marked bad; 2: wrong flags.",
         epilog=FIGURES,
-        allow_abbrev=False,
     )
     default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
     add = parser.add_argument
@@ -85,11 +82,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags; `--help` is printed by rank 0 only. UsageError for values that cannot be meant."""
-    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
-    with quiet:
-        options = make_parser().parse_args(arguments)
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags; UsageError for values that cannot be meant."""
+    options = make_parser().parse_args(arguments)
     if options.max_mb is None:
         options.max_mb = QUICK_MB if options.quick else MOST_MB
     if not 2**-10 <= options.max_mb < math.inf:
@@ -101,9 +96,8 @@ def read_flags(world: World, arguments: Sequence[str]) -> argparse.Namespace:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Look at everything. Returns the exit status, the same on all ranks."""
-    options = world.together(lambda: read_flags(world, arguments))
-    speaks = world.rank == 0 and mpi_library.speaks(world.size)
-    if mpi_library.is_split(world.size) and not speaks:
+    options = world.together(lambda: read_flags(arguments))
+    if split_into(world.size) and not is_first():
         return FAILED  # each process takes itself for the job: one of them tells it
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
@@ -116,14 +110,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
             watchdog.beat(name)
             for row in look():
                 found.append(row)
-                if speaks:
+                if world.rank == 0:
                     write(lines(row))
         if options.json is not None:
-            world.on_root(lambda: keep(Path(options.json), where, figures, found))
+            world.on_root(lambda: keep(options.json, where, figures, found))
     finally:
         watchdog.stop()
     counts = Counter(row.verdict for row in found)
-    if speaks:
+    if world.rank == 0:
         end = "a job would fail" if counts[BAD] else "a job would run"
         write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])
     return FAILED if counts[BAD] else 0
@@ -166,7 +160,7 @@ def largest(mebibytes: float, memory: int) -> int:
     return int(mebibytes * 2**20)
 
 
-def keep(path: Path, where: Ranks, figures: dict[str, Any], found: list[Row]) -> None:
+def keep(path: str, where: Ranks, figures: dict[str, Any], found: list[Row]) -> None:
     """The file of figures, whole or not at all; UsageError if it cannot be written."""
     about = {
         "zero_mpi": __version__,
@@ -175,8 +169,7 @@ def keep(path: Path, where: Ranks, figures: dict[str, Any], found: list[Row]) ->
         **figures,
         "rows": [asdict(row) for row in found],
     }
-    with refusing("--json", path, "cannot be written"):
-        write_output(path, json.dumps(about, indent=2, allow_nan=False) + "\n")
+    write_json("--json", path, about)
 
 
 def main() -> None:

@@ -205,16 +205,12 @@ def fit(points: Sequence[Measurement]) -> Link:
 
     Where the best one would be negative in one of the two, that one is 0 and the other the best without it.
     """
-    m, n = np.array([(point.messages / point.seconds, point.nbytes / point.seconds) for point in points]).T
-    mm, mn, nn = m @ m, m @ n, n @ n
-    flat, steep = Link(float(m.sum() / mm), 0.0), Link(0.0, float(n.sum() / nn))
-    determinant = mm * nn - mn**2
-    if determinant <= 1e-12 * mm * nn:  # all of one size
-        return flat
-    alpha, beta = (m.sum() * nn - n.sum() * mn) / determinant, (n.sum() * mm - m.sum() * mn) / determinant
-    if alpha < 0:
-        return steep
-    return Link(float(alpha), float(beta)) if beta >= 0 else flat
+    costs = np.array([(point.messages / point.seconds, point.nbytes / point.seconds) for point in points])
+    flat, steep = costs.sum(0) / (costs**2).sum(0)  # each without the other
+    (alpha, beta), _, rank, _ = np.linalg.lstsq(costs, np.ones(len(costs)))
+    if rank < 2 or beta < 0:  # all of one size, or the longer ones took no longer
+        return Link(float(flat), 0.0)
+    return Link(float(alpha), float(beta)) if alpha >= 0 else Link(0.0, float(steep))
 
 
 def keys(*times: Times) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from zero_mpi.cli.text import plural
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import BAD, NOTE, Row, assessed
-from zero_mpi.launch.consistency import NUMBERS, STARTED
+from zero_mpi.launch.consistency import split_into
 
 LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
@@ -31,26 +31,11 @@ SAME_MPI = (
 OFF = ("", "0", "no", "false", "off")
 
 
-def told_size(environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks the launcher says that there are; 1 where none says it."""
-    return max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
-
-
-def is_split(size: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher started several processes of which each is alone in its world."""
-    return size == 1 < told_size(environ)
-
-
-def speaks(size: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the one that prints, also where each takes itself for the first."""
-    return not is_split(size, environ) or all(environ.get(name, "0") == "0" for name in NUMBERS)
-
-
 def started(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """The row of the launcher."""
     launcher = next((name for variable, name in LAUNCHERS.items() if variable in environ), "")
-    if is_split(size, environ):
-        value = f"{launcher} started {told_size(environ)} processes, and each is a job of one rank"
+    if alone := split_into(size, environ):
+        value = f"{launcher} started {alone} processes, and each is a job of one rank"
         return Row("launcher", value, BAD, SAME_MPI)
     return Row("launcher", f"{launcher or 'none'}, {plural(size, 'rank')}")
 

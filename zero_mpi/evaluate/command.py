@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,8 +16,8 @@ from zero_mpi.evaluate.printout import lines
 from zero_mpi.evaluate.scores import Figures, choice_figures, differences, text_figures
 from zero_mpi.evaluate.sequences import grouped
 from zero_mpi.evaluate.task import Task, make_parser, read_task
-from zero_mpi.files.atomic import write_output
-from zero_mpi.files.open import check_target, refusing
+from zero_mpi.files.atomic import write_json
+from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -113,8 +112,7 @@ def tell(task: Task, figures: Figures) -> None:
     """Print the figures, and write them to the file of --json; UsageError if that cannot be."""
     write(lines(figures))
     if task.json is not None:
-        with refusing("--json", task.json, "cannot be written"):
-            write_output(task.json, json.dumps(figures, indent=2, allow_nan=False) + "\n")
+        write_json("--json", task.json, figures)
 
 
 def main() -> None:

@@ -72,8 +72,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the target and say in one line what it is."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("export runs in one process: leave mpirun out")
     target, shard = Path(options.target), size_of(options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
     if as_gguf and options.shard_size != SHARD_SIZE:

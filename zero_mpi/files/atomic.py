@@ -7,12 +7,15 @@ new one, never for half of it or for nothing. Checkpoints do the same with a fol
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
 from zero_mpi.errors import naming
+from zero_mpi.files.open import refusing
 
 # No link is followed, and a pipe is not waited for.
 OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -24,10 +27,16 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
     `beside` ends the name that the content has on its way, `.NAME.partial`: writers that may write at the
     same time need different ones.
     """
-    raw = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(f".{path.name}.{beside}")
+    with replacing(path, beside) as partial:
+        write_to_disk(partial, content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
+    """`write_whole` for content that is written in pieces, to the place that this gives."""
+    partial = partial_of(path, beside)
     try:
-        write_to_disk(partial, raw)
+        yield partial
         os.replace(partial, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -37,12 +46,23 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
         raise
 
 
+def partial_of(path: Path, beside: str = "partial") -> Path:
+    """What a file is called while it is written."""
+    return path.with_name(f".{path.name}.{beside}")
+
+
 def write_output(path: Path, content: str, beside: str = "partial") -> None:
     """`write_whole` to a place that the user has named: what is a device or pipe there stays one. OSError."""
     if is_device(path):
         write_to_device(path, content.encode())
     else:
         write_whole(path, content, beside)
+
+
+def write_json(what: str, path: Path | str, found: object) -> None:
+    """The numbers of a command for programs, by `write_output`; FileError that names `what` (a flag)."""
+    with refusing(what, path, "cannot be written"):
+        write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
 
 def is_device(path: Path) -> bool:

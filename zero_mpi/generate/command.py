@@ -65,8 +65,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print prompts and continuations, byte by byte as they come, each up to a token that ends a text."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("generation runs in one process: leave mpirun out")
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.cores())
     model = TextModel(open_merged(options.model, options.lora))

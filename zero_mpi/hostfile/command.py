@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.errors import UsageError
 from zero_mpi.hostfile.host_entries import LINES, MOST, read_file
 from zero_mpi.launch.ending import say
 from zero_mpi.launch.world import World, run
@@ -30,8 +29,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the hosts. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("hostfile runs in one process: leave mpirun out")
     hosts = read_file(options.file)
     limited = [host.name for host in hosts if host.most is not None]
     if limited and options.launcher == "mpich":

@@ -61,8 +61,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print what there is to say. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("inspect runs in one process: leave mpirun out")
     if options.data is not None and not options.why:
         raise UsageError("--data: only --why reads data: expected --why RUN OTHER --data PATH")
     path = Path(options.path)

@@ -121,15 +121,26 @@ def short_digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
+def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks a launcher has started of which each takes itself for the only one; 0: it did not."""
+    started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
+    return started if size == 1 < started else 0
+
+
+def is_first(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher calls this rank the first, or says nothing."""
+    return all(environ.get(name, "0") == "0" for name in NUMBERS)
+
+
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError where a launcher has started several ranks and each takes itself for the only one.
 
     Then mpi4py has loaded another MPI library than the launcher is of. Only the first rank says so.
     """
-    started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
-    if world.size > 1 or started == 1:
+    started = split_into(world.size, environ)
+    if not started:
         return
-    if any(environ.get(name, "0") != "0" for name in NUMBERS):
+    if not is_first(environ):
         raise SystemExit(BAD_USAGE)
     library = "no MPI" if world.mpi is None else mpi_library(world)
     raise UsageError(

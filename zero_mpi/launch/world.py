@@ -28,6 +28,7 @@ from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
+HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
 
 
@@ -127,6 +128,9 @@ class World:
                 self.node.barrier()
 
 
+Command = Callable[[World, Sequence[str]], int]
+
+
 def find_world() -> World:
     """The MPI world; a single process where there is no MPI and no launcher asks for one.
 
@@ -157,21 +161,20 @@ def first_line(error: BaseException) -> str:
 
 
 def run(
-    name: str,
-    command: Callable[[World, Sequence[str]], int],
-    arguments: Sequence[str],
-    *,
-    alone: bool = False,
+    name: str, command: Command, arguments: Sequence[str], *, alone: bool = False, instead: str = NO_LAUNCHER
 ) -> NoReturn:
     """Run command(world, arguments) on this rank and end the process with the job's exit status.
 
-    `alone`: the command is for one process, so MPI is started only where a launcher started us.
+    `alone`: the command is for one process, so MPI is started only where a launcher started us, and where
+    that are several ranks they are told what to do `instead`.
     """
     world, problem = World(environment.launch_rank(), 1), ""  # until it is known
     try:
         if not alone or environment.under_launcher():
             world = find_world()
             interrupts.handle_again()
+        if alone and world.size > 1 and not HELP.intersection(arguments):
+            raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
         with interrupts.at_work():
             status = command(world, arguments)

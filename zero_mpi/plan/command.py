@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +9,8 @@ from typing import Any
 
 from zero_mpi.cli.text import write
 from zero_mpi.errors import UsageError
-from zero_mpi.files.open import check_target, refusing
+from zero_mpi.files.atomic import write_json
+from zero_mpi.files.open import check_target
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.plan.flags import Question, read
@@ -22,8 +22,6 @@ from zero_mpi.plan.scaling import limits, sweep
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the plan. Returns the exit status."""
-    if world.size > 1:
-        raise UsageError("plan runs in one process: leave mpirun out, and say --ranks N")
     try:
         question = read(arguments)
         lines, numbers = sweeps(question) if question.sweeps else plans(question)
@@ -33,9 +31,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         check_target("--json", question.json)
     write(lines)
     if question.json is not None:
-        text = json.dumps(numbers | {"machine": asdict(question.machine)}, indent=2, allow_nan=False)
-        with refusing("--json", question.json, "cannot be written"):
-            question.json.write_text(text + "\n")
+        write_json("--json", question.json, numbers | {"machine": asdict(question.machine)})
     return 0
 
 
@@ -67,4 +63,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
 
 def main() -> None:
     """Entry point."""
-    launch("plan", command, sys.argv[1:], alone=True)
+    launch("plan", command, sys.argv[1:], alone=True, instead="leave mpirun out, and say --ranks N")

@@ -15,12 +15,12 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
+from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
 from zero_mpi.config.command_line import make_parser as train_parser
-from zero_mpi.config.inputs import adapted, model_from_flags, open_init, open_tokenizer, read_model
 from zero_mpi.config.model_sizes import settled
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.export.encode import FILE_TYPES, kind_of
@@ -32,7 +32,7 @@ from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of, read
 from zero_mpi.plan.machine_file import MachineFile, read_machine
 from zero_mpi.plan.resident import text_bytes
 from zero_mpi.plan.scaling import MOST_RANKS
-from zero_mpi.sharding.module_arguments import check_patterns, check_reduction
+from zero_mpi.sharding.module_arguments import check_reduction
 from zero_mpi.sharding.offload import STATE
 from zero_mpi.sharding.strategy import STRATEGIES
 
@@ -50,8 +50,6 @@ SAME = (  # called alike in a case and among the flags of a run
     "offload", "ema", "peer_checkpoint", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
-FILES = ("doctor", "machine", "json")
-OWN = ("ranks", "nodes", "base", "ranks_per_node", "memory", "sweep", "most_ranks", *FILES, *RATES)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def add_own(group: Any) -> None:
 
 def read(arguments: Sequence[str]) -> Question:
     """The question of a command line; raises UsageError."""
-    own, flags = given(make_parser(), arguments, OWN)
+    flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path)) if path else {}, flags)
     config = Config(**settings)
@@ -124,7 +122,7 @@ def read(arguments: Sequence[str]) -> Question:
         names.remove("hybrid-shard")
     cases = tuple(make_case(replace(config, strategy=name), model, ranks, nodes) for name in names)
     for case in cases:
-        check_layout(case)
+        check_sums(case)
     machine, known = find_machine(own, described, cases[0])
     a_node = ranks // nodes if described is None else described.ranks
     text = 0
@@ -166,17 +164,16 @@ def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
-    init = open_init(config)
+    init = inputs.open_init(config)
     if init is not None and base is not None:
         raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
     if init is not None:
-        model = adapted(config, read_model(init), init, config.device)
+        model = inputs.adapted(config, inputs.read_model(init), init, config.device)
         settled(config, model)  # raises where a flag says otherwise
     else:
-        tokenizer = None if config.vocab_size is not None else open_tokenizer(config, None, None)
-        model = beside_adapters(config, model_from_flags(config, tokenizer), base)
-    if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+        tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
+        model = beside_adapters(config, inputs.model_from_flags(config, tokenizer), base)
+    inputs.check_model(config, model)
     return model
 
 
@@ -204,15 +201,11 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     """The case of a configuration on so many ranks and nodes; raises UsageError for one that cannot be."""
     wanted, on_gpu = config.transport, config.device == "cuda"
-    fitting = wanted == kinds.AUTO or kinds.asked_for(wanted, on_gpu)
+    kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
         raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
-    if not fitting and on_gpu:
-        raise UsageError(f"--transport {wanted}: expected --device cpu; GPUs send messages: use auto or mpi")
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
-    if not fitting:
-        raise UsageError(f"--transport {wanted}: it carries arrays of a GPU; use --device cuda")
     if config.offload != "none" and not on_gpu:
         raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
     if config.offload == STATE and config.precision == "fp32":
@@ -231,15 +224,9 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
     )
 
 
-def check_layout(case: Case) -> None:
-    """Raise UsageError where nothing is left to train, or sums cannot be made, as `train` does."""
+def check_sums(case: Case) -> None:
+    """Raise UsageError where sums cannot be made, as `train` does."""
     check_reduction(SimulatedComm(case), case.precision)
-    try:
-        check_patterns(case.frozen, case.model.params())
-    except ValueError as error:
-        raise UsageError(f"--freeze: {error}") from error
-    if not any(unit.trainable for unit in case.layout.units):
-        raise UsageError(f"--freeze {' '.join(case.frozen)}: leaves no parameter to train")
 
 
 def find_machine(

@@ -9,7 +9,8 @@ library takes.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from zero_mpi.comm.scratch import Reductions
 from zero_mpi.comm.shared.gradient_pool import padded, window_bytes
@@ -24,37 +25,52 @@ ROUNDS = 2  # from the second on every round finds the buffers that it needs
 NUMBER = 8  # bytes of a float64 or an int64
 
 
+def called(title: str) -> Any:
+    """Bytes that are called so where a plan is shown."""
+    return field(metadata={"title": title})
+
+
+def titles(kind: Any) -> dict[str, str]:
+    """What the fields of a class of such bytes are called."""
+    return {each.name: each.metadata["title"] for each in fields(kind)}
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on rank 0. What a node shares in one copy counts by this rank's part of it."""
 
     # Kept between rounds and steps: slices, or wholes where replicated.
-    parameters: int
-    masters: int  # the parameters in float32, where `parameters` are rounded copies of them
-    gradients: int
-    moments: int  # and a moving average
-    rooms: int  # on the GPU, for moments that pass through it
-    gathered: int  # units that are whole for a while
-    unpacked: int  # what is made for layers of gathered blocks
-    gradient_buffers: int  # gradients of a micro-batch before they are reduced
-    activations: int  # what layers keep and make, in memory that is used again, but for the logits
-    logits: int
-    transport: int  # slices that arrive in a reduction
-    tables: int  # where chunks lie, which ones decay, their sums of squares
-    workspace: int  # of the GPU's library of matrix products
-    snapshot: int  # copies while a checkpoint is written in the background
-    node_shared: int  # not of a rank: what the ranks of a node need in /dev/shm together
-    host: int  # not on the device: pinned memory of a rank with a GPU, and its snapshot
+    parameters: int = called("parameters")
+    masters: int = called("parameters in fp32")  # where `parameters` are rounded copies of them
+    gradients: int = called("gradients")
+    moments: int = called("moments")  # and a moving average
+    rooms: int = called("rooms for moments")  # on the GPU, which they pass through
+    gathered: int = called("gathered units")  # whole for a while
+    unpacked: int = called("unpacked blocks")  # what is made for layers of gathered blocks
+    gradient_buffers: int = called("gradient buffers")  # of a micro-batch, before they are reduced
+    activations: int = called("activations")  # what layers keep and make, but for the logits
+    logits: int = called("logits")
+    transport: int = called("arriving slices")  # in a reduction
+    tables: int = called("tables")  # where chunks lie, which ones decay, their sums of squares
+    workspace: int = called("workspace of products")  # of the GPU's library
+    snapshot: int = called("copies for --async-save")  # while a checkpoint is written
+    # Not of a rank: what those of a node need together. Not on the device: pinned memory, and the snapshot.
+    node_shared: int = called("(a node in /dev/shm)")
+    host: int = called("(in the host's memory)")
 
     @property
     def total(self) -> int:
         """Of the rank, on its device."""
-        return int(sum(asdict(self).values())) - self.node_shared - self.host
+        return int(sum(count for name, count in asdict(self).items() if name not in ELSEWHERE))
 
     @property
     def state(self) -> int:
         """What lasts from step to step."""
         return self.parameters + self.masters + self.gradients + self.moments
+
+
+TITLES = titles(Memory)
+ELSEWHERE = ("node_shared", "host")  # what is of no rank, or not on its device
 
 
 def plan_memory(case: Case) -> Memory:

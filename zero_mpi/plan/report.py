@@ -13,32 +13,12 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
 from zero_mpi.plan.max_size import MOST, Largest
 from zero_mpi.plan.plan import Plan
-from zero_mpi.plan.rank_memory import keeps_slices
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, keeps_slices, titles
 from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point
 from zero_mpi.sharding.offload import STATE
 
 TITLE, COLUMN = 34, 16  # widths
-SAMPLE = "sample in the end"
-COPIES = "copies in shared memory"
-MEMORY = {
-    "parameters": "parameters",
-    "masters": "parameters in fp32",
-    "gradients": "gradients",
-    "moments": "moments",
-    "rooms": "rooms for moments",
-    "gathered": "gathered units",
-    "unpacked": "unpacked blocks",
-    "gradient_buffers": "gradient buffers",
-    "activations": "activations",
-    "logits": "logits",
-    "transport": "arriving slices",
-    "tables": "tables",
-    "workspace": "workspace of products",
-    "snapshot": "copies for --async-save",
-    "total": "total",
-}
-ELSEWHERE = {"node_shared": "(a node in /dev/shm)", "host": "(in the host's memory)"}
 Column = TypeVar("Column")
 Rows = Iterable[tuple[str, Callable[[Column], str]]]  # a title, and what stands in a column
 TRAFFIC: Rows[Plan] = (
@@ -62,15 +42,6 @@ LARGEST: Rows[Largest] = (
     ("  parameters then", lambda found: f"{found.layers_parameters:,}"),
     ("width", lambda found: f"{found.width:,}" if found.width else "none"),
     ("  parameters then", lambda found: f"{found.width_parameters:,}"),
-)
-RESIDENT: Rows[Resident] = (
-    ("programs and libraries", lambda node: size(node.programs)),
-    ("MPI's own segments", lambda node: size(node.mpi)),
-    ("tokens of the text", lambda node: size(node.text)),
-    ("arrays, as planned", lambda node: size(node.arrays)),
-    (SAMPLE, lambda node: size(node.sample)),
-    (COPIES, lambda node: size(node.copies)),
-    ("ask for, a node", lambda node: gibibytes(node.ask)),
 )
 
 
@@ -152,10 +123,10 @@ def kinds_of(case: Case) -> str:
 def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Bytes of the largest rank."""
     yield head("memory of the largest rank", plans)
-    for name, title in (MEMORY | ELSEWHERE).items():
+    for name in (*(name for name in TITLES if name not in ELSEWHERE), "total", *ELSEWHERE):
         sizes = [getattr(plan.memory, name) for plan in plans]
         if any(sizes):
-            yield row(title, map(size, sizes))
+            yield row(TITLES.get(name, name), map(size, sizes))
 
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -166,9 +137,11 @@ def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
     """What to ask a batch system for, and why so much."""
-    absent = [SAMPLE] * (not any(node.sample for node in found))
-    absent += [COPIES] * (not any(node.copies for node in found))
-    return rows(found, [line for line in RESIDENT if line[0] not in absent])
+    for name, title in titles(Resident).items():
+        sizes = [getattr(node, name) for node in found]
+        if any(sizes) or name not in ("sample", "copies"):  # which are asked for
+            yield row(title, map(size, sizes))
+    yield row("ask for, a node", [gibibytes(node.ask) for node in found])
 
 
 def counted(count: int) -> str:

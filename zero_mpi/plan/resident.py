@@ -9,7 +9,7 @@ test holds runs against the sum. What ranks share is in the plan of a rank by it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero_mpi import ops
@@ -25,7 +25,7 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.copy_time import node_bytes
-from zero_mpi.plan.rank_memory import Memory
+from zero_mpi.plan.rank_memory import Memory, called
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.
@@ -40,17 +40,17 @@ READING = 2  # times the tokens, beside them, while rank 0 reads them
 class Resident:
     """Bytes of a node."""
 
-    programs: int  # interpreters, libraries, the compiler
-    mpi: int  # segments of the library
-    text: int  # tokens of all ranks
-    arrays: int  # what the plan counts, on the host, of all ranks
-    sample: int  # the whole model on rank 0 in the end
-    copies: int = 0  # of `--peer-checkpoint`, in shared memory
+    programs: int = called("programs and libraries")  # interpreters, and the compiler
+    mpi: int = called("MPI's own segments")
+    text: int = called("tokens of the text")  # on all ranks
+    arrays: int = called("arrays, as planned")  # on the host, of all ranks
+    sample: int = called("sample in the end")  # the whole model on rank 0
+    copies: int = called("copies in shared memory")  # of `--peer-checkpoint`
 
     @property
     def total(self) -> int:
         """When most of it is there."""
-        return self.programs + self.mpi + self.text + self.arrays + self.sample + self.copies
+        return int(sum(asdict(self).values()))
 
     @property
     def ask(self) -> int:

@@ -13,12 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import size
-from zero_mpi.cli.text import write as show
+from zero_mpi.cli.text import size, write
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_output
-from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import is_folder
+from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.report.columns import LIMIT
@@ -55,34 +53,22 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the page, or print. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("report runs in one process: leave mpirun out")
     if options.text and options.out is not None:
         raise UsageError(f"--out {options.out}: --text writes no page; leave one of them out")
     paths = [Path(path) for path in options.runs]
     runs = read_runs(paths, max(LEAST, LIMIT * WHOLE // max(WHOLE, len(paths))))
     if options.text:
-        show(terminal(runs), keep="\x1b")
+        write(terminal(runs), keep="\x1b")
         return 0
     from zero_mpi.report.page import page  # with its libraries, which only the page needs
 
     default = runs[0].path / NAME if len(runs) == 1 else Path(NAME)
     place = default if options.out is None else Path(options.out)
-    write(place, page(runs, datetime.now(UTC)))
-    show([f"wrote {place} ({size(place.stat().st_size)}): open it in a browser"])
+    check_target("--out", place)
+    with refusing("--out", place, "cannot be written"):
+        write_output(place, page(runs, datetime.now(UTC)), f"{os.getpid()}.partial")
+    write([f"wrote {place} ({size(place.stat().st_size)}): open it in a browser"])
     return 0
-
-
-def write(place: Path, text: str) -> None:
-    """The file, whole or not at all; raises UsageError."""
-    if is_folder(place):
-        raise UsageError(f"--out {place}: expected a file to write, found a folder: name a file in it")
-    try:
-        write_output(place, text, f"{os.getpid()}.partial")
-    except OSError as error:
-        raise UsageError(
-            f"{shown(place)}: cannot be written: {error.strerror or error}; --out names another place"
-        ) from error
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ const one = (selector) => document.querySelector(selector);
 const all = (selector) => [...document.querySelectorAll(selector)];
 const root = document.documentElement;
 const figures = JSON.parse(one("#data").textContent);
-const chosen = { axis: "step", smooth: 0, log: new Set() };
 const CONFIG = { responsive: true, displayModeBar: false, typesetMath: false, doubleClick: "autosize" };
 const PAPER = 690; // pixels across a printed page
 
@@ -16,6 +15,14 @@ async function unpackPlotly() {
   const script = document.createElement("script");
   script.textContent = await new Response(stream).text();
   document.head.append(script);
+}
+
+// The colour of classes, light or dark, as Plotly takes it.
+function colourOf(classes, paper) {
+  const sample = one("#colour");
+  sample.className = classes;
+  sample.style.colorScheme = paper ? "light" : "";
+  return getComputedStyle(sample).color;
 }
 
 const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -36,25 +43,30 @@ function smoothed(values, keep) {
   return values.map((value, i) => (value === null ? null : (value + sums[i][0]) / (1 + sums[i][1])));
 }
 
+// What a reader has chosen in the controls above the curves.
+const chosenAxis = () => one("[name=axis]:checked").value;
+const chosenLogarithms = () => all("[name=log]:checked").map((box) => box.value);
+const chosenSmoothing = () => Number(one("#smooth")?.value) && 1 - 0.5 * 0.02 ** (one("#smooth").value / 100);
+
 // A trace as it is drawn: in its colour, and where its points lie on the chosen axis.
-function drawn(trace, places, dark) {
-  const color = trace.meta.colour[Number(dark)];
+function drawn(trace, places, paper) {
+  const color = colourOf(trace.meta.colour, paper);
   const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
   const line = trace.line && { ...trace.line, color };
-  return { ...trace, x: places ? places[trace.meta.x][chosen.axis] : trace.x, line, marker, fillcolor: `${color}30` };
+  return { ...trace, x: places ? places[trace.meta.x][chosenAxis()] : trace.x, line, marker, fillcolor: color };
 }
 
 function draw(paper = false) {
-  const dark = isDark() && !paper, style = getComputedStyle(document.body);
+  const style = getComputedStyle(document.body), keep = chosenSmoothing();
   for (const [id, { traces, layout, places, axes }] of Object.entries(figures)) {
-    const plot = one(`#${id}-plot`), shown = traces.map((trace) => drawn(trace, places, dark));
+    const plot = one(`#${id}-plot`), shown = traces.map((trace) => drawn(trace, places, paper));
     const isHidden = (i) => plot.data?.[i].visible === "legendonly";
     const shapes = shown.flatMap((trace, i) => !trace.meta.upright || isHidden(i) ? [] : trace.x.map((x) => ({
       type: "line", xref: "x", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below",
       line: { color: trace.marker.color, width: 1, dash: "dot" },
     })));
-    const soft = chosen.smooth ? shown.filter((trace) => trace.meta.smooth).map((trace) => {
-      const over = { ...trace, y: smoothed(trace.y, chosen.smooth), showlegend: false, hoverinfo: "skip", hovertemplate: null };
+    const soft = keep ? shown.filter((trace) => trace.meta.smooth).map((trace) => {
+      const over = { ...trace, y: smoothed(trace.y, keep), showlegend: false, hoverinfo: "skip", hovertemplate: null };
       trace.opacity = 0.3;
       return over;
     }) : [];
@@ -67,10 +79,10 @@ function draw(paper = false) {
       hoverlabel: { bgcolor: style.backgroundColor, bordercolor: style.color, align: "left" },
     };
     if (axes) {
-      const text = axes[chosen.axis], unifiedhovertitle = { text: `${text} %{x}` };
-      made.xaxis = { ...layout.xaxis, title: { text }, unifiedhovertitle, uirevision: chosen.axis };
+      const text = axes[chosenAxis()], unifiedhovertitle = { text: `${text} %{x}` };
+      made.xaxis = { ...layout.xaxis, title: { text }, unifiedhovertitle, uirevision: chosenAxis() };
+      for (const axis of chosenLogarithms()) made[axis] = { ...made[axis], type: "log" };
     }
-    for (const axis of chosen.log) if (made[axis]) made[axis] = { ...made[axis], type: "log" };
     Plotly.react(plot, [...shown, ...soft], made, CONFIG);
   }
 }
@@ -114,31 +126,10 @@ function listen(plot) {
 
 // -------------------------------------------------------------------------------------------- controls
 
-const press = (button, on) => button.setAttribute("aria-pressed", String(on));
-
 async function begin() {
   root.classList.add("js");
   one("#theme").addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
-    draw();
-  });
-  for (const button of all("[data-axis]")) {
-    button.disabled = !figures.curves.places.some((places) => places[button.dataset.axis].length);
-    button.addEventListener("click", () => {
-      chosen.axis = button.dataset.axis;
-      for (const other of all("[data-axis]")) press(other, other === button);
-      draw();
-    });
-  }
-  for (const button of all("[data-log]"))
-    button.addEventListener("click", () => {
-      const axis = button.dataset.log, on = !chosen.log.delete(axis);
-      if (on) chosen.log.add(axis);
-      press(button, on);
-      draw();
-    });
-  one("#smooth")?.addEventListener("input", (event) => {
-    chosen.smooth = event.target.value === "0" ? 0 : 1 - 0.5 * 0.02 ** (event.target.value / 100);
     draw();
   });
   if (!Object.keys(figures).length) return;
@@ -147,6 +138,7 @@ async function begin() {
   if (figures.curves) {
     const plot = one("#curves-plot");
     listen(plot);
+    one(".controls").addEventListener("input", () => draw());
     one("#reset").addEventListener("click", () => reset(plot));
     plot.on("plotly_restyle", () => draw()); // a run that is hidden hides its moments' lines
   }

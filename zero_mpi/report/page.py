@@ -25,10 +25,10 @@ from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 from zero_mpi.report import sections
 from zero_mpi.report.charts import charts_of
-from zero_mpi.report.colours import class_of, swatch_styles
 from zero_mpi.report.figures import figures, state_line
 from zero_mpi.report.plots import AXES, named, plots
 from zero_mpi.report.runs import Run
+from zero_mpi.report.traces import class_of
 
 HERE = Path(__file__).parent
 
@@ -76,7 +76,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
         events_left_out=len(history[sections.MOST_EVENTS :]),
         settings=sections.settings(runs),
         policy=policy(script, library),
-        style=Markup(swatch_styles() + read("page.css")),
+        style=Markup(read("page.css")),
         script=Markup(script),
         data=Markup(as_json(drawn)),
         packed=Markup(base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()),

@@ -12,10 +12,9 @@ from itertools import accumulate
 from typing import Any
 
 from zero_mpi.cli.text import size
-from zero_mpi.report import colours
 from zero_mpi.report.charts import Chart
 from zero_mpi.report.runs import Run
-from zero_mpi.report.traces import Json, Scale, curve_traces, label, mark_traces, rounded, scale_of
+from zero_mpi.report.traces import Json, Scale, class_of, curve_traces, label, mark_traces, rounded, scale_of
 
 AXES = {"step": "Steps", "seconds": "Time", "tokens": "Tokens"}
 CLOCK = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -139,5 +138,5 @@ def bars(run: Run) -> Json:
         "textposition": "none",
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
-        "meta": {"colour": colours.of_run(run.number)},
+        "meta": {"colour": class_of(run.number)},
     }

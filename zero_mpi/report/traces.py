@@ -3,7 +3,7 @@
 Where a column holds several steps, the line is their mean and the band reaches from the least to the greatest
 value. A gap is a null, and a cross in it tells that a value was not finite. Numbers have as many digits as a
 picture needs; all of them are in metrics.jsonl. Where the points lie on each axis stands in a trace's `meta`,
-with its colours for light and dark: both are chosen by the reader.
+with the class in `page.css` that has its colour: both depend on the reader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 
 from zero_mpi.cli.text import UNITS, power_of_1024
 from zero_mpi.files.foreign import shown
-from zero_mpi.report import colours
 from zero_mpi.report.charts import SAVED, Chart, Points, Series, curve_name, marks, points, stretches
 from zero_mpi.report.columns import Floats, Places
 from zero_mpi.report.runs import Run
@@ -31,15 +30,16 @@ MOST_DOTS = 200
 LONGEST_NAME, LONGEST_MARK = 40, 120  # letters
 FORMATS = {"count": ".4~s"}  # of numbers under the pointer, in the language of d3; others are
 USUAL = ".4~g"
-# Kinds of moments: what the legend calls them, sign, colour (None: that of the run), size in pixels. What
+# Kinds of moments: what the legend calls them, sign, colour (none: that of the run), size in pixels. What
 # comes later is drawn over what comes before.
-SIGNS: dict[str, tuple[str, str, colours.Shades | None, int]] = {
-    SAVED: ("checkpoint", "diamond", None, 8),
-    "warning": ("warning", "triangle-up", colours.WARN, 9),
-    "stopped": ("stopped", "square", colours.WARN, 8),
-    "resumed": ("resumed", "triangle-right", colours.INK, 11),
-    "fault": ("failed or lost", "x", colours.BAD, 9),
+SIGNS: dict[str, tuple[str, str, str, int]] = {
+    SAVED: ("checkpoint", "diamond", "", 8),
+    "warning": ("warning", "triangle-up", "warn", 9),
+    "stopped": ("stopped", "square", "warn", 8),
+    "resumed": ("resumed", "triangle-right", "ink", 11),
+    "fault": ("failed or lost", "x", "bad", 9),
 }
+COLOURS, SOLID = 8, 4  # of runs in `page.css`; runs whose lines are whole
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def curve_traces(run: Run, series: Series, scale: Scale) -> Iterator[Json]:
     found = points(run.metrics, series.key)
     if not len(found.step):
         return
-    colour = colours.of_validation(run.number, run.is_alone) if series.dots else colours.of_run(run.number)
+    colour = of_validation(run) if series.dots else class_of(run.number)
     name, value, span = label(curve_name(run, series)), f"%{{y:{scale.format}}}{scale.suffix}", {}
     common = {"type": "scatter", "name": name, "legendgroup": group(run), "showlegend": False}
     if found.has_band:
         at, edge = outline(found)
         about = {"colour": colour, "x": places(run, np.where(at < 0, np.nan, found.step[at]))}
         band = {"y": short(edge / scale.unit), "mode": "none", "fill": "toself", "hoverinfo": "skip"}
-        yield {**common, **band, "meta": about}
+        yield {**common, **band, "opacity": 0.19, "meta": about}
         ends = [short(values / scale.unit) for values in (found.least, found.greatest)]
         span = {"customdata": list(zip(*ends, strict=True))}
         value += f" (%{{customdata[0]:{scale.format}}} to %{{customdata[1]:{scale.format}}})"
@@ -84,7 +84,7 @@ def curve_traces(run: Run, series: Series, scale: Scale) -> Iterator[Json]:
         "showlegend": series.key in LEGEND,
         "y": short(found.mean / scale.unit),
         "mode": "lines+markers" if series.dots and len(found.step) <= MOST_DOTS else "lines",
-        "line": {"width": 1.8, "dash": colours.dash(run.number)},
+        "line": {"width": 1.8, "dash": dash(run.number)},
         "marker": {"size": 6, "symbol": "circle-open", "line": {"width": 1.8}},
         "hovertemplate": value,
         "meta": {"colour": colour, "x": places(run, found.step), "smooth": not series.dots},
@@ -96,7 +96,7 @@ def curve_traces(run: Run, series: Series, scale: Scale) -> Iterator[Json]:
             "mode": "markers",
             "marker": {"size": 8, "symbol": "x-thin", "line": {"width": 2}},
             "hovertemplate": "not finite",
-            "meta": {"colour": colours.BAD, "x": places(run, found.step[found.odd])},
+            "meta": {"colour": "bad", "x": places(run, found.step[found.odd])},
         }
 
 
@@ -116,11 +116,26 @@ def mark_traces(run: Run) -> Iterator[Json]:
                 "text": [in_lines(f"step {mark.step:,}: {mark.about}") for mark in of_kind],
                 "hovertemplate": "%{text}<extra></extra>",
                 "meta": {
-                    "colour": colour or colours.of_run(run.number),
+                    "colour": colour or class_of(run.number),
                     "x": places(run, np.array([mark.step for mark in of_kind], np.float64)),
                     "upright": kind != SAVED,
                 },
             }
+
+
+def class_of(number: int) -> str:
+    """The class of a run's colour in the style of the page; a ninth run has the first one again."""
+    return f"c{number % COLOURS}"
+
+
+def of_validation(run: Run) -> str:
+    """The class of validation: of a run that is alone another colour, else a tone of its own."""
+    return class_of(run.number + 1) if run.is_alone else f"{class_of(run.number)} tone"
+
+
+def dash(number: int) -> str:
+    """How a run's lines are broken."""
+    return "solid" if number < SOLID else "dash" if number < COLOURS else "dot"
 
 
 def group(run: Run) -> str:

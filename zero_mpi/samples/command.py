@@ -83,8 +83,6 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print samples and totals. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError("samples runs in one process: leave mpirun out")
     within("count", options.count, 0)
     files = collect_files(options.data)
     if not are_conversations(files):

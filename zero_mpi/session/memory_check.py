@@ -23,7 +23,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.flags import check_layout, make_case
+from zero_mpi.plan.flags import check_sums, make_case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.resident import private, text_bytes
 
@@ -66,7 +66,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments alone", least)
     case = case_of(config, model, ranks, len(nodes))
-    check_layout(case)
+    check_sums(case)
     memory, text = plan_memory(case), text_bytes(config, model)  # once: nodes may be thousands
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)

@@ -25,6 +25,7 @@ from zero_mpi.config.inputs import (
     BYTE,
     adapted,
     carried_keys,
+    check_model,
     choose_tokenizer,
     kept_as_floats,
     model_from_flags,
@@ -155,10 +156,9 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     tokenizer = choose_tokenizer(config, init, named)
     where = device.in_use().name
     model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
+    check_model(config, model)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
-    if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     description = describe(config, model, tokenizer, init)

@@ -15,7 +15,6 @@ from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
@@ -118,26 +117,18 @@ def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> Tra
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
-    """The sharded module of the flags; a frozen pattern that matches nothing is bad usage."""
-    try:
-        module = ShardedModule(
-            model.stages(config.recompute),
-            comm,
-            strategy_named(config.strategy),
-            prefetch=config.prefetch,
-            bucket_mb=config.bucket_mb,
-            frozen=config.frozen,
-            precision=precision_named(config.precision, config.reduce_dtype),
-            offload_masters=config.offload == STATE,
-            stored=model.stored,
-        )
-    except UsageError:  # of the strategy
-        raise
-    except ValueError as error:
-        raise UsageError(f"--freeze: {error}") from error
-    if not any(unit.unit.trainable for unit in module.units):
-        raise UsageError(f"--freeze {' '.join(config.freeze)}: leaves no parameter to train")
-    return module
+    """The sharded module of the flags; raises UsageError for a strategy or offload that cannot be had."""
+    return ShardedModule(
+        model.stages(config.recompute),
+        comm,
+        strategy_named(config.strategy),
+        prefetch=config.prefetch,
+        bucket_mb=config.bucket_mb,
+        frozen=config.frozen,
+        precision=precision_named(config.precision, config.reduce_dtype),
+        offload_masters=config.offload == STATE,
+        stored=model.stored,
+    )
 
 
 def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:

@@ -17,8 +17,8 @@ from zero_mpi.cli.text import gibibytes, size
 from zero_mpi.data import named
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import make_case
-from zero_mpi.plan.rank_memory import Memory, plan_memory
-from zero_mpi.plan.report import MEMORY, base
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory
+from zero_mpi.plan.report import base
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.session.mfu import step_flop
 from zero_mpi.session.setup import Session
@@ -175,8 +175,9 @@ def computing(start: Start) -> str:
 
 def kinds(memory: Memory) -> str:
     """The largest kinds of memory, and what is left."""
-    sizes = sorted(((count, name) for name, count in asdict(memory).items() if name in MEMORY), reverse=True)
-    shown = [f"{size(count)} {MEMORY[name]}" for count, name in sizes[:SHOWN] if count]
+    of_rank = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
+    sizes = sorted(of_rank, reverse=True)
+    shown = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
     rest = sum(count for count, _ in sizes[SHOWN:])
     return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
 

@@ -41,13 +41,8 @@ class Chosen:
 
 
 def check_wish(config: Config) -> None:
-    """Raise UsageError for a transport of GPUs where none is used."""
-    if config.transport == kinds.AUTO or device.in_use().name == "cuda":
-        return
-    if not kinds.asked_for(config.transport, on_gpu=False):
-        raise UsageError(
-            f"--transport {config.transport}: it carries a GPU's arrays; use --device cuda or --transport mpi"
-        )
+    """Raise UsageError for a transport of another device than the one in use."""
+    kinds.check_flag(config.transport, device.in_use().name == "cuda")
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:

@@ -30,8 +30,6 @@ def make_parser() -> Parser:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the tables. Returns the exit status."""
-    if world.size > 1:
-        raise UsageError("trace runs in one process: leave mpirun out")
     files = make_parser().parse_args(arguments).files
     if len(files) > 2:
         raise UsageError(f"expected one or two files, got {len(files)}")

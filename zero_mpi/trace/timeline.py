@@ -9,7 +9,6 @@ room for one piece.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -30,6 +29,7 @@ from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.agree import together
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.atomic import partial_of, replacing
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target, is_file, reason, refusing
 from zero_mpi.telemetry import spans
@@ -144,22 +144,12 @@ class Timeline:
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
     """Write a file, whole or not at all, compressed if its name ends in .gz; its bytes. OSError."""
-    partial = partial_of(path)
-    try:
-        with gzip.open(partial, "wb", 5) if path.suffix == ".gz" else partial.open("wb") as file:
-            for part in parts:
-                file.write(part)
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    with (
+        replacing(path) as partial,
+        gzip.open(partial, "wb", 5) if path.suffix == ".gz" else partial.open("wb") as file,
+    ):
+        file.writelines(parts)
     return path.stat().st_size
-
-
-def partial_of(path: Path) -> Path:
-    """What the file is called while it is written."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def check_place(comm: Comm, path: Path) -> None:

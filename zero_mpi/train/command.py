@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -32,18 +30,11 @@ from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.trainer import Trainer
 
 
-def read_flags(world: World, arguments: Sequence[str]) -> Config:
-    """The configuration from the flags; `--help` is printed by rank 0 only."""
-    quiet = contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stdout(io.StringIO())
-    with quiet:
-        return parse(arguments)
-
-
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the whole run on this rank. Returns the exit status."""
     check_not_alone(world)
     check_installation(world)
-    config = world.together(lambda: read_flags(world, arguments))
+    config: Config = world.together(lambda: parse(arguments))
     if config.dry_run:
         signals.enter(PREPARING)
         return dry_run.show(world, config)

@@ -29,7 +29,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.copy_time import node_bytes, rank_bytes
-from zero_mpi.plan.flags import check_layout, make_case
+from zero_mpi.plan.flags import check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, Machine, assumed, bandwidth, billions
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, row, traffic_lines
@@ -95,7 +95,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
         needed = make_plan(case, ASSUMED).memory.node_shared
         problem = problem or no_room(world, needed)
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
-    world.together(lambda: check_layout(case))
+    world.together(lambda: check_sums(case))
     return case, problem
 
 

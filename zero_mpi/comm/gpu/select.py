@@ -34,11 +34,7 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     `exact`: sums in the order of ranks; otherwise the library's where it has them. Raises UsageError on all
     ranks alike.
     """
-    if flag != kinds.AUTO and not kinds.asked_for(flag, on_gpu=True):
-        raise UsageError(
-            f"--transport {flag}: ranks cannot share the memory of GPUs in this way; with --device cuda use "
-            "auto, mpi, staged or nccl"
-        )
+    kinds.check_flag(flag, on_gpu=True)
     if ranks == 1:
         return SerialComm(), ""
     from zero_mpi.comm.gpu.detect import find_answer
