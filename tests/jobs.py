@@ -207,6 +207,18 @@ def launcher_kind() -> str:
     return "intel" if "Intel(R) MPI" in said else "mpich" if "HYDRA" in said else "openmpi"
 
 
+LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
+
+
+def library() -> str:
+    """Name and version of the MPI library that mpi4py opens here, or why there is none."""
+    status, said, errors = run_command([sys.executable, "-c", LIBRARY], timeout=20)
+    lines = (said if status == 0 else errors).strip().splitlines() or ["nothing was said"]
+    return " ".join(lines[0 if status == 0 else -1].partition(", package")[0].split())
+
+
 def hands_sigterm_on() -> bool:
     """MPICH's launcher, of which Intel MPI's is one, tells the ranks; Open MPI's kills them."""
     return launcher_kind() != "openmpi"

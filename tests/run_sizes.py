@@ -242,6 +242,7 @@ def compile_once() -> None:
 def main() -> int:
     """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
+    print(f"MPI: {jobs.library()}", flush=True)
     if not args.paths:
         compile_once()
     sizes = [int(size) for size in args.sizes.split(",")]

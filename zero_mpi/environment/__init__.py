@@ -43,7 +43,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what is not set, in `environ`. Thread counts are left alone once numpy has read them."""
     if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
         environ.update(dict.fromkeys(THREADS, "1"))
-    if "OMPI_COMM_WORLD_RANK" in environ:  # its UCX complains on stderr where it has no device
+    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # its UCX complains where it has no device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
     if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():

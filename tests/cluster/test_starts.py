@@ -1,0 +1,97 @@
+"""srun starts the ranks of each MPI by the interface that it knows, and what it cannot start is refused.
+
+All on a real Slurm of one node, whose plugins are Debian's: PMI2, and PMIx where libpmix-dev is installed.
+The MPIs are those of `hosts.installed`: the one of this environment, and those that variables name.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import installed, site_variables
+from jobs import COMPILED
+from slurm import Slurm, slurm, why_no_slurm
+from test_command_bits import SIZES, assert_same_run, train_compiled, write_text
+
+RANKS, BAD_USAGE = 4, 2
+FLAGS = [*SIZES, "--kv-heads", "1", "--batch-size", "7", "--micro-batch", "2"]
+FLAGS += ["--steps", "3", "--warmup", "2", "--sample", "0"]
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm()),
+    pytest.mark.timeout_seconds(180),
+]
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Slurm]:
+    """One Slurm for all tests."""
+    with slurm(cpus=8) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    """A small model on a few small texts."""
+    return [*FLAGS, "--data", *write_text(tmp_path_factory.mktemp("text"))]
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory) -> Path:
+    """The run on one rank, without Slurm."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    train_compiled(1, out, *flags)
+    return out
+
+
+def start(here: Slurm, mpi: str, interface: str, *arguments: str) -> tuple[int, str, str]:
+    """Run `python arguments` on ranks of this MPI; skips where it or the interface cannot be had."""
+    try:
+        python, _ = installed("mpich" if mpi == "site" else mpi)
+        environ = COMPILED | (site_variables() if mpi == "site" else {})
+    except LookupError as error:
+        pytest.skip(str(error))
+    launch = f"srun --mpi={interface}"
+    if reason := here.why_no_launch(launch):
+        pytest.skip(reason)
+    return here.run(*launch.split(), "-n", str(RANKS), python, *arguments, env=environ, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "interface"),
+    [
+        ("mpich", "pmi2"),
+        ("site", "pmi2"),
+        ("impi", "pmi2"),
+        ("impi", "pmix"),
+        ("openmpi", "pmix"),
+        ("openmpi4", "pmix"),
+    ],
+)
+def test_the_same_bytes_as_of_one_rank(mpi, interface, here, flags, alone, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags]
+    status, printed, errors = start(here, mpi, interface, *command)
+    assert (status, errors) == (0, ""), printed
+    assert f"over {RANKS} ranks" in printed
+    assert_same_run(tmp_path / "out", alone)
+
+
+ALONE = f"the launcher started {RANKS} ranks, but each of them is alone"  # said once, with status 2
+
+
+@pytest.mark.parametrize(
+    ("mpi", "interface", "says"),
+    [
+        ("mpich", "pmix", "unsupported PMI version PMIx"),
+        ("site", "pmix", ALONE),
+        ("openmpi", "pmi2", ALONE),
+        ("openmpi4", "pmi2", "An error occurred in MPI_Init_thread"),
+    ],
+)
+def test_the_wrong_interface_is_refused(mpi, interface, says, here, flags, tmp_path):
+    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags]
+    status, printed, errors = start(here, mpi, interface, *command)
+    assert status != 0, printed
+    assert says in errors
+    assert says != ALONE or (status, errors.count(ALONE)) == (BAD_USAGE, 1)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

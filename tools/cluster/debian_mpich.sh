@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Debian's MPICH unpacked into a folder, as a site would have one: nothing is installed, and root is not needed.
+#
+#   tools/cluster/debian_mpich.sh FOLDER    unpacks it, and prints the variables to set as VARIABLE=VALUE
+#
+# It stands for a library of MPICH's ABI that is not the wheel's (Cray MPICH, MVAPICH): mpi4py's wheel is to open the
+# site's libmpi.so.12. Debian calls the file libmpich.so.12, so the folder gets a link by the name of the ABI.
+set -euo pipefail
+
+[[ $# = 1 ]] || { echo "debian_mpich.sh: expected: debian_mpich.sh FOLDER; got: $*" >&2; exit 2; }
+command -v apt-get > /dev/null || { echo "debian_mpich.sh: it needs apt-get, of Debian" >&2; exit 2; }
+mkdir -p "$1"
+folder=$(realpath "$1")
+cd "$folder"
+
+# What would be installed here: MPICH itself, and of what it needs all that this machine lacks.
+apt-get -s install --reinstall --no-install-recommends mpich libmpich12 | awk '/^Inst/ { print $2 }' > packages
+grep -qx libmpich12 packages || { echo "debian_mpich.sh: no package libmpich12: apt-get update?" >&2; exit 1; }
+xargs apt-get -qq download < packages 2> /dev/null
+for package in *.deb; do
+    dpkg -x "$package" root
+done
+
+libraries=$(dirname "$(echo root/usr/lib/*/libmpich.so.12)")
+ln -sf libmpich.so.12 "$libraries/libmpi.so.12"
+mkdir -p bin
+ln -sf ../root/usr/bin/hydra_pmi_proxy bin/   # beside the launcher, which looks for it there
+for name in mpiexec mpirun; do
+    ln -sf ../root/usr/bin/mpiexec.hydra "bin/$name"
+done
+echo "LD_LIBRARY_PATH=$folder/$libraries"
+echo "MPI4PY_LIBMPI=$folder/$libraries/libmpi.so.12"
+echo "ZERO_MPI_MPIEXEC=$folder/bin/mpiexec"
