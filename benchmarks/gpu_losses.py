@@ -19,7 +19,7 @@ from gpu_workloads import ALL
 from step import micro_batch
 from workloads import BATCHES, BETAS, CLIP, DECAY, EPS, LR, Workload
 
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, ops
+from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, device, environment, ops
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import Comm
 from zero_mpi.config.bounds import check
@@ -144,4 +144,4 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    run("losses", command, sys.argv[1:], alone=True)
+    run("losses", command, sys.argv[1:], alone=not environment.under_launcher())
