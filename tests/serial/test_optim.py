@@ -14,8 +14,9 @@ from zero_mpi.comm import SerialComm
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
+from zero_mpi.ops.elementary import normals_by_numpy, normals_by_turns
 from zero_mpi.session.lr_schedule import make_schedule, schedule_of
-from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule
+from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule, init_weights
 from zero_mpi.sharding.clipping import clip_grad_norm
 from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
 from zero_mpi.sharding.optimizer import ShardedAdamW
@@ -404,12 +405,26 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
     return initial_values(name, param, seed, start, param.size if stop is None else stop)
 
 
-def test_any_range_of_initial_values_is_that_part_of_the_whole():
+@pytest.mark.parametrize("way", [normals_by_numpy, normals_by_turns])
+def test_any_range_of_initial_values_is_that_part_of_the_whole(way, monkeypatch):
+    monkeypatch.setattr(init_weights, "normals", way)
     whole = draw()
     assert (whole.dtype, whole.shape) == (np.float32, (3 * DRAW_BLOCK,))
     for start in ENDS:
         for stop in (end for end in ENDS if end >= start):
             assert draw(start=start, stop=stop).tobytes() == whole[start:stop].tobytes(), (start, stop)
+
+
+def test_no_more_is_drawn_of_a_block_than_comes_before_the_end_of_a_range(monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        init_weights,
+        "normals",
+        lambda generator, count: counts.append(count) or normals_by_numpy(generator, count),
+    )
+    draw(param=Param((24, 24), std=0.05))
+    draw(start=DRAW_BLOCK - 5, stop=DRAW_BLOCK + 9)
+    assert counts == [24 * 24, DRAW_BLOCK, 10]
 
 
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():

@@ -25,8 +25,9 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
         values.fill(1)
     elif param.init == "normal":
         for block in range(start // DRAW_BLOCK, -(-stop // DRAW_BLOCK)):
-            first, last = max(start, block * DRAW_BLOCK), min(stop, (block + 1) * DRAW_BLOCK)
-            drawn = draw_block(name, seed, block)[first - block * DRAW_BLOCK : last - block * DRAW_BLOCK]
+            begin = block * DRAW_BLOCK
+            first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
+            drawn = draw_block(name, seed, block, last - begin)[first - begin :]
             np.multiply(drawn, np.float32(param.std), out=values[first - start : last - start])
     elif param.init != "zeros":
         raise ValueError(
@@ -35,8 +36,8 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
     return values
 
 
-def draw_block(name: str, seed: int, block: int) -> Array:
-    """Standard normal numbers (DRAW_BLOCK,) of one block of a parameter."""
+def draw_block(name: str, seed: int, block: int, count: int) -> Array:
+    """The first standard normal numbers (count,) of one block of a parameter, whatever its others are."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
-    return normals(generator, DRAW_BLOCK)
+    return normals(generator, count + count % 2)[:count]  # some ways to draw give pairs
