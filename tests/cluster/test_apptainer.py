@@ -49,7 +49,7 @@ def why_no_image() -> str:
     return ""
 
 
-def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 120) -> str:
+def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 300) -> str:
     """What a command prints, on success only. Namespaces of users: root of a container has not all rights."""
     environ = COMPILED | {"APPTAINER_USERNS": "1"}
     status, printed, _ = run_command(command, timeout=timeout, env=environ, cwd=folder, merge=True)
@@ -66,20 +66,20 @@ def image(tmp_path_factory) -> Path:
     (folder / "pinned.txt").write_text("".join(f"{name}=={version(name)}\n" for name in PINNED))
     succeed([*PIP, "wheel", "--no-deps", "-w", "dist", ROOT], folder)
     wheel = next((folder / "dist").glob("*.whl"))
-    succeed([*PIP, "download", *WHEELS.split(), f"{wheel}[mpich,fast]"], folder, 300)
+    succeed([*PIP, "download", *WHEELS.split(), f"{wheel}[mpich,fast]"], folder)
     arguments = {"bootstrap": "debootstrap", "index": "--no-index --find-links /mnt"}
     build = ["apptainer", "build", "--bind", f"{folder}/wheels:/mnt"]
     for name, value in arguments.items():
         build += ["--build-arg", f"{name}={value}"]
-    succeed([*build, "zero_mpi.sif", DEFINITION], folder, 600)
+    succeed([*build, "zero_mpi.sif", DEFINITION], folder, 900)
     return folder / "zero_mpi.sif"
 
 
-@pytest.mark.timeout_seconds(1200)
+@pytest.mark.timeout_seconds(1800)
 def test_ranks_in_containers_train_to_the_bytes_of_ranks_outside(image, tmp_path):
     flags = ["-m", "zero_mpi.train", "--steps", "20", *SIZES.split(), "--data", *write_text(tmp_path, 12)]
     succeed([sys.executable, "-m", "venv", "bound"], tmp_path)
-    succeed([tmp_path / "bound/bin/python", "-m", "pip", "-q", "install", "impi-rt"], tmp_path, 300)
+    succeed([tmp_path / "bound/bin/python", "-m", "pip", "-q", "install", "impi-rt"], tmp_path)
     contained = ["apptainer", "-q", "exec", "--sharens"]
     python, mpich = installed("mpich")
     ways = {
