@@ -24,10 +24,9 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
     if param.init == "ones":
         values.fill(1)
     elif param.init == "normal":
-        for block in range(start // DRAW_BLOCK, -(-stop // DRAW_BLOCK)):
-            begin = block * DRAW_BLOCK
+        for begin in range(start - start % DRAW_BLOCK, stop, DRAW_BLOCK):
             first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
-            drawn = draw_block(name, seed, block, last - begin)[first - begin :]
+            drawn = draw_block(name, seed, begin // DRAW_BLOCK, last - begin)[first - begin :]
             np.multiply(drawn, np.float32(param.std), out=values[first - start : last - start])
     elif param.init != "zeros":
         raise ValueError(
