@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tests/cluster without a launcher, in three processes: most of them wait for most of their time.
+"""Run tests/cluster without a launcher, in two processes: Slurm's tests wait for most of their time.
 
 The report is that of run_sizes.py.
 
@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run_sizes import close, compile_once, count, run_parts
 
 HERE = Path(__file__).resolve().parent
-ALONE = ("slurm", "processors")  # the first waits for its jobs, the second emulates on one core
-PARTS: dict[str, list[str]] = {name: [] for name in (*ALONE, "hosts")}
-for path in sorted(HERE.glob("test_*.py")):
-    kind = path.stem.split("_")[1]
-    PARTS[kind if kind in ALONE else "hosts"].append(f"tests/cluster/{path.name}")
+FILES = sorted(f"tests/cluster/{path.name}" for path in HERE.glob("test_*.py"))
+PARTS = {
+    "slurm": [name for name in FILES if "/test_slurm" in name],
+    "hosts": [name for name in FILES if "/test_slurm" not in name],
+}
 
 
 def main() -> int:
