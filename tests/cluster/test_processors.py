@@ -63,7 +63,7 @@ def test_architectures_have_the_bits_of_this_processor(processor, here):
 
 @needs_mpiexec
 @pytest.mark.skipif(launcher_kind() != "mpich", reason="how to keep off process_vm_readv is MPICH's")
-@pytest.mark.timeout_seconds(600)
+@pytest.mark.timeout_seconds(900)
 @pytest.mark.parametrize("bits", ["portable", "native"])
 def test_ranks_on_unlike_processors(bits, tmp_path):
     """Together they train to the bytes of one rank here; without the flag they are refused."""
@@ -71,7 +71,7 @@ def test_ranks_on_unlike_processors(bits, tmp_path):
     train = [*RUN, *FLAGS, "--data", *write_text(tmp_path), "--resume", "never", "--out"]
     elsewhere = [EMULATOR, "-cpu", "EPYC-Rome", *train]
     command = [*launcher(), "-n", "1", *train, "both", ":", "-n", "1", *elsewhere, "both"]
-    status, printed, errors = run_command(command, timeout=280, cwd=tmp_path, env=environ)
+    status, printed, errors = run_command(command, timeout=600, cwd=tmp_path, env=environ)
     if bits == "native":
         assert status == 2
         assert "the ranks differ: rank 1" in errors or "the ranks compute different bits: rank 1" in errors
