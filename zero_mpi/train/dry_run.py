@@ -32,6 +32,7 @@ from zero_mpi.plan.copy_time import node_bytes, rank_bytes
 from zero_mpi.plan.flags import check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, Machine, assumed, bandwidth, billions
 from zero_mpi.plan.plan import make_plan
+from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, row, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.session.resolve import RunSpec, resolve
@@ -65,7 +66,7 @@ def room_for_copies(world: World, spec: RunSpec, case: Case) -> tuple[int, str]:
         return 0, ""
     run = world.from_root(lambda: memory_copies.run_of(spec.config, spec.description))
     free, host = min(results(world.comm, lambda: memory_copies.room_in(PLACE, run)))
-    return free - make_plan(case, ASSUMED).memory.node_shared, host
+    return free - plan_memory(case).node_shared, host
 
 
 def check_out(out: Path) -> None:
@@ -92,7 +93,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
     if case.transport.shares_memory:
-        needed = make_plan(case, ASSUMED).memory.node_shared
+        needed = plan_memory(case).node_shared
         problem = problem or no_room(world, needed)
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.together(lambda: check_sums(case))
