@@ -36,7 +36,8 @@ SETTINGS = re.compile(
 # alike, stay.
 NOTES = re.compile(
     r"(?m)^-{60,}\n"
-    r"(?:\w+ (?:detected that one or more|has exited due to|noticed that) process|MPI_ABORT was invoked on )"
+    r"(?:\w+ (?:detected that one or more|has exited due to|noticed that) process"
+    r"|Primary job  terminated normally, but \d+ process(?:es)? returned|MPI_ABORT was invoked on )"
     r"(?:.*\n)*?-{60,}\n\0?"
 )
 

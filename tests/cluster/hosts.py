@@ -91,7 +91,8 @@ class Hosts:
         hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
         line = LINES[FORMS.get(mpi, mpi)]
         hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
-        start = [launcher, "--hostfile", str(hostfile), "-n", str(ranks)]
+        flag = "-machinefile" if mpi == "impi" else "--hostfile"  # where alone it heeds the ranks of a host
+        start = [launcher, flag, str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":
             start += ["--prtemca", "plm_ssh_agent", str(self.state / "ssh"), *OPENMPI_FLAGS.split()]
             carried = {k: v for k, v in jobs.clean_environment().items() if k.startswith(CARRIED)}

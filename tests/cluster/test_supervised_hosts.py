@@ -49,7 +49,9 @@ def unbroken() -> Iterator[Path]:
 
 
 @pytest.mark.timeout_seconds(500)
-@pytest.mark.parametrize(("mpi", "in_memory"), [("mpich", False), ("mpich", True), ("openmpi", False)])
+@pytest.mark.parametrize(
+    ("mpi", "in_memory"), [("mpich", False), ("mpich", True), ("openmpi", False), ("impi", False)]
+)
 def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, in_memory, unbroken):
     try:
         installed(mpi)

@@ -14,6 +14,7 @@ it, so that a run costs milliseconds and what it takes is the system's count of 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -35,6 +36,9 @@ from random import Random
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from jobs import library  # noqa: E402
+
 SETTINGS = {  # one process with one thread, and no compiled operations: they take seconds to load
     "ZERO_MPI_OPS": "reference",
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
@@ -50,6 +54,7 @@ OUT_OF_TIME = f"signal {int(signal.SIGXCPU)}"
 MOST_WAIT = 40.0  # seconds by the clock: a run that waits for something; generous, for machines are busy
 MOST_GROWTH = 300 << 20  # bytes of resident memory above what this process has
 MOST_HELD = 2 << 30  # bytes beyond which a run is not given more, for the machine's sake
+RESERVED = 3 << 30  # and what Intel MPI takes at its start without filling it
 MOST_WRITTEN = 256 << 20  # bytes of a file that a run writes
 MOST_MADE = 16 << 30  # bytes of a file of a case: sparse ones
 LONGEST_LINE = 2000  # letters of a line of error; paths are in it
@@ -143,7 +148,7 @@ def become_child(folder: Path, output: Path, written: int) -> None:
     for number, path in ((1, output.with_suffix(".out")), (2, output.with_suffix(".err"))):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    bound(resource.RLIMIT_DATA, data_size() + MOST_HELD)
+    bound(resource.RLIMIT_DATA, data_size() + MOST_HELD + (RESERVED if uses_intel_mpi() else 0))
     bound(resource.RLIMIT_FSIZE, written)
     bound(resource.RLIMIT_CORE, 0)
     bound(resource.RLIMIT_CPU, int(MOST_CPU) + 1)
@@ -153,6 +158,12 @@ def bound(what: int, most: int) -> None:
     """Set a limit, below what stands."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+@functools.cache
+def uses_intel_mpi() -> bool:
+    """Whether mpi4py opens that library here."""
+    return "Intel" in library()
 
 
 def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
@@ -288,6 +299,7 @@ class Fuzz:
 def prepare() -> None:
     """Settings, then the imports of all commands, before anything is forked. MPI is not started here."""
     os.environ.update(SETTINGS)
+    uses_intel_mpi()  # it is kept
     for name in COMMANDS:
         importlib.import_module(f"zero_mpi.{name}.command")
 

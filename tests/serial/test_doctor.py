@@ -164,6 +164,8 @@ def test_a_launcher_of_another_mpi_is_bad():
     assert mpi_library.started(4, environ) == Row("launcher", "mpirun of Open MPI, 4 ranks")
     assert is_first(environ)
     assert not is_first(environ | {"OMPI_COMM_WORLD_RANK": "2"})
+    intel = {"HYDI_CONTROL_FD": "7", "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "8e21"}
+    assert mpi_library.started(2, intel) == Row("launcher", "mpiexec of Intel MPI, 2 ranks")
     assert mpi_library.started(1, {}) == Row("launcher", "none, 1 rank")
     assert is_first({})
 

@@ -18,7 +18,8 @@ from zero_mpi.environment import LOCAL_RANKS, THREADS, YIELDING, local_ranks, pr
 
 @pytest.fixture(autouse=True)
 def before_numpy(monkeypatch):
-    """A process of four cores that has not imported numpy yet."""
+    """A process of four cores that has not imported numpy yet, and has no MPI beside its Python."""
+    monkeypatch.setattr(sys, "prefix", "/nonexistent")
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 4)
 
@@ -70,6 +71,16 @@ def test_windows_of_open_mpi_do_without_ucx_whoever_starts_its_ranks(name):
     assert prepared(**{name: "0"})["OMPI_MCA_osc"] == "^ucx"
     assert prepared(**{name: "0"}, OMPI_MCA_osc="ucx")["OMPI_MCA_osc"] == "ucx"
     assert "OMPI_MCA_osc" not in prepared(PMI_RANK="0")
+
+
+def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
+    """Its wheel was built for another place, and no launcher tells a process by itself."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert "OPAL_PREFIX" not in prepared()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/orted").touch()
+    assert prepared()["OPAL_PREFIX"] == str(tmp_path)
+    assert prepared(OPAL_PREFIX="/site")["OPAL_PREFIX"] == "/site"
 
 
 @pytest.mark.parametrize("value", ["", "4(x2)", "-3", "many"])

@@ -61,7 +61,7 @@ def test_meters_are_known_as_long_as_they_are_used():
 def test_a_watchdog_sees_every_wait_of_the_process():
     """One that never ends anything: what it sees is looked at from outside."""
     first, second = Meter(), Meter()
-    watchdog = Watchdog(0, 0)
+    watchdog = Watchdog(0, 0, os._exit)
     watchdog.beat("step 7")
     waits = first.waiting("gather", "checkpoint blk.0"), second.waiting("allreduce", "vector")
     with waits[0], waits[1], ThreadPoolExecutor(1) as other:
@@ -179,7 +179,7 @@ def test_ranks_are_named_in_runs(ranks, text):
 
 def test_a_watchdog_that_is_stopped_ends_nothing():
     """Its threads go; one that went on would end this very process."""
-    watchdog = Watchdog(0, 0.2)
+    watchdog = Watchdog(0, 0.2, os._exit)
     watchdog.stop()
     time.sleep(0.7)
     names = {thread.name for thread in threading.enumerate()}

@@ -101,7 +101,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         return FAILED  # each process takes itself for the job: one of them tells it
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
-    watchdog = Watchdog(world.rank, options.timeout)
+    watchdog = Watchdog(world.rank, options.timeout, world.kill)
     watchdog.beat("finding the other ranks")
     found, figures = list[Row](), dict[str, Any]()
     try:

@@ -18,12 +18,13 @@ LAUNCHERS = {  # the first variable that is set names it; inside an allocation S
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
     "PALS_RANKID": "mpiexec of PALS",
     "MV2_COMM_WORLD_RANK": "mpirun of MVAPICH2",
+    "I_MPI_HYDRA_UUID": "mpiexec of Intel MPI",
     "HYDI_CONTROL_FD": "mpiexec of MPICH",
     "SLURM_STEP_NUM_TASKS": "srun",
     "PMI_RANK": "mpiexec of MPICH",
     "PMIX_RANK": "a launcher that speaks PMIx",
 }
-ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS")
+ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
 SAME_MPI = (
     "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
     "--mpi=pmix for Open MPI"

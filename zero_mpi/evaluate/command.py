@@ -38,7 +38,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check(world.comm, task.facts(), "start all ranks with the same flags and variables")
     if task.json is not None:
         world.on_root(lambda: check_target("--json", task.json or ""))
-    watchdog = Watchdog(world.rank, task.config.timeout)
+    watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
     try:
         figures = evaluate_all(world, task, watchdog)
     finally:

@@ -38,7 +38,7 @@ def compute_runs(world: World, runs: Runs, start: int, last: int) -> Report:
     told = list(runs.values())
     alike = all(told[0].identity.get(part) == told[1].identity.get(part) for part in (SETTINGS, FACTS))
     groups = [runs] if alike else [{name: run} for name, run in runs.items()]
-    watchdog = Watchdog(world.rank, told[0].config.timeout)
+    watchdog = Watchdog(world.rank, told[0].config.timeout, world.kill)
     found: Report = {"from": start, "to": last, "differs": [], "runs": {}, "notes": []}
     try:
         with TemporaryFile() as file:

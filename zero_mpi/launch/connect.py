@@ -114,7 +114,7 @@ class WatchedScript:
         self._places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         self._notes = Notes((self._place or Path(os.devnull)) / f".{self._job}-notes", world.rank)
         self._lookout = Lookout(self._notes, self.records, self._kill)
-        self._watchdog = Watchdog(world.rank, 0)
+        self._watchdog = Watchdog(world.rank, 0, self._kill)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
         sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
         atexit.register(self._ended)
@@ -124,11 +124,11 @@ class WatchedScript:
         if seconds == self._watchdog.limit:
             return
         self._watchdog.stop()
-        self._watchdog = Watchdog(self.world.rank, seconds, only_waits=True)
+        self._watchdog = Watchdog(self.world.rank, seconds, self._kill, only_waits=True)
         self._watchdog.beat("the script")
         if self._place is not None:
             reports = RankReports(self._place, self.world.rank, self._job, f".{self._job}")
-            self._watchdog.gather(reports, self._places, lambda reason: None, self._kill)
+            self._watchdog.gather(reports, self._places)
 
     # --------------------------------------------------------------------------------- ways to an end
 

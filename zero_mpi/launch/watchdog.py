@@ -9,7 +9,6 @@ the job some seconds later, whatever the first one does.
 from __future__ import annotations
 
 import faulthandler
-import os
 import tempfile
 import threading
 import time
@@ -31,17 +30,20 @@ WATCHERS = (__file__, " in _renew", "/lookout.py")  # the second is that of stat
 class Watchdog:
     """Watches this process; `limit` in seconds, 0 for never.
 
+    `kill`: called with the status with which all ranks are to end.
     `only_waits`: where nothing but a wait for other ranks counts as standing still, for the main thread does
     not say what it is at. It answers the others' roll call all the same.
     """
 
-    def __init__(self, rank: int, limit: float, *, only_waits: bool = False) -> None:
+    def __init__(
+        self, rank: int, limit: float, kill: Callable[[int], object], *, only_waits: bool = False
+    ) -> None:
         self.rank, self.limit, self.only_waits = rank, limit, only_waits
         self._doing, self._since = "start", time.perf_counter()
         self._reports: RankReports | None = None
         self._places: Sequence[str] = []
         self._tell: Callable[[str], None] = lambda reason: None
-        self._kill: Callable[[int], object] = os._exit
+        self._kill = kill
         self._signed: float | None = None  # what `_changed` was when this rank signed
         self._over = threading.Event()
         self._joins_at_once = False  # it has signed, got on a little, and others still stand
@@ -57,15 +59,13 @@ class Watchdog:
         self,
         reports: RankReports,
         places: Sequence[str],
-        tell: Callable[[str], None],
-        kill: Callable[[int], object],
+        tell: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Let the ranks know of each other from now on.
 
-        `places`: process and host of each rank. When this one ends the job `tell` is given the reason, and
-        `kill` the status with which all ranks are to end.
+        `places`: process and host of each rank. `tell` is given the reason when this one ends the job.
         """
-        self._places, self._tell, self._kill, self._reports = places, tell, kill, reports
+        self._places, self._tell, self._reports = places, tell, reports
 
     def beat(self, what: str) -> None:
         """The main thread begins `what`."""

@@ -95,7 +95,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = world.together(lambda: read_options(arguments))
     log.install(world.rank, world.size)
     tokenizer: Tokenizer = same(world.comm, lambda: look(options), SAME_FILES)
-    watchdog = Watchdog(world.rank, options.timeout)
+    watchdog = Watchdog(world.rank, options.timeout, world.kill)
     try:
         return tokenize(world, options, tokenizer, watchdog)
     finally:
@@ -107,7 +107,7 @@ def tokenize(world: World, options: argparse.Namespace, tokenizer: Tokenizer, wa
     watchdog.beat("finding the files")
     files = world.from_root(lambda: found_files(options.path, options.out))
     hold = take_folder(world, Path(options.out))
-    watchdog.gather(*reports_in(Path(options.out), world.comm), lambda reason: None, world.kill)
+    watchdog.gather(*reports_in(Path(options.out), world.comm))
     signals.enter(PREPARING)
     encoding = encoding_of(options, files, tokenizer)
     made_with = about(options, tokenizer)

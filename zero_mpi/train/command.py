@@ -61,10 +61,10 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     """What ends the job where it stands still, and what tells the world how it fares. Collective."""
     out = Path(config.out)
     folder = take_folder(world, out)
-    watchdog = Watchdog(world.rank, config.timeout)
+    watchdog = Watchdog(world.rank, config.timeout, world.kill)
     reports, places = reports_in(out, world.comm)
     outcome = Outcome(out, world, config.steps or 0, folder)
-    watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL), world.kill)
+    watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL))
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)

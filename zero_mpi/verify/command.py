@@ -34,7 +34,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
     check(world.comm, request.facts(), "start all ranks with the same flags and variables")
-    watchdog, status = Watchdog(world.rank, request.config.timeout), 0
+    watchdog, status = Watchdog(world.rank, request.config.timeout, world.kill), 0
     try:
         last = verify(world, request, watchdog)
     except Differs as difference:
