@@ -6,13 +6,14 @@ rank fails the others wait for it in a collective: without the runtime's care ea
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import TIMED_OUT, run_job
+from jobs import TIMED_OUT, launcher_kind, run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from thinned import thinned
 
@@ -291,10 +292,18 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
     assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # of a job that was killed: taken over
 
 
+def forget_who_was_woken(out: Path, rank: int) -> None:
+    """Open MPI's launcher wakes a stopped rank a second before it kills it: half of TIMEOUT, so it may sign."""
+    if launcher_kind() == "openmpi" and (out / ".ranks").exists():
+        assert [path.name.rpartition("-")[2] for path in (out / ".ranks").iterdir()] == [f"{rank:05d}"]
+        shutil.rmtree(out / ".ranks")
+
+
 @pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 3, 0), ("shared", 4, 3)])
 def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, flags, tmp_path):
     """By SIGSTOP in the middle of a run; what was saved before is sound, and the run goes on from it."""
     errors = hang(ranks, tmp_path, rank, "stop", *flags, "--transport", transport)
+    forget_who_was_woken(tmp_path / "out", rank)
     assert_told(errors, tmp_path / "out", f"no sign of life from rank {rank}")
     assert re.search(rf"zero_mpi: rank {rank} \(process \d+ on \S+\): no sign of life", errors)
     others = re.findall(r"zero_mpi: (ranks? .+): step 3, waiting in (.+), for", errors)

@@ -460,7 +460,10 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     """As where a signal's lead is longer than the job's limit: it comes at the start of each."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": str(Path(PYTHON).parent)}
+    silent = tmp_path / "squeue"  # knows no job: what the variables say holds
+    silent.write_text("#!/bin/sh\nexit 1\n")
+    silent.chmod(0o755)
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
     for _ in range(2):
