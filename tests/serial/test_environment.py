@@ -80,6 +80,7 @@ def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/orted").touch()
     assert prepared()["OPAL_PREFIX"] == str(tmp_path)
+    assert "OPAL_PREFIX" not in prepared(PMIX_RANK="0")
     assert prepared(OPAL_PREFIX="/site")["OPAL_PREFIX"] == "/site"
 
 

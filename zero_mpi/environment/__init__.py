@@ -45,7 +45,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.update(dict.fromkeys(THREADS, "1"))
     if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # its UCX complains where it has no device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
-    if os.path.exists(f"{sys.prefix}/bin/orted"):  # the wheel of Open MPI 4.1: where it was built is not here
+    if not under_launcher(environ) and os.path.exists(f"{sys.prefix}/bin/orted"):
+        # the wheel of Open MPI 4.1 was built for another place, of which launchers tell their ranks
         environ.setdefault("OPAL_PREFIX", sys.prefix)
     if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():
