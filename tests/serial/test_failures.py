@@ -293,7 +293,7 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
 
 
 def forget_who_was_woken(out: Path, rank: int) -> None:
-    """Open MPI's launcher wakes a stopped rank a second before it kills it: half of TIMEOUT, so it may sign."""
+    """Open MPI wakes a stopped rank before it kills it, long enough for it to sign under a short limit."""
     if launcher_kind() == "openmpi" and (out / ".ranks").exists():
         assert [path.name.rpartition("-")[2] for path in (out / ".ranks").iterdir()] == [f"{rank:05d}"]
         shutil.rmtree(out / ".ranks")

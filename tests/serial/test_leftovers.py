@@ -58,7 +58,7 @@ def kill(number, steps):
     if steps:
         until(lambda: os.path.exists(records) and os.path.getsize(records))
     else:
-        until(lambda: any(name.startswith("mpich_shm") for name in os.listdir(PLACE) if name not in before))
+        until(lambda: any(name.startswith("mpich_sh") for name in os.listdir(PLACE) if name not in before))
     os.kill(started.pid, signal.SIGSTOP)  # or it would tidy up after its ranks
     killed = family(started.pid)
     for process in killed:
