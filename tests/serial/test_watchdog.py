@@ -4,15 +4,17 @@ Jobs that really stand still are in test_failures.py; here the parts are looked 
 """
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from jobs import run_command
 
 from zero_mpi.comm.meter import Meter, collective, meters
 from zero_mpi.launch.hang_report import FOLDER, RankReports, RankState, named, report, shown_stacks, verdict
-from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.watchdog import STATUS, Watchdog
 
 PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
 
@@ -184,3 +186,25 @@ def test_a_watchdog_that_is_stopped_ends_nothing():
     time.sleep(0.7)
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"zero_mpi watchdog", "zero_mpi last resort"}
+
+
+ALONE = """
+import os, time
+from zero_mpi.launch.watchdog import STATUS, Watchdog
+
+def kill(status):
+    print("all are to end with", status, flush=True)
+    os._exit(status)
+
+watchdog = Watchdog(3, 0.2, kill)
+watchdog.beat("the first thing")
+time.sleep(60)
+"""
+
+
+def test_before_ranks_know_of_each_other_one_that_stands_still_ends_them_all():
+    """Not itself alone: what becomes of the others then depends on the launcher."""
+    status, said, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
+    assert (status, said) == (STATUS, f"all are to end with {STATUS}\n")
+    assert "zero_mpi: rank 3: no progress for 0." in errors
+    assert "s: the first thing, in no collective; ending the job" in errors
