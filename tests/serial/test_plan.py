@@ -30,7 +30,7 @@ from zero_mpi.plan.command import command
 from zero_mpi.plan.copy_time import copy_seconds, rank_bytes
 from zero_mpi.plan.cost_model import chain_cost, gather_seconds, reduce_cost
 from zero_mpi.plan.machine import ASSUMED, Link, Machine, machine_of
-from zero_mpi.plan.max_size import largest, most
+from zero_mpi.plan.max_size import MOST, largest, most
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
 from zero_mpi.plan.simulate import COMPUTE, GATHER, REDUCE, WAIT, StepEvent, simulate
@@ -630,8 +630,8 @@ def test_nothing_fits_into_nothing():
 
 @pytest.mark.parametrize("limit", [0, 1, 9, 10, 99, 1000, 10**9])
 def test_the_search_for_the_largest(limit):
-    assert most(lambda count: count, limit) == min(limit, 1024)
-    assert most(lambda count: count**2, limit) == min(int(limit**0.5), 1024)
+    assert most(lambda count: count, limit) == min(limit, MOST)
+    assert most(lambda count: count**2, limit) == min(int(limit**0.5), MOST)
 
 
 def test_a_sweep_names_what_ends_the_scaling():

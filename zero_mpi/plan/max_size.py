@@ -15,7 +15,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 
 BLOCK = re.compile(r"blk\.([0-9]+)\.(.*)")
-MOST = 1024  # of blocks, of sequences, or times the least width; a plan of more takes minutes
+MOST = 256  # of blocks, of sequences, or times the least width; a plan of more blocks takes seconds
 
 
 @dataclass(frozen=True)
