@@ -146,7 +146,7 @@ class Watched(trainer.Trainer):
         self.read = told("io", "rchar")
         return super().begin()
     def close(self):
-        sys.stderr.write(f"held {told('smaps_rollup', 'Pss')} read {self.read}\\n")
+        sys.stderr.write(f"held {told('smaps_rollup', 'Rss')} read {self.read}\\n")
         super().close()
 
 trainer.Trainer = Watched
@@ -158,7 +158,10 @@ main()
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 8))])
 def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
-    """20 GB of ids on a host: less than 1 % of it in the memory of all ranks, and little of it read."""
+    """20 GB of ids on a host: less than 1 % of it in the memory of all ranks, and little of it read.
+
+    What ranks share is counted once for each: a share of it would depend on whatever else runs here.
+    """
     (tmp_path / "watched.py").write_text(WATCHED)
     held, read = {}, {}
     for gigabytes in (1, 20):
@@ -173,7 +176,7 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
         read[gigabytes] = max(int(words[3]) for words in lines)
     assert read[20] - read[1] < 64 << 20, "a start reads the data"
     assert held[20] - held[1] < 0.01 * 20 * 2**30
-    assert held[20] - held[1] < 0.1 * held[1], "a vocabulary of windows is held"
+    assert held[20] - held[1] < 0.05 * held[1], "a vocabulary of windows is held"
 
 
 CUT = """
