@@ -80,7 +80,6 @@ KEPT = {
 }
 
 
-@pytest.mark.timeout_seconds(30)
 @pytest.mark.parametrize("kept", KEPT)
 def test_each_bit_that_flips_in_what_is_kept_is_found_and_the_rank_named(exact, kept, flips):
     run = Run(exact, update={"ema": 0.9})
