@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
+from test_batch import program
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
@@ -460,9 +461,7 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     """As where a signal's lead is longer than the job's limit: it comes at the start of each."""
     out, soon = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
-    silent = tmp_path / "squeue"  # knows no job: what the variables say holds
-    silent.write_text("#!/bin/sh\nexit 1\n")
-    silent.chmod(0o755)
+    program(tmp_path, "squeue", "exit 1")  # knows no job: what the variables say holds
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once may be chance"
