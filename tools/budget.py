@@ -4,7 +4,8 @@
     python tools/budget.py [ROOT]
 
 Prints the lines of the engine and of the package beside their budgets, and the lengths of functions. Exits
-with status 1 if a budget is exceeded. A budget is a bound: a change that needs more lines takes others out first.
+with status 1 if a budget is exceeded. A budget is a bound: a change that needs more lines takes others out
+first.
 """
 
 import ast
