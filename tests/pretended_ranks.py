@@ -26,7 +26,6 @@ from zero_mpi.session import setup
 from zero_mpi.session.resolve import resolve
 from zero_mpi.session.transport import Chosen
 from zero_mpi.train.command import stand_guard
-from zero_mpi.train.memory_copies import MemoryCopies
 from zero_mpi.train.trainer import Trainer
 
 PER_NODE = 8
@@ -85,8 +84,7 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
     config = world.together(lambda: parse(flags))
     watchdog, outcome = stand_guard(world, config)
     session = setup.build(world, resolve(world, config))
-    copies = MemoryCopies(world, session, watchdog.beat)
-    trainer = Trainer(world, session, watchdog, outcome, copies)
+    trainer = Trainer(world, session, watchdog, outcome)
     trainer.observers = trainer.observe(trainer.begin())
     return trainer
 

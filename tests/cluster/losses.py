@@ -2,11 +2,9 @@
 """Supervised runs over three hosts that lose something, as data; and such runs at random times.
 
     python tests/cluster/losses.py --trials 20 --seed 1
-    python tests/cluster/losses.py --trials 20 --seed 1 --in-memory
 
 makes three hosts for each trial, starts a run over them by `supervise` inside the first, lets something
 happen to another one after a step that is drawn, and compares the run that is done with an undisturbed one.
-With --in-memory a run has no checkpoint before its end: it goes on from copies in the memory of hosts.
 """
 
 import argparse
@@ -23,14 +21,11 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 sys.path.insert(0, str(TESTS / "serial"))
 
-from faults import SAVE_EVERY, STEPS, Trial  # noqa: E402
+from faults import Trial  # noqa: E402
 from hosts import Hosts, hosts  # noqa: E402
 from jobs import run_command  # noqa: E402
 from test_command_bits import assert_same_run  # noqa: E402
 from test_faults import flags, read_status, write_tokens  # noqa: E402
-
-from zero_mpi.report.runs import read_events  # noqa: E402
-from zero_mpi.telemetry.events import RESUMED  # noqa: E402
 
 SECONDS = 60  # for the next thing to happen, on a busy machine
 SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "10"]
@@ -74,16 +69,12 @@ EVENTS: dict[str, Event] = {"rank": kill_a_rank, "lost": lose, "hung": hang, "cu
 STAYS = ("rank",)  # events after which the host answers
 
 
-IN_MEMORY = ["--save-every", "0", "--peer-checkpoint", str(SAVE_EVERY)]  # the last of a flag counts
-
-
-def supervised(here: Hosts, trial: Trial, in_memory: bool = False, mpi: str = "mpich") -> None:
+def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
     """Start the run, a rank a host."""
     enter, first, *job = here.job(3, 1, [], mpi=mpi)
     start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
-    more = IN_MEMORY if in_memory else []
-    trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi", *more])
+    trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
 
 
 def restarted(trial: Trial) -> int:
@@ -102,17 +93,6 @@ def assert_done(trial: Trial, unbroken: Path) -> None:
     assert_same_run(trial.out, unbroken)
 
 
-def resumed(trial: Trial) -> list[str]:
-    """From where its starts went on, in order: step-NNNNNNNN, or the copies in memory."""
-    return [event["folder"] for event in read_events(trial.out / "events.jsonl") if event["event"] == RESUMED]
-
-
-def assert_from_memory(trial: Trial) -> None:
-    """No start went on from a disk, and at the end there is the last checkpoint alone."""
-    assert all(folder.startswith("the copies in memory of ") for folder in resumed(trial))
-    assert [path.name for path in trial.out.glob("step-*")] == [f"step-{STEPS:08d}"]
-
-
 def undisturbed(folder: Path) -> Path:
     """The same run on one rank of this machine."""
     write_tokens(folder / "tokens.npy")
@@ -122,11 +102,11 @@ def undisturbed(folder: Path) -> Path:
     return folder / "out"
 
 
-def random_trial(draw: random.Random, unbroken: Path, in_memory: bool = False) -> str:
+def random_trial(draw: random.Random, unbroken: Path) -> str:
     """One run to which something happens at a moment that is drawn. Returns what, in a line."""
     name, host, step = draw.choice([*EVENTS]), draw.choice(["h2", "h3"]), draw.randrange(1, 55)
     with hosts(3) as here, contextlib.closing(Trial(here.folder)) as trial:
-        supervised(here, trial, in_memory)
+        supervised(here, trial)
         trial.until(lambda: trial.done >= step, f"step {step}", SECONDS)
         EVENTS[name](here, trial, host)
         assert_done(trial, unbroken)
@@ -134,9 +114,6 @@ def random_trial(draw: random.Random, unbroken: Path, in_memory: bool = False) -
         left = "" if name in STAYS else f"; left out, as no answer came: {host}"
         assert restarts >= 1, trial.errors
         assert left in trial.errors, trial.errors
-        if in_memory:
-            assert_from_memory(trial)
-            assert len(resumed(trial)) == restarts or step < 2 * SAVE_EVERY, "the first copy was there"
     return f"{name} of {host} after step {step}: {restarts} restart(s), done, the same bytes"
 
 
@@ -145,13 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--in-memory", action="store_true", help="no disk before the end")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zero_mpi-test-", dir="/var/tmp") as folder:
         unbroken = undisturbed(Path(folder))
         for number in range(options.trials):
             draw = random.Random(options.seed * 1000 + number)
-            print(number + 1, random_trial(draw, unbroken, options.in_memory), flush=True)
+            print(number + 1, random_trial(draw, unbroken), flush=True)
 
 
 if __name__ == "__main__":

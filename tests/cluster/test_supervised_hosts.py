@@ -1,12 +1,10 @@
 """A run over three hosts loses a rank, a host, and another host that hangs: it is done, with the same bytes.
 
 `supervise` runs inside the first host, as in a batch job, and goes to the others as its launcher does. The
-events come one after the other in one run. `losses.py` does it at random times. With copies in memory nothing
-is on disk before the end.
+events come one after the other in one run. `losses.py` does it at random times.
 """
 
 import contextlib
-import random
 import re
 import tempfile
 from collections.abc import Iterator
@@ -19,10 +17,7 @@ from losses import (
     EVENTS,
     SECONDS,
     assert_done,
-    assert_from_memory,
-    random_trial,
     restarted,
-    resumed,
     supervised,
     undisturbed,
 )
@@ -38,9 +33,6 @@ pytestmark = [
 HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, which host, after which step
 
 
-MEMORY_OF = "the copies in memory of {} rank(s)"
-
-
 @pytest.fixture(scope="module")
 def unbroken() -> Iterator[Path]:
     """The run to which nothing happened."""
@@ -49,16 +41,14 @@ def unbroken() -> Iterator[Path]:
 
 
 @pytest.mark.timeout_seconds(500)
-@pytest.mark.parametrize(
-    ("mpi", "in_memory"), [("mpich", False), ("mpich", True), ("openmpi", False), ("impi", False)]
-)
-def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, in_memory, unbroken):
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi", "impi"])
+def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken):
     try:
         installed(mpi)
     except LookupError as error:
         pytest.skip(str(error))
     with hosts(3) as here, contextlib.closing(Trial(here.folder)) as trial:
-        supervised(here, trial, in_memory, mpi)
+        supervised(here, trial, mpi)
         for number, (name, host, step) in enumerate(HAPPENS):
             trial.until(lambda step=step: trial.done >= step, f"step {step}", 2 * SECONDS)
             EVENTS[name](here, trial, host)
@@ -68,8 +58,7 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, in_memory
                 2 * SECONDS,  # a launcher may go on for a minute
             )
         assert_done(trial, unbroken)
-        origin = "the start or later copies in memory" if in_memory else r"step-\d+"
-        said = re.findall(rf"restart 1 of 10 from {origin} on (.*)", trial.errors)
+        said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
         assert said == [
             "3 hosts (h1, h2, h3), 3 ranks",
             "2 hosts (h1, h2), 2 ranks; left out, as no answer came: h3",
@@ -81,12 +70,3 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, in_memory
             (["h1", "h2"], ["h3"]),
             (["h1"], ["h2", "h3"]),
         ]
-        if in_memory:
-            assert_from_memory(trial)
-            assert resumed(trial) == [MEMORY_OF.format(ranks) for ranks in (3, 3, 2)]
-
-
-@pytest.mark.parametrize("seed", [1001, 1002])
-def test_a_run_without_a_disk_loses_something_that_is_drawn(seed, unbroken):
-    """The first of `losses.py --in-memory --seed 1`, which makes twenty."""
-    random_trial(random.Random(seed), unbroken, in_memory=True)

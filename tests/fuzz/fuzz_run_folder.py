@@ -23,7 +23,7 @@ SIZES = ["--layers", "1", "--dim", "8", "--heads", "1", "--ffn", "8", "--context
 TRAIN = ["-m", "zero_mpi.train", "--data", "text.txt", "--out", "run", "--sample", "0", "--eval-windows", "1"]
 TRAIN += [*SIZES, "--device", "cpu", "--log-every", "1", "--save-every", "2", "--timeout", "0"]
 VERIFY = ["-m", "zero_mpi.verify", "run", "--data", "text.txt", "--timeout", "0"]
-WHY = ["-m", "zero_mpi.inspect", "--why", "run", "run", "--data", "text.txt"]
+COMPARE = ["-m", "zero_mpi.inspect", "run", "run"]
 RECORDS = ("metrics.jsonl", "events.jsonl", "proof.jsonl")
 OBJECTS = ("status.json", "config.toml")
 FILES = (*RECORDS, *OBJECTS)
@@ -66,7 +66,7 @@ def command(random: Random, *others: str) -> list[str]:
         ["-m", "zero_mpi.report", "run", *others],
         ["-m", "zero_mpi.report", "run", *others, "--text"],
         VERIFY,
-        WHY,
+        COMPARE,
         [*TRAIN, "--steps", "5"],
         [*TRAIN, "--steps", "5", "--config", "run/config.toml"],
     ]
@@ -126,7 +126,7 @@ def signed(random: Random, folder: Path) -> list[str]:
         head = digest_after(head, body)
         lines.append(body[:-1] + f', "chain": "{head}"}}\n'.encode())
     (run / "proof.jsonl").write_bytes(b"".join(lines))
-    return random.choice([VERIFY, VERIFY, WHY, command(random)])
+    return random.choice([VERIFY, VERIFY, COMPARE, command(random)])
 
 
 def broken(random: Random, folder: Path) -> list[str]:

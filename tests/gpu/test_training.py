@@ -17,10 +17,6 @@ from zero_mpi import (
     ShardedAdamW,
     device,
 )
-from zero_mpi.checkpoint.copy_file import CopyPlace
-from zero_mpi.checkpoint.copy_search import find_copies, load_copies
-from zero_mpi.checkpoint.peer_copies import PeerCopies
-from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.sharding.precision import BF16, FP16, FP32, precision_named
 
 PRECISIONS = {
@@ -115,26 +111,3 @@ def test_bits_are_those_of_one_rank(gpu, transport, precision, strategy, monkeyp
 @pytest.mark.world(2, 3)
 def test_hybrid_sharding_on_one_node_is_full_sharding(gpu, transport):
     assert tiny.train(transport, tiny.MODELS["gpt2"], HYBRID_SHARD) == alone("gpt2", "fp32")
-
-
-@pytest.mark.world(1)
-@pytest.mark.parametrize("offload", ["none", "moments"])
-def test_copies_in_memory_bring_back_what_lies_on_the_gpu(gpu, offload, tmp_path):
-    """Masters, rounded parameters and moments, also those that the host keeps: the next step has its bits."""
-    comm, config, about = SerialComm(), MODELS["gpt2 tied"], Description("gpt2", {}, {}, {})
-
-    def step(optimizer, number):
-        tiny.run_step(optimizer.module, GradAccum(optimizer.module, 3), config, number, 3)
-        return optimizer.step(max_norm=1.0).grad_norm, tiny.digest(optimizer.module.state_dict())
-
-    def make(seed):
-        return ShardedAdamW(tiny.make(comm, config, precision=BF16, seed=seed), lr=1e-2, offload=offload)
-
-    first, second = make(0), make(1)
-    step(first, 0)
-    copies = PeerCopies(comm, None, CopyPlace("ab", "01", 0, tmp_path), first, about)
-    copies.save(TrainingProgress(1, 9, 0, 1), "head")
-    copies.close()
-    found = find_copies(comm, "ab", (0, 1), tmp_path, lambda record: "", [])
-    assert load_copies(comm, found, second, about).step == 1
-    assert step(second, 1) == step(first, 1)

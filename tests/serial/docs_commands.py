@@ -123,9 +123,6 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python examples/finetune_smollm2.py --steps 100 --out runs/longer": ByTest(REAL_MODEL),
     "mpirun -n 4 python -m zero_mpi.train --save-every 20 --keep 2 --async-save --steps 100 "
     "--out runs/saved": Run(f"{TINY} --steps 100", "step-00000080 .*(?s:.)*step-00000100 "),
-    "mpirun -n 4 python -m zero_mpi.train --steps 60 --audit 20 --out runs/audited": Run(
-        f"{TINY} --audit 2", "audit:     every 2 steps"
-    ),
     "mpirun -n 2 python -m zero_mpi.train --steps 400 --eval-every 20 --patience 3 --out runs/patient": Run(
         f"{TINY} --eval-every 2", "best validation loss is .*: runs/patient/best"
     ),
@@ -135,8 +132,8 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
-    "python -m zero_mpi.inspect --why runs/proved runs/other": Run(
-        says="verdict +not the same; the first that differs: the first weights: token_embd.weight",
+    "python -m zero_mpi.inspect runs/proved runs/other": Run(
+        says="verdict +not the same",
         statuses=(1,),
     ),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(

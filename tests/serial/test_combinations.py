@@ -26,8 +26,6 @@ REFUSED = {  # flags that are refused: what is said, and what lets them be
         "--decay-steps 5: expected no more than --steps 8 has after --warmup 4",
         "--steps 9",
     ),
-    "--audit-action warn": ("--audit-action warn: of no audit: give --audit N", "--audit 5"),
-    "--audit 5 --reduction fast": ("--audit 5: --reduction fast has no bits", "--reduction exact"),
     "--bits native": ("--bits native: this process is pinned: take ZERO_MPI_BITS", "--bits portable"),
     "--bits portable --precision bf16": ("--bits portable: cannot .* --precision bf16", "--precision fp32"),
     "--bits portable --reduction fast": ("--bits portable: --reduction fast has no", "--reduction exact"),

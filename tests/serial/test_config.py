@@ -49,7 +49,7 @@ SPECIAL |= {
     "trace": "t.json",
 }
 # Settings that one is refused without.
-NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"], "audit_action": ["audit"]}
+NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 SETS = {"init": FROM_NOTHING, "epochs": STEPS}  # settings that have another default beside one
 
@@ -142,7 +142,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
     others = {name: other_value(name) for name in FIELDS if name != "epochs"} | {
         "offload": "none",  # beside ema
-        "reduction": "exact",  # beside audit
+        "reduction": "exact",  # beside bits
         "precision": "fp32",  # beside bits
     }
     config = Config(**others)

@@ -418,16 +418,6 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mpich_shm_used", "other"]
 
 
-def test_copies_of_runs_in_memory_are_named_with_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
-    assert shared_memory.leftovers([shared_memory.look()], ("a",)) == []
-    (tmp_path / "zero_mpi-copy-ab-01-0-0-1").write_bytes(b"x" * 5000)
-    (tmp_path / "zero_mpi-copy-ab").write_bytes(b"x" * 5000)
-    row = only(shared_memory.leftovers([shared_memory.look()], ("a",)))
-    assert row.value == "8 KiB on a, which a run with --peer-checkpoint may go on from"
-    assert row.remedy == f"if none is to: rm {tmp_path}/zero_mpi-copy-*"
-
-
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
     room = shared_memory.look()

@@ -1,7 +1,6 @@
 """`--dry-run`: it says what the run then does, and leaves everything as it was."""
 
 import json
-import os
 import re
 import sys
 
@@ -9,17 +8,15 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.cli.text import seconds, size
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan import flags
-from zero_mpi.plan.copy_time import node_bytes, rank_bytes
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines
-from zero_mpi.train import dry_run, memory_copies
+from zero_mpi.train import dry_run
 
 SMALL = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 6 --micro-batch 2 --eval-every 0 --sample 0"
 FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
@@ -154,48 +151,6 @@ def test_nodes_are_those_of_the_job(folder):
     assert "4 rank(s) on 2 node(s)" in printed[2]
     assert "memory that the ranks of a node share, messages between nodes (chosen by" in printed[2]
     assert "messages, because the nodes have unequal numbers of ranks (1 to 3) (chosen by" in printed[3]
-
-
-COPIES = ["--peer-checkpoint", "1", "--save-every", "0"]
-
-
-@needs_mpiexec
-def test_it_says_what_copies_in_memory_take_and_what_a_loss_costs(folder):
-    """The figures are the plan's, which test_peer_copies.py holds to the files of a run."""
-    job = ["-m", "zero_mpi.train", *FLAGS, *COPIES, "--dry-run"]
-    each_a_host = {"ZERO_MPI_RANKS_PER_NODE": "1"}
-    status, printed, errors = run_job(2, job, cwd=folder, timeout=50, env=each_a_host)
-    assert (status, errors) == (0, "")
-    config = parse([*SMALL.split(), *COPIES])
-    case = flags.make_case(config, flags.find_model(config), 2, 2)
-    plan = make_plan(case, ASSUMED)
-    assert "copies of a rank's state, every 1 step, on its own host and on the next one\n" in printed
-    assert rf"slices of a rank {size(rank_bytes(case)):>33}" in printed
-    assert rf"shared memory of a host {size(node_bytes(case)):>26}" in printed
-    waits = (
-        rf"training waits for a copy +{re.escape(seconds(plan.copy))} \(assumed: 12 GB/s of memory a rank, "
-    )
-    assert re.search(
-        waits + r"1.25 GB/s between hosts\)\n  a lost rank or host costs at most 1 step\n", printed
-    )
-    assert f"on {os.uname().nodename}\n" in printed
-
-
-@needs_mpiexec
-def test_copies_on_one_host_alone_do_not_outlive_it(folder):
-    printed = train(2, folder, "--dry-run", "--peer-checkpoint", "20")[1]
-    assert "copies of a rank's state, every 20 steps, on its own host\n" in printed
-    assert "  a lost rank costs at most 20 steps, a lost host all that is not in a checkpoint\n" in printed
-    assert "copies" not in train(2, folder, "--dry-run")[1]
-
-
-def test_copies_without_room_are_refused_as_the_run_refuses_them(folder, monkeypatch, capfdbinary):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(memory_copies, "room_in", lambda place, run: (1000, "h1"))
-    config = Config(**vars(parse([*FLAGS, *COPIES])))
-    with pytest.raises(UsageError, match=r"^--peer-checkpoint 1: the copies take .* on h1, and /dev/shm has"):
-        dry_run.show(World(0, 1), config)
-    assert re.search(r"free for them, and where +1000 B on h1\n", capfdbinary.readouterr().out.decode())
 
 
 def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):

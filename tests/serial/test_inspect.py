@@ -518,3 +518,34 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 24 << 20, f"{peak / 2**20:.1f} MiB"
+
+
+def test_two_run_folders_differ_first_in_a_record_and_a_tensor(trained, tmp_path, capfdbinary):
+    folders = [Path(shutil.copytree(out, tmp_path / str(ranks))) for ranks, (out, _) in trained.items()]
+
+    def compared(status):
+        assert inside(*folders, "--json") == status
+        found = json.loads(capfdbinary.readouterr().out)
+        assert inside(*folders) == status
+        assert b"verdict" in capfdbinary.readouterr().out
+        return found
+
+    found = compared(0)
+    assert (found["same"], found["records"]["step"], found["checkpoint"]["step"]) == (True, None, None)
+    assert found["records"]["common"] == 3
+    assert found["checkpoint"]["common"] >= 1
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(lines[2])
+    lines[2] = json.dumps(record | {"loss": record["loss"] + 1e-9})
+    (folders[1] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    flip(folders[1] / "latest" / "model.gguf", NAME, 0)
+    found = compared(1)
+    assert (found["records"]["step"], found["records"]["field"]) == (3, "loss")
+    assert found["checkpoint"]["difference"]["name"] == NAME
+
+
+@pytest.mark.parametrize("flag", ["--why", "--audit"])
+def test_a_removed_flag_is_named(flag, tmp_path):
+    status, printed, errors = run(flag, tmp_path)
+    assert (status, printed) == (2, "")
+    assert f"{flag} was removed: " in errors

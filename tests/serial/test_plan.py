@@ -27,9 +27,8 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.command import command
-from zero_mpi.plan.copy_time import copy_seconds, rank_bytes
 from zero_mpi.plan.cost_model import chain_cost, gather_seconds, reduce_cost
-from zero_mpi.plan.machine import ASSUMED, Link, Machine, machine_of
+from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import MOST, largest, most
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.scaling import Point, limits, sweep
@@ -773,20 +772,3 @@ def test_all_ranks_together_give_what_each_gives():
         assert (traffic.sent == plan_traffic(replace(case, nodes=1)).sent).all()
         assert (traffic.between.sum() == 0) == (nodes == 1)
         assert (traffic.inside.sum() == 0) == (nodes == 4)
-
-
-def test_a_copy_takes_what_was_measured_and_what_its_link_takes():
-    """docs/checkpoints.md: 0.5 s for 1.27 GB over two ranks, a node each, whose link was memory."""
-    alone = Case(MODELS["llama"], peer_checkpoint=5)
-    case = replace(alone, ranks=2, nodes=2)
-    machine = replace(ASSUMED, between=Link(0.0, 0.0))
-    assert copy_seconds(case, machine) * 1.27e9 / 2 / rank_bytes(case) == pytest.approx(0.5, rel=0.1)
-    slower = replace(machine, between=Link(1e-3, 1e-8))
-    both = replace(case, ranks=4)
-    for each, ranks in ((case, 1), (both, 2)):  # of a node, which share its link
-        added = copy_seconds(each, slower) - copy_seconds(each, machine)
-        assert added == pytest.approx(1e-3 + 1e-8 * ranks * rank_bytes(each))
-    assert copy_seconds(alone, machine) == copy_seconds(alone, slower), "it stays at home"
-    on_gpu = replace(case, device="cuda")
-    assert copy_seconds(on_gpu, machine) > copy_seconds(case, machine), "it comes to the host first"
-    assert copy_seconds(replace(case, peer_checkpoint=None), machine) is None

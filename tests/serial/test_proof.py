@@ -163,7 +163,6 @@ MOVE_NOTHING = [
     "async_save",
     "checkpoint_io",
     "writers_per_node",
-    "peer_checkpoint",
     "log_every",
     "log_level",
     "tensorboard",
@@ -172,8 +171,6 @@ MOVE_NOTHING = [
     "trace_steps",
     "timeout",
     "check_collectives",
-    "audit",
-    "audit_action",
     "max_time",
 ]
 

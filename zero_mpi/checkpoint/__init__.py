@@ -26,10 +26,6 @@ Publishing (`folders`). Write into a temporary folder, fsync files and folder, r
 replace `latest` by a rename, then remove old checkpoints. A checkpoint of the same step is exchanged in one
 call (`renameat2`). All ranks agree that nothing failed before anything gets its name.
 
-In memory (`peer_copies`, `copy_file`, `copy_record`, `copy_search`). The same slices, as runs of tensors, in
-files of shared memory at home and on another host. What is there is agreed on by all ranks before one byte is
-taken.
-
 Reading. Each rank reads its own slices and checks that values are finite. Files are not memory-mapped: a file
 that shrinks under a mapping ends the process.
 """

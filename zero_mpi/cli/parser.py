@@ -59,6 +59,12 @@ ELSEWHERE = {  # names that other trainers have for a flag of ours
     "--train-iters": "--steps",
     "--warmup-steps": "--warmup",
 }
+REMOVED = {  # flags that 0.1.0 had, and what to use instead
+    "--audit": "zero_mpi.verify RUN finds wrong steps afterwards",
+    "--audit-action": "zero_mpi.verify RUN finds wrong steps afterwards",
+    "--peer-checkpoint": "save checkpoints on disk more often: --save-every N --async-save",
+    "--why": "give the two run folders alone",
+}
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
@@ -175,6 +181,8 @@ class Parser(argparse.ArgumentParser):
         given = list(sys.argv[1:] if args is None else args)
         for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
             if name and name not in self._option_string_actions:
+                if name in REMOVED:
+                    raise UsageError(f"{name} was removed: {REMOVED[name]}")
                 known = [flag for flag in self._option_string_actions if flag.startswith("--")]
                 raise UsageError(f"unknown flag {shown(name)}{nearest(name, known) or '; see --help'}")
         found, surplus = self.parse_known_args(given, namespace)

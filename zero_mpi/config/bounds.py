@@ -20,8 +20,8 @@ LEAST = {
     "heads": 1, "kv_heads": 1, "ffn": 1, "vocab_size": 1, "prefetch": 0, "save_every": 0, "keep": 0,
     "eval_every": 0, "patience": 1, "eval_windows": 1, "log_every": 1, "warmup": 0, "decay_steps": 1,
     "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0,
-    "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0, "audit": 1,
-    "writers_per_node": 1, "peer_checkpoint": 1,
+    "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,
+    "writers_per_node": 1,
 }  # fmt: skip
 LARGEST = 1 << 62  # whole number: what 64 bits hold, and what is added to it
 Number = TypeVar("Number", int, float)

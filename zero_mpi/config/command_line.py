@@ -105,8 +105,10 @@ def parse(arguments: Sequence[str]) -> Config:
     """The configuration of a command line; raises UsageError for what cannot be meant."""
     flags = vars(make_parser().parse_args(arguments))
     path = flags.pop("config", None)
-    settings = read_toml(Path(path)) if path else {}
+    removed: list[str] = []
+    settings = read_toml(Path(path), removed) if path else {}
     config = Config(**joined(settings, flags))
+    config.removed = tuple(removed)
     check(config)
     return config
 

@@ -53,12 +53,6 @@ CONTRADICTIONS = (
         lambda c: c.steps is not None and c.warmup + (c.decay_steps or 0) > c.steps,
         "expected no more than --steps {steps} has after --warmup {warmup}",
     ),
-    Contradiction("audit_action", lambda c: c.audit is None, "of no audit: give --audit N as well"),
-    Contradiction(
-        "audit",
-        lambda c: c.reduction != "exact",
-        "--reduction {reduction} has no bits to compare: give --reduction exact",
-    ),
     Contradiction(
         "bits",
         lambda c: c.bits == NATIVE and portable.active,

@@ -15,6 +15,8 @@ from zero_mpi.telemetry.log import Caution
 
 def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[str]:
     """Notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
+    if config.removed:
+        yield f"--config: without effect, for they were removed: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
         yield f"--lr {config.lr:g}: the default with --init, for weights that are trained already"
     if config.init is not None and not config.data:

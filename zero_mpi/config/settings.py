@@ -38,6 +38,8 @@ class Config:
     `steps` is None as long as only `epochs` are known (`config.epochs.in_steps`).
     """
 
+    removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; no annotation: it is no field
+
     out: str = flag("runs/default", str, "run", "run directory")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440)")
     epochs: int | None = flag(None, int, "run", "times through the data, instead of --steps")
@@ -211,9 +213,6 @@ class Config:
         choices=("gather", "parallel"),
     )
     writers_per_node: int | None = flag(None, int, "records", "so many ranks of each node write (parallel)")
-    peer_checkpoint: int | None = flag(
-        None, int, "records", "every N steps copy the state into memory here and on another host"
-    )
     eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
     patience: int | None = flag(
         None, int, "records", "end after N evaluations without a new best, which OUT/best names"
@@ -241,16 +240,6 @@ class Config:
         600.0, float, "records", "end the job after such seconds without progress; 0: never"
     )
     check_collectives: bool = flag(False, bool, "records", "compare ranks before each collective: slow")
-    audit: int | None = flag(
-        None, int, "records", "every N steps each rank computes a micro-batch of another again, and compares"
-    )
-    audit_action: str = flag(
-        "stop",
-        str,
-        "records",
-        "if a rank was wrong: stop; warn; or heal, which computes the step again",
-        choices=("stop", "warn", "heal"),
-    )
     max_time: str | None = flag(None, str, "records", "save and stop (status 75) within 3h50m, say")
 
     def __post_init__(self) -> None:

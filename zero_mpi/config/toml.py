@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.cli.parser import nearest
+from zero_mpi.cli.parser import REMOVED, nearest
 from zero_mpi.config.bounds import LARGEST
-from zero_mpi.config.settings import ALIASES, FIELDS, Config
+from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import LONGEST, show, shown
 from zero_mpi.files.open import read_file
@@ -18,10 +18,18 @@ from zero_mpi.files.parse import parse_toml
 MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Settings of a TOML file, by flag names with - or _; raises UsageError naming file and key."""
-    tables = read_tables("--config", path)
-    return {setting_of(name): checked_type(path, name, value) for name, value in tables.items()}
+def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
+    """Return the settings of a TOML file, by flag names with - or _; raises UsageError naming file and key.
+
+    removed: gets the names of settings that 0.1.0 had and that have no effect any more
+    """
+    settings = {}
+    for name, value in read_tables("--config", path).items():
+        if spelled(setting_of(name)) in REMOVED:
+            removed.append(name)
+        else:
+            settings[setting_of(name)] = checked_type(path, name, value)
+    return settings
 
 
 def read_tables(flag: str, path: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from pathlib import Path
 
-from zero_mpi.checkpoint.copy_file import PREFIX, every_copy, held
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
@@ -29,12 +28,11 @@ MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,si
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Of a host: free bytes, what was left behind (paths), with its bytes, and those of copies of runs."""
+    """Free bytes of a host, and the files left behind (paths) with their bytes."""
 
     free: int = 0
     left: tuple[str, ...] = ()
     left_bytes: int = 0
-    copies: int = 0
 
 
 def look() -> SharedMemory:
@@ -45,7 +43,7 @@ def look() -> SharedMemory:
         return SharedMemory()
     left = left_behind(PLACE)
     nbytes = sum(path.stat().st_size for path in left)
-    return SharedMemory(free, tuple(map(str, left)), nbytes, held(every_copy(PLACE)))
+    return SharedMemory(free, tuple(map(str, left)), nbytes)
 
 
 def try_window(where: Ranks) -> str:
@@ -110,9 +108,6 @@ def leftovers(found: list[SharedMemory], names: tuple[str, ...]) -> list[Row]:
     """Rows for each host where jobs left something."""
     told = []
     for host, name in zip(found, names, strict=True):
-        if host.copies:
-            value = f"{short_size(host.copies)} on {name}, which a run with --peer-checkpoint may go on from"
-            told.append(Row("copies of runs", value, NOTE, f"if none is to: rm {PLACE}/{PREFIX}*"))
         if host.left:
             files = f"{plural(len(host.left), 'file')} that no process uses"
             listed = ", ".join(few([Path(path).name for path in host.left]))

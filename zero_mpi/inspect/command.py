@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.config.command_line import add_settings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.inspect.compare import compare
 from zero_mpi.inspect.examine import examine
 from zero_mpi.inspect.tensors import Report
+from zero_mpi.inspect.two_runs import checkpoint_lines, compare_runs, is_run, is_same, record_line
 from zero_mpi.launch.world import World, run
 
 FEW = 8  # entries of a list that is not asked for
@@ -39,19 +38,14 @@ def make_parser() -> Parser:
         epilog="Examples:\n\n"
         "  python -m zero_mpi.inspect runs/default/latest\n"
         "  python -m zero_mpi.inspect runs/a/latest runs/b/latest\n"
-        "  python -m zero_mpi.inspect --why runs/a runs/b",
+        "  python -m zero_mpi.inspect runs/a runs/b",
     )
     parser.add_argument(
-        "path", help="GGUF file (the first of a split one), checkpoint or Hugging Face folder"
+        "path",
+        help="GGUF file (the first of a split one), checkpoint or Hugging Face folder; with OTHER also the "
+        "folder of a run",
     )
-    parser.add_argument("other", nargs="?", help="compare with this one")
-    parser.add_argument(
-        "--why",
-        action="store_true",
-        help="of two run folders: what their bits depend on and differs, the first record and tensor that "
-        "differ, and by computing that step again what first differs in it",
-    )
-    add_settings(parser, {"data": "with --why: where the data of both runs lie now"})
+    parser.add_argument("other", nargs="?", help="path of the same kind to compare with")
     parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
     parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -61,15 +55,10 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print what there is to say. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    if options.data is not None and not options.why:
-        raise UsageError("--data: only --why reads data: expected --why RUN OTHER --data PATH")
     path = Path(options.path)
     try:
-        if options.why:
-            found = reasons(world, options)
-            lines, sound = why_lines(found), found["same"]
-        elif options.other is not None:
-            found = compare(path, Path(options.other))
+        if options.other is not None:
+            found = compare_paths(path, Path(options.other))
             lines, sound = comparison_lines(found, options.tensors), found["same"]
         else:
             found = examine(path, keys=options.keys, tensors=options.tensors)
@@ -83,21 +72,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0 if sound else 1
 
 
-def reasons(world: World, options: Namespace) -> Report:
-    """Why two runs have other bits; raises UsageError for anything but two folders."""
-    if options.other is None or options.keys or options.tensors:
-        raise UsageError("--why: expected two run folders and none of --keys and --tensors: --why RUN OTHER")
-    from zero_mpi.inspect.why import explain  # which loads all of training
-
-    return explain(world, (Path(options.path), Path(options.other)), options.data)
-
-
-def why_lines(found: Report) -> Iterator[str]:
-    """The text of two runs."""
-    from zero_mpi.inspect.why import sections
-
-    for title, lines in sections(found):
-        yield from section(title, lines)
+def compare_paths(first: Path, second: Path) -> Report:
+    """Return what differs between two models or checkpoints, and between two runs if both paths are runs."""
+    found = compare(first, second)
+    if is_run(first) and is_run(second):
+        runs = compare_runs(first, second)
+        found |= {**runs, "same": found["same"] and is_same(runs)}
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- a report
@@ -245,6 +226,9 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
         for key in found["keys"]
     ]
     yield from section("keys", some(keys, everything))
+    if "records" in found:
+        yield from section("records", [record_line(found["records"])])
+        yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
     yield from section("verdict", ["the same, bit for bit" if found["same"] else "not the same"])
 
 

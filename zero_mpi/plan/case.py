@@ -58,7 +58,6 @@ class Case:
     device: str = "cpu"
     offload: str = NONE
     ema: float | None = None
-    peer_checkpoint: int | None = None
     checkpoint_io: str = "gather"
     writers_per_node: int | None = None
 

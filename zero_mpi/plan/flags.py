@@ -38,7 +38,7 @@ from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
 SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
-SHOWN |= {"--offload", "--version", "--lora", "--lora-targets", "--peer-checkpoint"}
+SHOWN |= {"--offload", "--version", "--lora", "--lora-targets"}
 SHOWN |= {"--checkpoint-io", "--writers-per-node"}
 EXAMPLES = """\
 Examples:
@@ -47,7 +47,7 @@ Examples:
   python -m zero_mpi.plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "ema", "peer_checkpoint", "checkpoint_io", "writers_per_node",
+    "offload", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 SWEEP = ("ranks_per_node", "most_ranks")
 
@@ -108,7 +108,7 @@ def read(arguments: Sequence[str]) -> Question:
     """The question of a command line; raises UsageError."""
     flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
-    settings = joined(read_toml(Path(path)) if path else {}, flags)
+    settings = joined(read_toml(Path(path), []) if path else {}, flags)
     config = Config(**settings)
     check(config)
     for name in SWEEP:

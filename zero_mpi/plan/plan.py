@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.copy_time import copy_seconds
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import Largest, largest
 from zero_mpi.plan.rank_memory import Memory, plan_memory
@@ -19,7 +18,7 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 class Plan:
     """What a case will take.
 
-    `fits` is None where no limit of memory is known, `save` where no disk is, `copy` where none is made.
+    `fits` is None where no limit of memory is known and `save` where no disk is.
     """
 
     case: Case
@@ -29,7 +28,6 @@ class Plan:
     tokens_per_second: float
     fits: Largest | None
     save: float | None  # seconds of a checkpoint
-    copy: float | None  # seconds of a copy of the state into memory
 
     def as_json(self) -> dict[str, Any]:
         """The numbers by name: bytes and seconds; of traffic, what ranks give away in a step."""
@@ -51,7 +49,6 @@ class Plan:
             "traffic": {name: int(count) for name, count in sums.items()},
             "time": asdict(self.time) | {"tokens_per_second": self.tokens_per_second},
             "save_seconds": self.save,
-            "copy_seconds": self.copy,
             "largest": None if self.fits is None else asdict(self.fits),
         }
 
@@ -67,5 +64,4 @@ def make_plan(case: Case, machine: Machine) -> Plan:
         tokens_per_second(case, time),
         None if machine.memory is None else largest(case, machine.memory),
         save_seconds(case, machine),
-        copy_seconds(case, machine),
     )

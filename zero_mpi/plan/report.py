@@ -67,10 +67,6 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
     yield from ("", head("time of a step", plans), *rows(plans, TIME))
     if machine.disk is not None:
         yield row("saving a checkpoint", [seconds(plan.save) for plan in plans if plan.save is not None])
-    if plans[0].copy is not None:
-        yield row(
-            "copying the state into memory", [seconds(plan.copy) for plan in plans if plan.copy is not None]
-        )
     if machine.memory is not None:
         found = [plan.fits for plan in plans if plan.fits is not None]
         yield from ("", head(f"largest that fits into {size(machine.memory)}", plans), *rows(found, LARGEST))
@@ -139,7 +135,7 @@ def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
     """What to ask a batch system for, and why so much."""
     for name, title in titles(Resident).items():
         sizes = [getattr(node, name) for node in found]
-        if any(sizes) or name not in ("sample", "copies"):  # which are asked for
+        if any(sizes) or name != "sample":  # which is asked for
             yield row(title, map(size, sizes))
     yield row("ask for, a node", [gibibytes(node.ask) for node in found])
 

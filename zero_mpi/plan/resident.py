@@ -24,7 +24,6 @@ from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import parameter_count
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.copy_time import node_bytes
 from zero_mpi.plan.rank_memory import Memory, called
 
 # Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
@@ -45,7 +44,6 @@ class Resident:
     text: int = called("tokens of the text")  # on all ranks
     arrays: int = called("arrays, as planned")  # on the host, of all ranks
     sample: int = called("sample in the end")  # the whole model on rank 0
-    copies: int = called("copies in shared memory")  # of `--peer-checkpoint`
 
     @property
     def total(self) -> int:
@@ -67,7 +65,6 @@ def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
         text=ranks * text + max(0, READING * text - ranks * private(case, memory)),
         arrays=ranks * private(case, memory) + memory.node_shared,
         sample=4 * parameter_count(case.model) * sample,
-        copies=node_bytes(case),
     )
 
 

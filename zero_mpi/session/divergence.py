@@ -46,7 +46,7 @@ class Divergence:
         """Whether the weights may be sound; if not it is said, for they are not to push out good ones."""
         if math.isfinite(self._loss):
             return True
-        log.warning("no checkpoint or copy of step %d is made, for its loss is not finite", step)
+        log.warning("no checkpoint of step %d is made, for its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:

@@ -20,7 +20,7 @@ from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.launch import consistency
 from zero_mpi.session.setup import Session
-from zero_mpi.telemetry.proof import COPIES, JobStart
+from zero_mpi.telemetry.proof import JobStart
 
 GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # of settings, all of which move bits
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
@@ -60,8 +60,6 @@ def start_of(session: Session) -> JobStart:
     """What the job of a session begins from; raises FileError where a file cannot be read."""
     run = identity(session.config, session.description, session.weights)
     step, folder = session.progress.step, session.resumed
-    if session.restored:
-        return JobStart(step, run, COPIES)
     if folder is None:
         return JobStart(step, run)
     state = GGUFFile.open(folder / OPTIMIZER)

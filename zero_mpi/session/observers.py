@@ -43,9 +43,6 @@ class Observer:
     def begins(self, number: int) -> None:
         """Step `number` (from 1) is about to begin. Collective if the observer says so."""
 
-    def computed(self, number: int) -> None:
-        """All rounds of step `number` were computed, nothing is updated yet. Collective if it says so."""
-
     def ends(self, step: StepMade) -> None:
         """A step was made. Collective if the observer says so."""
 

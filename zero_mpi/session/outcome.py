@@ -50,8 +50,6 @@ class Outcome:
         if session.resumed is not None:
             ranks = {"from_ranks": before["ranks"]} if "ranks" in before else {}
             self.events.note(events.RESUMED, folder=session.resumed.name, **ranks)
-        elif session.restored:
-            self.events.note(events.RESUMED, folder=session.restored)
 
     def at(self, step: int) -> None:
         """So many steps are done."""

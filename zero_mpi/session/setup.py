@@ -35,7 +35,6 @@ class Session:
     transport   what carries between ranks, for people; empty for a lone rank
     nodes       that the transport tells apart, 0 where it does not
     resumed     the checkpoint's folder, if the run goes on from one
-    restored    the copies in memory, for people, if it goes on from these
     weights     the files that it begins from, by their settings
     """
 
@@ -55,7 +54,6 @@ class Session:
     transport: str = ""
     nodes: int = 0
     resumed: Path | None = None
-    restored: str = ""
     weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
 
 

@@ -42,8 +42,6 @@ class Steps:
             observer.begins(number + 1)
         begun = time.perf_counter()
         self.rounds(number)
-        for observer in self.observers:
-            observer.computed(number + 1)
         loss, stop = self.totals()
         lr = self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)

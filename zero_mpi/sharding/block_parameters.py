@@ -106,10 +106,6 @@ class BlockParameters(Parameters):
                 read(segment.name, start, run[: self.unit.nbytes(segment.name) - start])
 
     @property
-    def at_rest(self) -> list[Array]:
-        return self.stored.at_rest
-
-    @property
     def nbytes(self) -> int:
         return self.stored.nbytes
 

@@ -49,14 +49,6 @@ class Gradients:
     def wait_reduce(self) -> None:
         """Return when the reduction that was started is complete."""
 
-    @property
-    def of_round(self) -> Array:
-        """What was added in the round that is open, flat; empty for what is frozen."""
-        return self.sum[:0]
-
-    def forget_round(self) -> None:
-        """Give up what was added in the round that is open, in the place of summing it."""
-
     def start_gather(self) -> Handle:
         """Start to bring all of the sum to every rank, where it is wanted."""
         return DONE
@@ -102,15 +94,6 @@ class SlicedGradients(Gradients):
         self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
         return self._borrowed
 
-    @property
-    def of_round(self) -> Array:
-        self.views()
-        return self._of_round
-
-    def forget_round(self) -> None:
-        self._open = None
-        self._give_back()
-
     def start_reduce(self, contributors: int) -> None:
         self.views()
         self._open, accumulate = None, self.rounds > 0
@@ -140,7 +123,8 @@ class SlicedGradients(Gradients):
 
     def reset(self) -> None:
         super().reset()
-        self.forget_round()  # that an error has ended
+        self._open = None  # an error may have ended the round
+        self._give_back()
 
 
 class ReplicatedGradients(SlicedGradients):

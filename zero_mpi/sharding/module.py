@@ -16,7 +16,7 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
-from zero_mpi.sharding.actions import GATHERING, Actions, UnitVerbs, run, without
+from zero_mpi.sharding.actions import GATHERING, Actions, run, without
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
@@ -96,7 +96,6 @@ class ShardedModule(ShardedState):
         self.precision, self.by_rows = precision, bool(by_rows)
         self._forward: Pass | None = None  # whose backward is to come
         self._synced = False
-        self.in_round: Sequence[UnitVerbs] = self.units  # or others in front of them, to watch a round
 
     def is_trainable(self, name: str) -> bool:
         """Whether no frozen pattern matches the parameter's name."""
@@ -192,7 +191,7 @@ class ShardedModule(ShardedState):
 
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
-        run(actions, self.in_round, micro_batch)
+        run(actions, self.units, micro_batch)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
 

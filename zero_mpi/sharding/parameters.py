@@ -150,11 +150,6 @@ class Parameters(ABC):
         return self._updated_of_whole if self.master is None else self.master
 
     @property
-    def at_rest(self) -> list[Array]:
-        """What this rank keeps between steps as the only one, flat, as layers and the optimizer read it."""
-        return [self.updated] if self.rounds_to is None else [self.updated, self.rounds_to]
-
-    @property
     def shard(self) -> Array:
         """This rank's slice in float32."""
         first = self.part.start - self.updated_part.start

@@ -41,7 +41,7 @@ class Attempt:
 
     def __init__(self, facts: RunFacts, stop: StopRequest, hang_after: float) -> None:
         self._facts, self._stop, self._hang_after = facts, stop, hang_after
-        self._before, self._checkpoint, self._step = facts.word(), facts.checkpoint(), facts.step()
+        self._before, self._checkpoint = facts.word(), facts.checkpoint()
         self._signs, self._alive_at = facts.signs(), time.monotonic()
         self._over_since: float | None = None
         self._told_at: float | None = None
@@ -80,9 +80,8 @@ class Attempt:
         )
 
     def _has_progressed(self) -> bool:
-        """Whether the run got further: a new checkpoint, or a later step where it copies its state."""
-        is_saved = self._facts.checkpoint() not in (self._checkpoint, ("", 0))
-        return is_saved or (self._facts.copies and self._facts.step() > self._step)
+        """Return whether the run has a new checkpoint."""
+        return self._facts.checkpoint() not in (self._checkpoint, ("", 0))
 
     def _said(self) -> Mapping[str, Any]:
         """What the run has said of itself since this start."""

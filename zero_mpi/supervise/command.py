@@ -74,7 +74,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
         raise UsageError("supervise starts the launcher itself: leave mpirun out before it")
     pool = find_pool(line, options.hostfile or "", options.probe or "")
     limits = RestartLimits(options.restarts, options.backoff, options.hang_after, options.min_hosts)
-    facts = RunFacts(Path(options.run) if options.run else line.out(), line.copies())
+    facts = RunFacts(Path(options.run) if options.run else line.out())
     return Restarts(line, with_spare(pool, options, line), facts, limits)
 
 

@@ -128,10 +128,6 @@ class LaunchLine:
             return Path(said)
         return Path(DEFAULT_OUT) if self._is_training() else None
 
-    def copies(self) -> bool:
-        """Whether the run keeps copies in memory (`--peer-checkpoint`), from which it may go on."""
-        return bool(self._of_run("--peer-checkpoint")) or "peer_checkpoint" in self._settings()
-
     # ------------------------------------------------------------------------- the same with others
 
     def resuming(self) -> LaunchLine:

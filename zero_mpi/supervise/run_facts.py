@@ -25,10 +25,10 @@ Signs = tuple[tuple[int, int], ...]
 
 
 class RunFacts:
-    """The folder of a run, or none; `copies`: whether it keeps its state in memory as well."""
+    """The folder of a run, or none."""
 
-    def __init__(self, out: Path | None, copies: bool = False) -> None:
-        self.out, self.copies = out, copies
+    def __init__(self, out: Path | None) -> None:
+        self.out = out
 
     def word(self) -> Mapping[str, Any]:
         """What status.json says now."""
@@ -51,7 +51,7 @@ class RunFacts:
     @property
     def origin(self) -> str:
         """What the next start goes on from, for people."""
-        return (self.checkpoint()[0] or "the start") + (" or later copies in memory" if self.copies else "")
+        return self.checkpoint()[0] or "the start"
 
     def signs(self) -> Signs:
         """What changes while a run lives: its records, its word and its lock."""

@@ -89,13 +89,6 @@ class Records:
         if self._chain is not None:
             self._attempt(partial(self._chain.saved, step, name, state))
 
-    def sync(self) -> None:
-        """Bring what was recorded to disk: a copy in memory is of a run that tells of its step."""
-        if self._active:
-            self._attempt(partial(os.fsync, self._file.fileno()))
-            if self._chain is not None:
-                self._attempt(self._chain.sync)
-
     @property
     def head(self) -> str:
         """The digest that stands for all that was recorded and saved; empty where there is none."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from zero_mpi.files.parse import parse_json
 PROOF = "proof.jsonl"
 RUN, RECORD, CHECKPOINT = "run", "record", "checkpoint"
 KINDS = (RUN, RECORD, CHECKPOINT)
-COPIES = "copies in memory"  # the origin of a job that goes on from these (`--peer-checkpoint`)
 FIRST = "0" * 64  # what stands before the first line
 ID, ORIGIN = "id", "from"  # of a checkpoint; of the one that a run goes on from
 MOST_STEPS = 1 << 52  # a larger number is no step
@@ -157,14 +155,6 @@ def kept_until(path: Path, step: int) -> Kept:
     return kept
 
 
-def knows(path: Path, head: str, step: int) -> bool:
-    """Whether a sound line up to a step has this digest. FileError where the file cannot be read."""
-    try:
-        return exists(path) and any(line.head == head for line in read_proof(path) if line.step <= step)
-    except Broken:
-        return False
-
-
 class Proof:
     """Writes the file, for rank 0; OSError where it cannot. head: the digest of the last line."""
 
@@ -180,7 +170,7 @@ class Proof:
         """Go on where the lines that stay end; say so, unless the run simply goes on from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         reached = kept.at == now.step
-        goes_on = kept.tip == (now.step, now.origin) or now.origin == COPIES
+        goes_on = kept.tip == (now.step, now.origin)
         if reached and now.own and kept.tip[0] < now.step:  # a kill came between the checkpoint and its line
             self._append(now.step, CHECKPOINT, {ID: now.origin, "state": now.state})
         elif not reached or not goes_on:
@@ -219,10 +209,6 @@ class Proof:
         head = digest_after(self.head, body.encode())
         append_whole(self._file, f'{body[:-1]}, "chain": "{head}"}}\n'.encode())
         self.head = head
-
-    def sync(self) -> None:
-        """Bring it to disk."""
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Add no more lines."""

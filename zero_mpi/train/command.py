@@ -25,7 +25,6 @@ from zero_mpi.session.resolve import resolve
 from zero_mpi.session.setup import build
 from zero_mpi.telemetry import log
 from zero_mpi.train import dry_run, early_stop
-from zero_mpi.train.memory_copies import MemoryCopies
 from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.trainer import Trainer
 
@@ -42,9 +41,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
     session = build(world, resolve(world, config))
-    copies = MemoryCopies(world, session, watchdog.beat)
-    if origin := session.restored or session.resumed:
-        session.notes.append(f"resuming from {origin} at step {session.progress.step}")
+    if session.resumed:
+        session.notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
     phase("the run is prepared")
     outcome.status.steps = session.config.steps  # --epochs has no number of steps before
     outcome.at(session.progress.step)
@@ -54,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     world.on_root(lambda: early_stop.begin(session))
     world.on_root(lambda: write_config(session.out, session.config))
     session.notes += removed_at_start(world)
-    return Trainer(world, session, watchdog, outcome, copies).run()
+    return Trainer(world, session, watchdog, outcome).run()
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:

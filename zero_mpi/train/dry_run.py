@@ -16,27 +16,23 @@ from pathlib import Path
 
 from zero_mpi import device, environment
 from zero_mpi.checkpoint.state import read_progress
-from zero_mpi.cli.text import plural, seconds, size, write
+from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
-from zero_mpi.comm.agree import results
 from zero_mpi.config.settings import Config
 from zero_mpi.data import named
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
-from zero_mpi.launch.leftovers import PLACE
 from zero_mpi.launch.world import World
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.copy_time import node_bytes, rank_bytes
 from zero_mpi.plan.flags import check_sums, make_case
-from zero_mpi.plan.machine import ASSUMED, Machine, assumed, bandwidth, billions
+from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, row, traffic_lines
+from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.session.resolve import RunSpec, resolve
-from zero_mpi.train import memory_copies
 
 MODEL_BYTES, STATE_BYTES = 4, 8  # of a parameter in model.gguf and in optimizer.gguf
 
@@ -47,26 +43,15 @@ def show(world: World, config: Config) -> int:
     spec = resolve(world, config)
     case, why = find_case(world, spec)
     alone = world.size == 1 and not environment.under_launcher()
-    room = room_for_copies(world, spec, case)
-    write(world.on_root(lambda: [*lines(spec, case, why, alone, room)]) or ())
-    world.on_root(lambda: check_room(spec, case, *room))
+    write(world.on_root(lambda: [*lines(spec, case, why, alone)]) or ())
+    world.on_root(lambda: check_room(spec))
     return 0
 
 
-def check_room(spec: RunSpec, case: Case, free: int, host: str) -> None:
-    """Raise UsageError if there is no memory for the run, or no shared memory for its copies."""
-    needed = node_bytes(case)
-    if problem := spec.no_room or memory_copies.no_room(case.peer_checkpoint, needed, free, host):
-        raise UsageError(problem)
-
-
-def room_for_copies(world: World, spec: RunSpec, case: Case) -> tuple[int, str]:
-    """Bytes of shared memory that copies can have on the host that has least, and its name. Collective."""
-    if case.peer_checkpoint is None:
-        return 0, ""
-    run = world.from_root(lambda: memory_copies.run_of(spec.config, spec.description))
-    free, host = min(results(world.comm, lambda: memory_copies.room_in(PLACE, run)))
-    return free - plan_memory(case).node_shared, host
+def check_room(spec: RunSpec) -> None:
+    """Raise UsageError if there is no memory for the run."""
+    if spec.no_room:
+        raise UsageError(spec.no_room)
 
 
 def check_out(out: Path) -> None:
@@ -123,11 +108,10 @@ def no_room(world: World, needed: int) -> str:
 # ------------------------------------------------------------------------------------------- the text
 
 
-def lines(spec: RunSpec, case: Case, why: str, alone: bool, room: tuple[int, str]) -> Iterator[str]:
+def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     """The lines of a dry run, on rank 0; raises UsageError for a checkpoint without its counts.
 
-    why: the reason for another transport than was wished for; alone: no launcher has started this process;
-    room: for copies in memory, and on which host.
+    why: the reason for another transport than was wished for; alone: no launcher has started this process.
     """
     assert spec.corpus is not None, "rank 0 has the text"
     config = spec.config
@@ -154,29 +138,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool, room: tuple[int, str
     yield "memory of a node's host"
     yield from ask_lines([resident(case, plan.memory, text_of(spec.corpus), config.sample > 0)])
     yield ""
-    if plan.copy is not None:
-        yield from (*copies_lines(case, machine, plan.copy, room), "")
     yield "time of a step: python -m zero_mpi.plan, with these flags and --doctor FILE of zero_mpi.doctor"
-
-
-def copies_lines(case: Case, machine: Machine, took: float, room: tuple[int, str]) -> Iterator[str]:
-    """What copies in memory take (`--peer-checkpoint`), and what a loss costs."""
-    assert case.peer_checkpoint is not None, "copies are made"
-    every = plural(case.peer_checkpoint, "step")
-    lost, (free, host) = f"at most {every}", room
-    rates = f"{billions(machine.moves)} GB/s of memory a rank"
-    if case.nodes > 1:
-        places, costs = "on its own host and on the next one", f"a lost rank or host costs {lost}"
-        rates += f", {bandwidth(machine.joining(case.nodes).between.beta)} between hosts"
-    else:
-        places = "on its own host"
-        costs = f"a lost rank costs {lost}, a lost host all that is not in a checkpoint"
-    yield f"copies of a rank's state, every {every}, {places}"
-    yield row("slices of a rank", [size(rank_bytes(case))])
-    yield row("shared memory of a host", [size(node_bytes(case))])
-    yield row("free for them, and where", [size(max(0, free))]) + f" on {host}"
-    yield row("training waits for a copy", [seconds(took)]) + f" (assumed: {rates})"
-    yield f"  {costs}"
 
 
 def transport(wanted: str, case: Case, why: str) -> str:

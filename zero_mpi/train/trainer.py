@@ -9,12 +9,10 @@ import platform
 from dataclasses import asdict, replace
 from functools import partial
 
-from zero_mpi import device
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.replay import recorded
 from zero_mpi.config.step_range import step_range
 from zero_mpi.data import Windows
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.stopping import OVER, STEPS, signals
@@ -27,16 +25,13 @@ from zero_mpi.session.identity import start_of
 from zero_mpi.session.observers import HeldOutLoss, Observer
 from zero_mpi.session.outcome import Outcome
 from zero_mpi.session.setup import Session
-from zero_mpi.session.steps import Steps, with_loss
+from zero_mpi.session.steps import Steps
 from zero_mpi.session.summary import Start, cautions, hosts_of, lines, plan
-from zero_mpi.sharding.witness import Digest, compute_again
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.trackers.tracker import TrackedJob
 from zero_mpi.trace.timeline import Tracer
-from zero_mpi.train import audit
 from zero_mpi.train.early_stop import EarlyStop
-from zero_mpi.train.memory_copies import MemoryCopies
 from zero_mpi.train.rank_figures import RankFigures
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
@@ -46,11 +41,9 @@ from zero_mpi.train.slow_ranks import SlowRanks
 class Trainer(Steps):
     """Runs a session to its last step."""
 
-    def __init__(
-        self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome, copies: MemoryCopies
-    ) -> None:
+    def __init__(self, world: World, session: Session, watchdog: Watchdog, outcome: Outcome) -> None:
         super().__init__(session)
-        config, self.copies = session.config, copies
+        config = session.config
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
         self.records: Records = world.together(partial(begin_records, session, world.rank))
@@ -75,7 +68,6 @@ class Trainer(Steps):
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
             self.costs,
-            *self.audits(),
             observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
@@ -91,14 +83,11 @@ class Trainer(Steps):
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
-        self.copies.begin(self.records)
         signals.enter(STEPS)
         stopped = False
         while not (stopped or self.is_done()):
             tracer.reach(self.progress.step + 1)
             stopped = self.step()
-            if not (stopped or self.is_done()) and self.copies.is_due(self.progress.step):
-                self.copy()
             if stopped or self.saving.is_due(self.progress.step) or self.early_stop.is_best():
                 self.save()
         if self.saving.saved_step != self.progress.step:
@@ -107,8 +96,6 @@ class Trainer(Steps):
         tracer.end(self.progress.step)
         signals.enter(OVER)
         self.saving.announce()
-        if self.saving.saved_step == self.progress.step:
-            self.copies.end()
         self.outcome.folder.check(self.records.problem)
         self.records.close()
         if self.records.head:
@@ -134,40 +121,6 @@ class Trainer(Steps):
     def is_done(self) -> bool:
         """Whether the last step was made, or the run stops early; all ranks agree."""
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
-
-    def audits(self) -> list[Observer]:
-        """Who holds what ranks compute against each other, if that is wanted. Collective."""
-        config, accumulator = self.session.config, self.accumulator
-        if config.audit is None:
-            return []
-        if device.in_use() is not device.HOST:
-            raise UsageError(f"--audit {config.audit}: expected --device cpu")
-        log.info("%s", audit.cost(config.audit, accumulator.rounds))
-        return [
-            audit.Audit(
-                config.audit,
-                config.audit_action,
-                accumulator,
-                self.session.optimizer,
-                self.hosts,
-                again=self.compute_again,
-                redo=self.redo,
-            )
-        ]
-
-    def compute_again(self, number: int, micro_batch: int | None) -> list[Digest]:
-        """The digests of a micro-batch of step `number`; None: this rank has none to compute. Collective."""
-        loader, module = self.session.loader, self.session.module
-        if micro_batch is None:
-            return compute_again(module, None, None, 1.0)
-        batch = loader.micro(number - 1, micro_batch)
-        x, criterion = with_loss(batch, 1.0 / loader.counted(number - 1))
-        return compute_again(module, x, criterion.targets, criterion.scale)
-
-    def redo(self, number: int) -> None:
-        """Compute step `number` again, whose gradients are forgotten. Collective."""
-        self.accumulator.reset()
-        self.rounds(number - 1)
 
     def totals(self) -> tuple[float, bool]:
         """The loss of all ranks, and whether one of them is to stop; raises what one could not write."""
@@ -200,11 +153,6 @@ class Trainer(Steps):
         self.outcome.folder.check(self.records.problem)
         if self.divergence.worth_saving(self.progress.step):
             self.saving.save(self.progress)
-
-    def copy(self) -> None:
-        """Copy the state of the step just made into memory, unless it is none to go on from."""
-        if self.divergence.worth_saving(self.progress.step):
-            self.copies.save(self.progress, self.records)
 
     def begin(self) -> Start:
         """Say what is about to happen, to the person who started it and in the run's records. Collective."""

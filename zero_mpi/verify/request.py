@@ -106,7 +106,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
         )
     # Nothing is to be written or gone on with: the folder of this job is none.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
-    config = Config(**joined(read_toml(place), now))
+    config = Config(**joined(read_toml(place, []), now))
     check(config)
     return config
 
