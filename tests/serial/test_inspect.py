@@ -521,7 +521,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 
 def test_two_run_folders_differ_first_in_a_record_and_a_tensor(trained, tmp_path, capfdbinary):
-    folders = [Path(shutil.copytree(out, tmp_path / str(ranks))) for ranks, (out, _) in trained.items()]
+    copies = [(out, tmp_path / str(ranks)) for ranks, (out, _) in trained.items()]
+    folders = [Path(shutil.copytree(*pair, symlinks=True)) for pair in copies]
 
     def compared(status):
         assert inside(*folders, "--json") == status
