@@ -1,4 +1,4 @@
-"""Run folders whose files lie, given to `report`, with and without `--text`, `verify`, `train` and `inspect`.
+"""Run folders whose files lie, given to `report`, `verify`, `train` and `inspect`.
 
 One small run is made by training when this module is imported; each case writes it anew and spoils it.
 """
@@ -64,7 +64,6 @@ def command(random: Random, *others: str) -> list[str]:
     """One of the commands that read a run folder."""
     kinds = [
         ["-m", "zero_mpi.report", "run", *others],
-        ["-m", "zero_mpi.report", "run", *others, "--text"],
         VERIFY,
         COMPARE,
         [*TRAIN, "--steps", "5"],
@@ -201,19 +200,17 @@ def names(random: Random, folder: Path) -> list[str]:
     """Runs in folders of odd names, several at once, and what is none."""
     run = write_run(folder)
     odd = clean(wild.text(random)).replace("\0", "")[:60_000] or "x"
-    text = ["--text"] * (random.random() < 0.5)
     if random.random() < 0.5:
         return [
             "-m",
             "zero_mpi.report",
             *random.choice([[odd], ["run", odd], ["run", f"--out={odd}"]]),
-            *text,
         ]
     name = (odd.replace("/", "_").strip(".") or "x")[:60]
     run.rename(folder / name)
     (folder / "run").symlink_to(name)
     others = random.choice([["run"], [f"./{name}"], ["run", f"./{name}", "run"]])
-    return ["-m", "zero_mpi.report", *others, *text]
+    return ["-m", "zero_mpi.report", *others]
 
 
 def sound(random: Random, folder: Path) -> list[str]:

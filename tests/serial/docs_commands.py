@@ -420,7 +420,6 @@ OBSERVING: dict[str, How] = {
     "tail -n 1 runs/seen/metrics.jsonl": Run(says='"step": 60, .*"memory_bytes"'),
     "cat runs/seen/events.jsonl": Run(says='"started"(?s:.)*"saved"(?s:.)*"sample"(?s:.)*"done"'),
     "python -m zero_mpi.report runs/seen": Run(says="wrote runs/seen/report.html"),
-    "python -m zero_mpi.report runs/seen --text": Run(says="loss"),
     "mpirun -n 3 python -m zero_mpi.train --steps 60 --lr 2e-3 --out runs/slower": Run(TINY, SAVED),
     "python -m zero_mpi.report runs/seen runs/slower --out both.html": Run(says="wrote both.html"),
     "python -m zero_mpi.trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),

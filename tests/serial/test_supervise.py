@@ -25,8 +25,8 @@ from thinned import thinned
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.hostfile.host_entries import HostEntry
-from zero_mpi.report.charts import about
-from zero_mpi.report.runs import read_events
+from zero_mpi.report.page import about
+from zero_mpi.report.runs import Entry, read_events
 from zero_mpi.supervise import attempt, host_pool, restarts
 from zero_mpi.supervise.command import prepare
 from zero_mpi.supervise.host_pool import HostPool, find_pool, ranks_of
@@ -165,7 +165,7 @@ def test_an_end_after_which_it_is_started_again(ends, reason, tmp_path, capfd):
     assert trial.events == [("restarted", f"{reason}; restart 1 of 4")]
     (event,) = read_events(trial.out / "events.jsonl")
     assert event["step"] == 12
-    assert about(event) == f"restarted: {reason}; restart 1 of 4", "so it stands in a report"
+    assert about(Entry(event)) == f"restarted: {reason}; restart 1 of 4", "so it stands in a report"
 
 
 @pytest.mark.parametrize("word", ["done", "stopped"])

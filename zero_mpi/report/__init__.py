@@ -1,7 +1,5 @@
-"""`python -m zero_mpi.report RUN...`: what runs did, as one page for a browser or as text for a terminal.
+"""Command `report`: one HTML page with the curves, events and settings of one or several runs.
 
-`runs` and `columns` read a run folder as a stream into at most 2000 columns, so neither memory nor the page
-grow with the run. `charts` names the curves; `traces` and `plots` turn them into data for Plotly, which draws
-them in the browser; `sections` makes the rows around them, and `page` puts all into its template, which needs
-no network; `terminal` draws on a terminal. What is absent is not drawn; null is a gap with a cross.
+`runs` reads run folders, `curves` their records in a bounded number of columns, and `page` makes one Plotly
+figure and the tables around it. The page needs no network.
 """
