@@ -46,6 +46,12 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # of runs beyond the colours
 MOST_EVENTS, MOST_MARKS = 200, 300  # of a run
 LONGEST_NAME = 60  # letters
 PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
+CORNER = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+SCALES = [
+    {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
+    for kind in ("linear", "log")
+]
+MENU = CORNER | {"type": "buttons", "direction": "right", "buttons": SCALES}
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 SCRIPT = """
 const text = (id) => document.getElementById(id).textContent;
@@ -182,19 +188,6 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
         axes[f"yaxis{place + 2}"] = grid | {"domain": [max(0.0, top - PANEL / full), top], "rangemode": mode}
         at = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
         titles.append({"text": f"<b>{title}</b>", "showarrow": False, **at})
-    scale = [
-        {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
-        for kind in ("linear", "log")
-    ]
-    menu = {
-        "type": "buttons",
-        "direction": "right",
-        "buttons": scale,
-        "x": 1,
-        "xanchor": "right",
-        "y": 1,
-        "yanchor": "bottom",
-    }
     grounds = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
     return {
         **axes,
@@ -205,7 +198,7 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
         "hovermode": "x unified" if len(runs) == 1 else "closest",
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         "annotations": titles,
-        "updatemenus": [menu] if panels else [],
+        "updatemenus": [MENU] if panels else [],
         "font": {"color": "#7a8290"},
     }
 
