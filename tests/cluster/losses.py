@@ -72,7 +72,10 @@ STAYS = ("rank",)  # events after which the host answers
 def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
     """Start the run, a rank a host."""
     enter, first, *job = here.job(3, 1, [], mpi=mpi)
-    start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, "--", *job]
+    place = job.index("--hostfile" if "--hostfile" in job else "-machinefile") + 1
+    hostfile, job[place], job[job.index("-n") + 1] = job[place], "{hostfile}", "{ranks}"
+    of_hosts = ["--hostfile", hostfile, "--for", mpi, "--probe", f"{here.state / 'ssh'} {{host}} true"]
+    start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, *of_hosts, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
     trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
 

@@ -166,7 +166,7 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
     """A rank is killed, with which the job would end: it is done all the same, and was not requeued."""
     _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
     out, steps = tmp_path / "out", ["--steps", "400", "--save-every", "30"]
-    launch = f"zero-mpi supervise --backoff 0.2 -- {environ['LAUNCH']}"
+    launch = f"zero-mpi supervise --backoff 0.2 -- {environ['LAUNCH']} -w {{hosts}} -N {{nodes}} -n {{ranks}}"
     job = here.submit(
         [*on_one_node("many_nodes.sbatch", 3), "--no-kill"],
         "examples/slurm/many_nodes.sbatch",

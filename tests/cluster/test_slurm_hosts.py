@@ -31,7 +31,13 @@ def submit(up: Slurm, here: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
     """A supervised job of a rank on each node, and the folder of its run."""
     python, environ = prepared(up, launch, mpi)
     texts, out = write_text(here.folder), here.folder / "out"
-    supervised = f"zero-mpi supervise --backoff 0.2 --probe-timeout 20 -- {launch}"
+    where = (
+        "-w {hosts} -N {nodes} -n {ranks}"
+        if launch.startswith("srun")
+        else "-machinefile {hostfile} -n {ranks}"
+    )
+    flags = f"--backoff 0.2 --probe-timeout 20 --for {mpi}"
+    supervised = f"zero-mpi supervise {flags} -- {launch} {where}"
     job = up.submit(
         ["--nodes=3", "--ntasks-per-node=1", "--no-kill"],
         SCRIPT,

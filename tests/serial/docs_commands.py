@@ -306,16 +306,16 @@ PLACES: dict[str, How] = {
         "tests/serial/test_supervise.py::"
         "test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed"
     ),
-    'python -m zero_mpi.supervise --spare 1 -- mpirun --hostfile hosts -n 6 "$(command -v python)" '
-    "-m zero_mpi.train --out /shared/run": ByTest(
+    "python -m zero_mpi.supervise --hostfile hosts --spare 1 -- mpirun -f {hostfile} -n {ranks} "
+    "python -m zero_mpi.train --out /shared/run": ByTest(
         "tests/cluster/test_supervised_hosts.py::"
         "test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done"
     ),
-    'LAUNCH="zero-mpi supervise -- srun --mpi=pmi2" sbatch --no-kill --nodes=4 '
-    "examples/slurm/many_nodes.sbatch --config run.toml --out /shared/run": ByTest(
+    'LAUNCH="zero-mpi supervise -- srun --mpi=pmi2 -w {hosts} -N {nodes} -n {ranks}" sbatch --no-kill '
+    "--nodes=4 examples/slurm/many_nodes.sbatch --config run.toml --out /shared/run": ByTest(
         "tests/cluster/test_slurm_hosts.py::test_a_job_goes_on_without_a_node_that_is_lost"
     ),
-    'LAUNCH="zero-mpi supervise -- mpirun" FLAGS="--config run.toml --out /shared/run" '
+    'SUPERVISE="zero-mpi supervise --for mpich --" FLAGS="--config run.toml --out /shared/run" '
     "qsub -l select=4:ncpus=8:mpiprocs=8 examples/pbs/many_nodes.pbs": ByTest(
         f"{BATCH}test_a_supervised_pbs_job_goes_on_without_a_host"
     ),

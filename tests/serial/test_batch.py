@@ -384,7 +384,8 @@ def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path
         f"echo $1 $3 $4 >> {tmp_path}/starts; cat $2 >> {tmp_path}/starts; "
         f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]",
     )
-    environ = {"LAUNCH": "zero-mpi supervise --backoff 0 -- mpirun", "FLAGS": f"--out {tmp_path}/out"}
+    supervise = f"zero-mpi supervise --backoff 0 --for {pbs_job['LIBRARY']} --"
+    environ = {"LAUNCH": "mpirun", "SUPERVISE": supervise, "FLAGS": f"--out {tmp_path}/out"}
     script = ["bash", str(EXAMPLES / "pbs" / "many_nodes.pbs")]
     status, printed, errors = run_command(script, timeout=60, env=pbs_job | environ)
     assert status == 0, printed + errors

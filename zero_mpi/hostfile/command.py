@@ -31,7 +31,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     hosts = read_file(options.file)
     limited = [host.name for host in hosts if host.most is not None]
-    if limited and options.launcher == "mpich":
+    if limited and options.launcher != "openmpi":
         say(f"zero_mpi hostfile: {MOST} of {', '.join(limited)} left out: MPICH has no such limit")
     write(map(LINES[options.launcher], hosts))
     return 0

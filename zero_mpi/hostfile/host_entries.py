@@ -89,7 +89,12 @@ def for_openmpi(host: HostEntry) -> str:
     return f"{host.name} {SLOTS}={host.slots}" + ("" if host.most is None else f" {MOST}={host.most}")
 
 
-LINES: Mapping[str, Callable[[HostEntry], str]] = {"mpich": for_mpich, "openmpi": for_openmpi}
+# Intel MPI heeds the ranks of a host in a file of -machinefile alone.
+LINES: Mapping[str, Callable[[HostEntry], str]] = {
+    "mpich": for_mpich,
+    "openmpi": for_openmpi,
+    "impi": for_mpich,
+}
 
 
 def read_file(path: str) -> list[HostEntry]:

@@ -1,11 +1,9 @@
-"""`python -m zero_mpi.supervise [flags] -- mpirun ...`: starts a run, and starts it again where it was ended.
+"""Command `supervise`: starts a run, and starts it again on the hosts that are left when it was ended.
 
-`restarts` is the loop: start, wait, decide, wait a while, look for hosts, start again. `launch_line` reads
-the command that is supervised and puts other hosts into it; `host_pool` knows the hosts and asks which of
-them answer; `attempt` is one start from its first moment to its last process, and `stop_request` what it is
-told meanwhile; `decision` says what an end means; `run_facts` is what the run folder shows of all that. The
-run goes on by itself: its command takes the newest checkpoint in its folder, on any number of ranks.
+`restarts` is the loop: start, wait, decide, pause, ask the hosts, start again. `template` fills the command
+that is supervised, `host_pool` knows the hosts and which of them answer, `attempt` is one start, `decision`
+says what its end means, `run_facts` reads the folder of the run, and `stop_request` takes signals. The run
+itself goes on from the newest checkpoint in its folder, on any number of ranks.
 
-Neither NumPy nor MPI is loaded: whatever goes wrong there must not reach the process that mends it. While a
-run lives nothing is written into its folder.
+Neither NumPy nor MPI is loaded, and nothing is written into the folder of a run while it lives.
 """

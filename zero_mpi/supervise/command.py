@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.supervise`: its flags, and its end."""
+"""The command: its flags and its end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import one_line, shown
+from zero_mpi.files.foreign import one_line
+from zero_mpi.hostfile.host_entries import LINES
 from zero_mpi.launch import interrupts
 from zero_mpi.launch.ending import BAD_USAGE, say
-from zero_mpi.supervise.host_pool import HostPool, find_pool, ranks_of
-from zero_mpi.supervise.launch_line import SRUN, LaunchLine
+from zero_mpi.supervise.host_pool import HostPool, find_pool
 from zero_mpi.supervise.restarts import RestartLimits, Restarts
 from zero_mpi.supervise.run_facts import RunFacts
+from zero_mpi.supervise.template import PLACEHOLDERS, Template
 
 BEFORE = "--"  # stands before the command
 
@@ -29,27 +30,36 @@ def make_parser() -> Parser:
         prog="python -m zero_mpi.supervise",
         usage="%(prog)s [flags] -- COMMAND ...",
         description="Start a run, and start it again from its newest checkpoint, on the hosts that are left, "
-        "where a rank or a host dies or hangs. Exit status: that of the run.",
-        epilog="Example, with a host in reserve:\n\n"
-        "  python -m zero_mpi.supervise --spare 1 -- \\\n"
-        "      mpirun --hostfile hosts -n 6 python -m zero_mpi.train --out runs/long",
+        "when a rank or a host dies or hangs. {hostfile}, {hosts}, {nodes} and {ranks} in the command are "
+        "filled for each start. Exit status: that of the run.",
+        epilog="Examples, with a host in reserve, and in a Slurm job:\n\n"
+        "  zero-mpi supervise --hostfile hosts --spare 1 -- \\\n"
+        "      mpirun -f {hostfile} -n {ranks} python -m zero_mpi.train --out runs/long\n"
+        "  zero-mpi supervise -- \\\n"
+        "      srun -w {hosts} -N {nodes} -n {ranks} python -m zero_mpi.train --out runs/long",
     )
     texts: dict[str, tuple[float, str]] = {
-        "--restarts": (usual.restarts, "at most, without a new checkpoint in between"),
-        "--backoff": (usual.backoff, "seconds to the first of these restarts; doubled each time"),
-        "--hang-after": (usual.hang_after, "end a run that shows no life for such seconds; 0: never"),
-        "--spare": (0, "hosts at the end of the list that wait for others to be lost"),
-        "--min-hosts": (usual.min_hosts, "do not start again on fewer"),
+        "--restarts": (usual.restarts, "most restarts without a new checkpoint in between"),
+        "--backoff": (usual.backoff, "seconds before the first of these restarts; doubled each time"),
+        "--hang-after": (
+            usual.hang_after,
+            "seconds without a change in the run's folder after which it is ended; 0: never",
+        ),
+        "--spare": (0, "hosts at the end of the list that are kept in reserve"),
+        "--min-hosts": (usual.min_hosts, "fewest hosts of a restart"),
         "--probe-timeout": (HostPool.timeout, "seconds for a host to answer"),
     }
     for name, (default, text) in texts.items():
         parser.add_argument(name, type=type(default), default=default, help=text)
-    of_hosts = "hosts (default: the command's own hostfile, or the batch job's)"
-    parser.add_argument("--hostfile", metavar="FILE", help=of_hosts)
-    well = "ends with 0 if {host} is well (default: by ssh, or as the launcher goes there)"
-    parser.add_argument("--probe", metavar="COMMAND", help=well)
-    of_run = "folder of the run (default: the --out of the command)"
-    parser.add_argument("--run", metavar="DIR", help=of_run)
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="hosts and their ranks (default: those of the batch job)"
+    )
+    parser.add_argument(
+        "--for", dest="form", choices=tuple(LINES), default="mpich", help="reader of {hostfile}"
+    )
+    is_well = "command that ends with 0 if {host} is well (default: by ssh, in a Slurm job by srun)"
+    parser.add_argument("--probe", metavar="COMMAND", help=is_well)
+    parser.add_argument("--run", metavar="DIR", help="folder of the run (default: the --out of the command)")
     return parser
 
 
@@ -67,15 +77,15 @@ def prepare(arguments: Sequence[str]) -> Restarts:
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
         raise UsageError(wanted)
     options = checked(make_parser().parse_args(arguments[:cut]))
-    line = LaunchLine.of(arguments[cut + 1 :])
-    if not line.words:
+    template = Template(tuple(arguments[cut + 1 :]), options.form)
+    if not template.words:
         raise UsageError(wanted)
     if environment.under_launcher():
         raise UsageError("supervise starts the launcher itself: leave mpirun out before it")
-    pool = find_pool(line, options.hostfile or "", options.probe or "")
+    pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
     limits = RestartLimits(options.restarts, options.backoff, options.hang_after, options.min_hosts)
-    facts = RunFacts(Path(options.run) if options.run else line.out())
-    return Restarts(line, with_spare(pool, options, line), facts, limits)
+    facts = RunFacts(Path(options.run) if options.run else template.out())
+    return Restarts(template, with_spare(pool, options, template), facts, limits)
 
 
 def checked(options: Namespace) -> Namespace:
@@ -89,29 +99,24 @@ def checked(options: Namespace) -> Namespace:
     return options
 
 
-def with_spare(pool: HostPool | None, options: Namespace, line: LaunchLine) -> HostPool | None:
-    """The hosts, some of them kept back. Raises UsageError where there are too few, or none can be told."""
+def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
+    """Return the hosts, the last of them kept back; raises UsageError where too few are known."""
     wanted = options.hostfile or options.spare or options.min_hosts > 1
-    of_command = line.placed() or (line.hosts() if options.hostfile and line.launcher != SRUN else "")
-    if wanted and of_command:
-        raise UsageError(
-            "--hostfile, --spare and --min-hosts: the command itself says where ranks go "
-            f"({shown(of_command)})"
-        )
-    if pool is None:
-        if options.spare or options.min_hosts > 1:
-            raise UsageError("--spare and --min-hosts: no hosts are known; give --hostfile FILE")
+    if not template.takes_hosts:
+        if wanted:
+            expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
+            raise UsageError(
+                f"--hostfile, --spare and --min-hosts: {expected}: mpirun -f {{hostfile}} -n {{ranks}} ..."
+            )
         return None
-    if not line.launcher:
-        raise UsageError("--hostfile: expected mpirun, mpiexec or srun in the command, to tell it the hosts")
-    if len(pool.hosts) - max(options.spare, pool.spare) < options.min_hosts:
+    if pool is None:
+        raise UsageError("the command has a placeholder and no hosts are known: give --hostfile FILE")
+    if len(pool.hosts) - options.spare < options.min_hosts:
         raise UsageError(
             f"--spare {options.spare}: of {len(pool.hosts)} hosts at least {options.min_hosts} must be left; "
             "name more hosts"
         )
-    pool = replace(pool, spare=max(options.spare, pool.spare), timeout=options.probe_timeout)
-    ranks_of(line, pool, pool.hosts)  # its numbers are numbers
-    return pool
+    return replace(pool, spare=options.spare, timeout=options.probe_timeout)
 
 
 def main() -> None:

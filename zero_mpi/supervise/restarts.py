@@ -1,9 +1,8 @@
 """The loop: a run is started until it is done, has saved, or will not get further.
 
-A restart counts against the limit until there is a new checkpoint, or of a run with copies in memory a later
-step: then the count and the pause begin anew, so a run of weeks may lose a host a day. Pauses double from the
-first to MOST_PAUSE. What is done is said in a line each, and written into the events of the run between two
-starts.
+A restart counts against the limit until there is a new checkpoint: then the count and the pause begin anew,
+so a run of weeks may lose a host a day. Pauses double from the first to MOST_PAUSE. Each restart is said in a
+line, and written into the events of the run between two starts.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from zero_mpi.launch.ending import FAILED, REQUEUE, say
 from zero_mpi.launch.interrupts import INTERRUPTED
 from zero_mpi.supervise.attempt import Attempt
 from zero_mpi.supervise.decision import Ending, failure_status, final_status, fingerprint
-from zero_mpi.supervise.host_pool import LISTED, HostPool, ranks_of
-from zero_mpi.supervise.launch_line import SRUN, LaunchLine
+from zero_mpi.supervise.host_pool import HostPool
 from zero_mpi.supervise.run_facts import RunFacts
 from zero_mpi.supervise.stop_request import StopRequest
+from zero_mpi.supervise.template import Template, ranks_of
 from zero_mpi.telemetry import events
 
 MOST_PAUSE = 300.0  # seconds
@@ -50,9 +49,9 @@ class Restarts:
     """A run and its starts. `stop`: what this process is told meanwhile."""
 
     def __init__(
-        self, line: LaunchLine, pool: HostPool | None, facts: RunFacts, limits: RestartLimits
+        self, template: Template, pool: HostPool | None, facts: RunFacts, limits: RestartLimits
     ) -> None:
-        self._line, self._pool, self._facts, self._limits = line, pool, facts, limits
+        self._template, self._pool, self._facts, self._limits = template, pool, facts, limits
         self._first_checkpoint = facts.checkpoint()
         self._failed_before: tuple[object, ...] = ()
         self._count, self._has_started = 0, False
@@ -81,19 +80,10 @@ class Restarts:
     # ----------------------------------------------------------------------------------- what is started
 
     def _command(self, hosts: Sequence[HostEntry], folder: Path) -> Sequence[str]:
-        """The words of the next start: as given where nothing is lost."""
+        """Return the words of the next start."""
         is_changed = self._facts.checkpoint() not in (self._first_checkpoint, ("", 0))
-        line = self._line.resuming() if is_changed else self._line
-        if self._pool is None or (self._pool.is_given and tuple(hosts) == self._pool.hosts):
-            return line.words
-        ranks = ranks_of(self._line, self._pool, hosts)
-        if line.launcher == SRUN:
-            return line.by_srun([host.name for host in hosts], ranks).words
-        if self._pool.form == LISTED:
-            return line.among([host.name for host in hosts], ranks).words
-        path = folder / f"hosts-{len(list(folder.iterdir())) + 1}"
-        path.write_text(self._pool.lines(hosts))
-        return line.over(str(path), ranks).words
+        template = self._template.resuming() if is_changed else self._template
+        return template.fill(hosts, folder)
 
     # ------------------------------------------------------------------------------ whether, and where
 
@@ -150,7 +140,7 @@ class Restarts:
         """Say what is started and where, and write it down."""
         where, about = "", {}
         if self._pool is not None:
-            ranks = ranks_of(self._line, self._pool, hosts)
+            ranks = ranks_of(hosts)
             names = [host.name for host in hosts]
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
