@@ -50,5 +50,6 @@ def event(rank, family, kind, begun, ended, *, step=1, **about):
 
 def save(path, events, **about):
     """A time line as a file."""
-    path.write_text(json.dumps({"otherData": {"zero_mpi": "0", **about}, "traceEvents": events}))
+    head = json.dumps({"otherData": {"zero_mpi": "0", **about}})[:-1]
+    path.write_text(f'{head},\n"traceEvents":[\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
     return path

@@ -47,20 +47,25 @@ def time_line(random: Random) -> dict[str, Any]:
 
 
 def named(random: Random, folder: Path, raw: bytes) -> list[str]:
-    """The command on a file of these bytes, packed or not; at times beside a sound one."""
+    """The command on a file of these bytes, packed or not; as it is."""
     packed = random.random() < 0.3
     path = folder / ("trace.json.gz" if packed else "trace.json")
     path.write_bytes(gzip.compress(raw, 1) if packed else raw)
-    other = []
-    if random.random() < 0.2:
-        (folder / "other.json").write_bytes(wild.as_text(time_line(random)))
-        other = ["other.json"]
-    return [*COMMAND, path.name, *other]
+    return [*COMMAND, path.name]
+
+
+def as_lines(random: Random, found: Any) -> bytes:
+    """A time line as a run writes it, with an event on each line; anything else as JSON."""
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        return wild.as_text(found, random)
+    head = wild.as_text({name: value for name, value in found.items() if name != "traceEvents"}, random)
+    events = b",\n".join(wild.as_text(event, random) for event in found["traceEvents"])
+    return head[:-1] + b',\n"traceEvents":[\n' + events + b"\n]}\n"
 
 
 def types(random: Random, folder: Path) -> list[str]:
     """Values that were swapped, dropped, renamed or repeated."""
-    return named(random, folder, wild.as_text(wild.changed_json(random, time_line(random)), random))
+    return named(random, folder, as_lines(random, wild.changed_json(random, time_line(random))))
 
 
 def events(random: Random, folder: Path) -> list[str]:
@@ -75,7 +80,7 @@ def events(random: Random, folder: Path) -> list[str]:
             event[random.choice(["pid", "ts", "dur", "name", "cat", "ph", "tid"])] = odd
     if random.random() < 0.3:
         found["otherData"][random.choice(["zero_mpi", "ends_in", "clock_error_us"])] = wild.value(random, 2)
-    return named(random, folder, wild.as_text(found, random))
+    return named(random, folder, as_lines(random, found))
 
 
 def broken(random: Random, folder: Path) -> list[str]:
@@ -90,15 +95,15 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 def bombs(random: Random, folder: Path) -> list[str]:
     """Little on disk, much to read."""
-    raw = json.dumps(time_line(random)).encode()
-    head, tail = raw[:-2], b"]}"
-    event = b"," + json.dumps(timelines.event(0, "compute", "forward", 100, 101)).encode()
+    raw = as_lines(random, time_line(random))
+    head, tail = raw[:-4], b"\n]}\n"
+    event = b",\n" + json.dumps(timelines.event(0, "compute", "forward", 100, 101)).encode()
     kinds: list[Callable[[], bytes]] = [
         lambda: b"\0" * (100 << 20),
         lambda: b" " * (100 << 20) + raw,
         lambda: b"[" * (50 << 20),
         lambda: b'{"traceEvents": [' + b"[]," * (20 << 20),
-        lambda: head + b",1" * (20 << 20) + tail,
+        lambda: head + b",\n1" * (20 << 20) + tail,
         lambda: head + event * random.choice([1000, 20_000, 400_000]) + tail,
         lambda: b'{"a": "' + b"x" * (100 << 20) + b'"}',
         lambda: raw[:-1] + b', "b": 1' * (5 << 20) + b"}",
@@ -118,10 +123,10 @@ def places(random: Random, folder: Path) -> list[str]:
     if kind == 0:
         wild.special(random, path)
     elif kind == 1:
-        path.write_bytes(wild.as_text(time_line(random)))
+        path.write_bytes(as_lines(random, time_line(random)))
         os.truncate(path, 8 << 30)
     elif kind == 2:
-        path.write_bytes(gzip.compress(wild.as_text(time_line(random))))
+        path.write_bytes(gzip.compress(as_lines(random, time_line(random))))
         os.truncate(path, 8 << 30)
     else:
         name = wild.text(random).encode(errors="ignore").decode().replace("\0", "")[:60_000] or "x"
@@ -131,7 +136,7 @@ def places(random: Random, folder: Path) -> list[str]:
 
 def sound(random: Random, folder: Path) -> list[str]:
     """A time line that nothing is wrong with."""
-    return named(random, folder, wild.as_text(time_line(random)))
+    return named(random, folder, as_lines(random, time_line(random)))
 
 
 CASES = {"sound": sound, "types": types, "events": events, "broken": broken, "bombs": bombs, "places": places}

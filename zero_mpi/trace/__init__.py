@@ -2,5 +2,5 @@
 
 `trace_events` makes a rank's part of the file of what it has recorded (`telemetry.spans`); `timeline` brings
 the parts together. `python -m zero_mpi.trace FILE` reads the file back (`read`), works out where each rank's
-time went and whom the others wait for (`breakdown`), and prints it (`tables`).
+time went (`breakdown`), and prints it (`tables`).
 """

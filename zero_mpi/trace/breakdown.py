@@ -1,4 +1,4 @@
-"""Where the time of each rank went, and whom the others wait for.
+"""Where the time of each rank went.
 
 Each moment of a step belongs to the first of `CLAIMS` that is under way, so the columns of a rank add up to
 the step. Computing goes before waiting: on a GPU the host may wait for a transfer while the device computes,
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZER, STALLS, STEPS, WAITS
 from zero_mpi.trace.read import Lane, Recorded
@@ -36,7 +35,6 @@ PLACES = {
 }  # fmt: skip
 PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 UnderWay = dict[int, list[int]]  # by place: the numbers of a rank's slices, the latest last
-LEAST = 0.01  # of a step: a rank that is busy for so much longer than the others is a straggler
 
 
 @dataclass
@@ -66,11 +64,6 @@ class Share:
     def step(self) -> float:
         """The mean step."""
         return self.mean("step")
-
-    @property
-    def busy(self) -> float:
-        """The mean step without waits."""
-        return self.step - self.mean(EXPOSED)
 
 
 def shares(recorded: Recorded) -> list[Share]:
@@ -121,45 +114,6 @@ def name_of(lane: Lane, number: int, under_way: UnderWay) -> str:
     waited, around = lane.slices[number], under_way[PLACES[BETWEEN, ""]]
     stage = lane.slices[around[-1]].unit if around else ""
     return f"{waited.name} (for {stage})" if stage and not waited.unit else waited.name
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """The rank that is busy longest, and by how much (microseconds a step) beyond the median of the others.
-
-    last, transfers   in how many of the transfers it was the last to begin
-    """
-
-    rank: int
-    ahead: float
-    last: int
-    transfers: int
-
-
-def straggler(recorded: Recorded, found: Sequence[Share]) -> Straggler | None:
-    """The rank that the others wait for; None where none stands out."""
-    if len(found) < 2:
-        return None
-    slowest = max(found, key=lambda share: share.busy)
-    ahead = slowest.busy - median(share.busy for share in found if share is not slowest)
-    if ahead < LEAST * slowest.step:
-        return None
-    last = last_to_begin(recorded)
-    return Straggler(slowest.lane.rank, ahead, last[slowest.lane.rank], sum(last.values()))
-
-
-def last_to_begin(recorded: Recorded) -> Counter[int]:
-    """How often each rank was the last to begin a transfer of all ranks."""
-    begun: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
-    for lane in recorded.ranks:
-        seen: Counter[tuple[str, int]] = Counter()
-        transfers = (each for each in lane.slices if each.family in FAMILIES)
-        for each in sorted(transfers, key=lambda each: each.begun):
-            key = each.name, each.step
-            begun[*key, seen[key]][lane.rank] = each.begun
-            seen[key] += 1
-    whole = [times for times in begun.values() if len(times) == len(recorded.ranks)]
-    return Counter(max(times, key=lambda rank: times[rank]) for times in whole)
 
 
 def exposed_by_unit(found: Sequence[Share]) -> list[tuple[str, float]]:

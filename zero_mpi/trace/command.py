@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.trace FILE [FILE2]`: where the time of each rank went; two files are compared."""
+"""The command: prints where the time of each rank went."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.trace.read import read
-from zero_mpi.trace.tables import comparison, table
+from zero_mpi.trace.tables import table
 
 
 def make_parser() -> Parser:
@@ -22,22 +21,13 @@ def make_parser() -> Parser:
         "To look at it, drop the file on ui.perfetto.dev, which keeps it on your machine, or open it in "
         "chrome://tracing.",
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a time line, .json or .json.gz; two are compared"
-    )
+    parser.add_argument("file", metavar="FILE", help="a time line of --trace, .json or .json.gz")
     return parser
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the tables. Returns the exit status."""
-    files = make_parser().parse_args(arguments).files
-    if len(files) > 2:
-        raise UsageError(f"expected one or two files, got {len(files)}")
-    found = [read(Path(name)) for name in files]
-    lines = list(table(found[0]))
-    if len(found) == 2:
-        lines += ["", *table(found[1]), "", *comparison(*found)]
-    write(lines)
+    """Print the table. Return the exit status."""
+    write(table(read(Path(make_parser().parse_args(arguments).file))))
     return 0
 
 

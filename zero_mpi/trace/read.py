@@ -1,8 +1,14 @@
-"""A time line read back from its file: what each rank did when, in microseconds of one clock."""
+"""A time line read back from its file: what each rank did when, in microseconds of one clock.
+
+A file of ours has one event on each line, so it is read line by line in bounded memory.
+"""
 
 from __future__ import annotations
 
+import gzip
+import os
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +16,22 @@ from typing import Any, NamedTuple
 
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import open_file
+from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
-from zero_mpi.trace.stream import BrokenError, members
 from zero_mpi.trace.trace_events import FIRST
 
 MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
 MOST_RANKS, MOST_STEPS, MOST_BYTES = 1 << 20, 1 << 52, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
+GZIP = b"\x1f\x8b"
+MOST_LINE = 1 << 16  # bytes of an event
+DENSEST, ALWAYS = 50, 8 << 20  # bytes that a packed file may unpack to: for each of its own; in any case
+
+
+class BrokenError(ValueError):
+    """A file is no time line that can be read, for a reason that says all."""
 
 
 class Slice(NamedTuple):
@@ -79,25 +93,45 @@ def read(path: Path) -> Recorded:
 
 
 def recorded(path: Path) -> Recorded:
-    """As `read`; BrokenError for a file that shows what it is, ValueError for any other."""
+    """Read as `read` does; BrokenError for a file that shows what it is, ValueError for any other."""
+    lines = lines_of(path)
+    head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
+    about = head.get("otherData") if isinstance(head, dict) else None
+    if (
+        not isinstance(about, dict)
+        or "zero_mpi" not in about
+        or next(lines, b"").strip() != b'"traceEvents":['
+    ):
+        raise ValueError("it does not begin as one")
     lanes: dict[int, Lane] = {}
-    about: Any = None
-    has_events = False
-    for name, value in members(path):
-        if name == "traceEvents" and isinstance(value, Iterator):
-            has_events = True
-            for event in value:
-                take(event, lanes)
-        elif name == "otherData":
-            about = value
-    if not has_events:
-        raise ValueError("it has no traceEvents")
-    if not isinstance(about, dict) or "zero_mpi" not in about:
-        raise BrokenError("a trace of another program; expected a file of --trace")
+    for line in lines:
+        if line.startswith(b"]"):
+            break
+        take(parse_json(line.rstrip(b",\r\n")), lanes)
+    else:
+        raise BrokenError("broken: it ends too early")
     found = Recorded(path, [lanes[rank] for rank in sorted(lanes)], about)
     if not found.steps:
         raise BrokenError("has no step that is whole; trace again, fewer steps if there were too many")
     return found
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, unpacked where it is packed; FileError, BrokenError, ValueError."""
+    with open_file(path, "a time line") as raw:
+        is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
+        left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
+        try:
+            file = gzip.GzipFile(fileobj=raw) if is_packed else raw
+            while line := file.readline(MOST_LINE):
+                left -= len(line)
+                if left < 0:
+                    raise BrokenError(f"broken, it unpacks to more than {DENSEST} times its size")
+                if not line.endswith(b"\n"):
+                    raise ValueError("a line without an end")
+                yield line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BrokenError(f"broken, it cannot be unpacked: {error}") from None
 
 
 def take(event: Any, lanes: dict[int, Lane]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
 from zero_mpi.cli.text import plural
 from zero_mpi.files.foreign import shown
-from zero_mpi.trace.breakdown import COLUMNS, HIDDEN, OTHER, Share, exposed_by_unit, shares, straggler
+from zero_mpi.trace.breakdown import COLUMNS, HIDDEN, OTHER, Share, exposed_by_unit, shares
 from zero_mpi.trace.read import LATEST, Recorded
-from zero_mpi.trace.trace_events import FAMILIES
 
 UNITS = 5  # of those that are waited for longest
 MEANING = (
@@ -25,8 +23,8 @@ def table(recorded: Recorded) -> Iterator[str]:
     which += f" of {plural(len(found), 'rank')}"
     yield f"{shown(recorded.path)}: {which}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
     yield "milliseconds a step, and their share of it"
-    yield from ("", *by_rank(found), "", *MEANING, "", straggling(recorded, found))
-    yield from (*waited_for(found), *moved(found), *doubts(recorded))
+    yield from ("", *by_rank(found), "", *MEANING, "")
+    yield from (*waited_for(found), *doubts(recorded))
 
 
 def by_rank(found: Sequence[Share]) -> Iterator[str]:
@@ -42,33 +40,12 @@ def by_rank(found: Sequence[Share]) -> Iterator[str]:
         yield f"{share.lane.rank:>4} {ms(share.step):>10}{cells} {ms(share.mean(HIDDEN)):>10} {sent:>9.2f}"
 
 
-def straggling(recorded: Recorded, found: Sequence[Share]) -> str:
-    """The rank that the others wait for."""
-    if len(found) == 1:
-        return "one rank: no waits"
-    slow = straggler(recorded, found)
-    if slow is None:
-        return "straggler: none, the ranks are busy for about as long"
-    return (
-        f"straggler: rank {slow.rank}, busy {ms(slow.ahead)} ms a step longer than the median of the others; "
-        f"last to begin {slow.last} of {slow.transfers} transfers"
-    )
-
-
 def waited_for(found: Sequence[Share]) -> Iterator[str]:
     """What the ranks stand waiting for."""
     longest = exposed_by_unit(found)[:UNITS]
     if longest:
         yield "waited for longest (mean of the ranks, ms a step):"
         yield from (f"  {ms(lasted):>10}  {name}" for name, lasted in longest)
-
-
-def moved(found: Sequence[Share]) -> Iterator[str]:
-    """What the ranks give to each other in a step."""
-    for kind in FAMILIES:
-        sent = [share.sent[kind] / len(share.steps) / 1e6 for share in found]
-        if any(sent):
-            yield f"sent in {kind}: {sum(sent):.2f} MB a step by all ranks, at most {max(sent):.2f} MB by one"
 
 
 def doubts(recorded: Recorded) -> Iterator[str]:
@@ -78,18 +55,6 @@ def doubts(recorded: Recorded) -> Iterator[str]:
         yield f"clocks of different hosts are aligned to {wrong:.0f} us"
     if recorded.about.get("ends_in") is not None:
         yield f"recording ended in step {shown(recorded.about['ends_in'], 40)}: there were too many events"
-
-
-def comparison(first: Recorded, second: Recorded) -> Iterator[str]:
-    """The means of two time lines beside each other."""
-    of_first, of_second = shares(first), shares(second)
-    yield "means of the ranks, ms a step"
-    yield f"{'':12} {'first':>10} {'second':>10} {'second/first':>13}"
-    for name in ("step", *COLUMNS, HIDDEN):
-        one, other = (fmean(share.mean(name) for share in found) for found in (of_first, of_second))
-        if one or other:
-            ratio = f"{other / one:13.2f}" if one else f"{'-':>13}"
-            yield f"{name:12} {ms(one):>10} {ms(other):>10} {ratio}"
 
 
 def ms(microseconds: float) -> str:
