@@ -57,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on three ranks over messages, with the checkpoints of steps 2, 4 and 6."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    where = ["--strategy", "no-shard", "--transport", "mpi", "--async-save"]
+    where = ["--strategy", "no-shard", "--transport", "mpi"]
     train(3, out, *SMALL, *OFTEN, *where, "--data", *text)
     return out
 
@@ -109,6 +109,67 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
     printed = train(1, tmp_path / "out", *SMALL, *OFTEN, "--data", *text)
     assert (tmp_path / "out" / "proof.jsonl").read_bytes() == (whole / "proof.jsonl").read_bytes()
     assert f"proof: {head(whole)}" in printed.splitlines()
+
+
+STOPS = """
+import os, signal
+from zero_mpi.train import command, trainer
+
+rounds = trainer.Trainer.rounds
+
+def rounds_and_stop(self, number):
+    if number == 2 and self.world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    rounds(self, number)
+
+trainer.Trainer.rounds = rounds_and_stop
+command.main()
+"""
+
+
+def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
+    """Others are written, behind the training, and one where a signal stops the run."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
+    out = tmp_path / "out"
+    assert run_job(2, [str(tmp_path / "stops.py"), "--out", str(out), *flags])[0] == 75
+    train(1, out, *flags)
+    assert sorted(path.name[-1] for path in out.glob("step-*")) == ["3", "5", "6"]
+    assert head(out) == head(whole)
+    status, lines = compute(out, "--expect", head(whole))
+    assert status == 0
+    assert [line.partition(":")[0] for line in lines if line.startswith("steps ")] == [
+        "steps 1 to 3", "steps 4 to 5", "steps 6 to 6",
+    ]  # fmt: skip
+
+
+def as_0_1_0(run: Path) -> str:
+    """Write the chain as 0.1.0 did, before there was --bits. Returns its head."""
+
+    def alter(entry: dict[str, Any]) -> None:
+        if "saved" in entry:
+            entry["checkpoint"] = entry.pop("saved")
+        if "run" in entry:
+            del entry["run"]["settings"]["bits"]
+
+    sign(run, alter)
+    return head(run)
+
+
+def test_a_run_of_0_1_0_is_verified_held_to_its_head_and_gone_on_with(run, whole, text):
+    old = as_0_1_0(run)
+    assert old != head(whole)
+    status, lines = compute(run, "--expect", old)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+    shutil.rmtree(run / "step-00000006")
+    rows_of(run / "proof.jsonl", lambda rows: rows[:8])
+    before = (run / "proof.jsonl").read_bytes()
+    train(2, run, *SMALL, *OFTEN, "--data", *text)
+    assert (run / "proof.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:7]))
+    status, lines = compute(run)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
 
 
 def test_yes_on_one_rank(whole):
@@ -264,8 +325,9 @@ def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
         del entry["chain"]
         alter(entry)
         body = json.dumps(entry)
-        before = digest_after(before, body.encode())
-        lines += f'{body[:-1]}, "chain": "{before}"}}\n'
+        digest = digest_after(before, body.encode())
+        lines += f'{body[:-1]}, "chain": "{digest}"}}\n'
+        before = before if "saved" in entry else digest
     (run / "proof.jsonl").write_text(lines)
 
 
@@ -304,8 +366,8 @@ def forge_model(run: Path, step: int) -> None:
     sign(
         run,
         lambda entry: (
-            entry["checkpoint"].update(id=state[ID], state=state[STATE_DIGEST])
-            if entry["step"] == step and "checkpoint" in entry
+            entry["saved"].update(id=state[ID], state=state[STATE_DIGEST])
+            if entry["step"] == step and "saved" in entry
             else None
         ),
     )
@@ -372,7 +434,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "line appended": (
         lambda run: rows_of(run / P, lambda rows: [*rows, rows[-1]]),
-        "proof.jsonl, line 11: it is not",
+        "proof.jsonl, line 11: a checkpoint of step 6",
     ),
     "seed": (other_seed, "--seed is 1 in config.toml, and 0 in the chain in proof.jsonl"),
     "rate": (
@@ -462,7 +524,9 @@ def test_a_story_that_cannot_be_is_refused():
     for wrong in (
         lambda told: told.record(4),
         lambda told: told.record(2),
-        lambda told: told.save(1, "one"),
+        lambda told: told.save(3, "three"),
+        lambda told: [told.save(2, "two"), told.save(2, "two")],
+        lambda told: [told.save(2, "two"), told.save(1, "one")],
         lambda told: told.save(2, "another"),
         lambda told: told.begin(1, {"from": "x"}),
         lambda told: told.begin(0, run),
@@ -475,7 +539,7 @@ def test_a_story_that_cannot_be_is_refused():
 def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, verify):
     """A run of an older version that went on: its first steps have records, of which no chain tells."""
     rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
-    (saved,) = [row["checkpoint"]["id"] for row in rows if row["step"] == 4 and "checkpoint" in row]
+    (saved,) = [row["saved"]["id"] for row in rows if row["step"] == 4 and "saved" in row]
     began = {"step": 4, "run": {**rows[0]["run"], "from": saved}}
     left = [row for row in rows if row["step"] > 4]
     (run / "proof.jsonl").write_text(

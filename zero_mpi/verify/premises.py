@@ -11,7 +11,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import open_checkpoint
 from zero_mpi.checkpoint.state import read_json
 from zero_mpi.config import replay
-from zero_mpi.config.settings import FIELDS, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.session.identity import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
 from zero_mpi.session.resolve import RunSpec
@@ -28,9 +28,8 @@ Facts = Mapping[str, Any]
 
 def check_config(request: Request, claim: Claim) -> None:
     """Raise Differs unless config.toml has the settings of the chain, if there is one."""
-    said = claim.runs[-1].get(SETTINGS)
-    if said is not None:
-        refuse(f"{replay.NAME}", settings_of(request.config), said)
+    if SETTINGS in (said := claim.runs[-1]):  # a setting that came later had its default
+        refuse(f"{replay.NAME}", settings_of(request.config), {**settings_of(Config()), **said[SETTINGS]})
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, stretches: Sequence[Stretch]) -> list[str]:

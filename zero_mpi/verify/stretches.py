@@ -14,7 +14,7 @@ from typing import Any
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.session.identity import SETTINGS
-from zero_mpi.telemetry.proof import ORIGIN
+from zero_mpi.telemetry.proof import CHAIN, ORIGIN
 from zero_mpi.verify.findings import Differs
 
 MOST_JOBS = 1 << 14  # of a run: all that each has said is kept
@@ -64,7 +64,11 @@ class Story:
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
         """A job begins at a step; raises Differs for one that cannot."""
-        origin, goes_on = run.get(ORIGIN), (step, run.get(ORIGIN)) == self._tip
+        origin = run.get(ORIGIN)
+        continues = origin == CHAIN and step == self.at
+        if continues and step == self._tip[0]:
+            origin = self._tip[1]
+        goes_on = continues or (step, origin) == self._tip
         if step < self.at or (step == 0) != (origin is None):
             raise Differs(f"no job can begin at step {step} from {quoted(origin)} after step {self.at}")
         if len(self.runs) == MOST_JOBS:
@@ -86,8 +90,9 @@ class Story:
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """A checkpoint was written; raises Differs if that of the folder is another one."""
-        if not self.runs or step != self.at:
+        """A checkpoint was written, maybe behind later steps; raises Differs if the folder has another."""
+        in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
+        if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
         found = self.id_of(step)
         if found is not None and found != name:
