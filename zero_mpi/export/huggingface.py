@@ -153,9 +153,8 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
     scaling = from_keys if scaling is None else scaling
-    former = (
-        {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
-    )  # where Phi 3's class takes it from
+    # Phi 3's class takes the first context from beside the scaling.
+    former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
