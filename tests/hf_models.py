@@ -31,7 +31,6 @@ LONGROPE = {
     "rope_type": "longrope",
     "long_factor": [1.5, 2.0, 8.0],
     "short_factor": [1.0, 1.25, 1.5],
-    "original_max_position_embeddings": 8,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
@@ -67,7 +66,12 @@ CONFIGS = {
     "gemma3, linear": GEMMA3
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
     "phi3": {"model_type": "phi3", **SIZES},
-    "phi3, long": {"model_type": "phi3", **SIZES, "rope_scaling": LONGROPE},
+    "phi3, long": {
+        "model_type": "phi3",
+        **SIZES,
+        "rope_scaling": LONGROPE,
+        "original_max_position_embeddings": 8,
+    },
     "gpt2": {"model_type": "gpt2", **GPT2, "layer_norm_epsilon": 1e-3},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, "tie_word_embeddings": False},
 }
@@ -90,7 +94,7 @@ def shapes(config):
 
 def gpt2_shapes(config):
     """Of GPT2LMHeadModel."""
-    E, V, F = config["n_embd"], config["vocab_size"], config["n_inner"]
+    E, V, F = config["n_embd"], config["vocab_size"], config.get("n_inner") or 4 * config["n_embd"]
     found = {"transformer.wte.weight": (V, E), "transformer.wpe.weight": (config["n_positions"], E)}
     linear = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
     for i in range(config["n_layer"]):
@@ -186,16 +190,17 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def frequencies(config, D):
-    """Rotary frequencies (D / 2,), scaled as Llama 3 scales them where the configuration asks for it."""
+def frequencies(config, D, T):
+    """Rotary frequencies (D / 2,) for a text of T tokens, scaled as the configuration asks for it."""
     freqs = config["rope_theta"] ** (-np.arange(0, D, 2) / D)
     scaling = config.get("rope_scaling")
-    if scaling is None:
+    if scaling is None or scaling["rope_type"] == "default":
         return freqs
     if scaling["rope_type"] == "linear":
         return freqs / scaling["factor"]
     if scaling["rope_type"] == "longrope":
-        return freqs / scaling["long_factor"]
+        length = "long" if first_context(config) < T else "short"
+        return freqs / scaling[f"{length}_factor"]
     if scaling["rope_type"] == "yarn":
         return yarn(freqs, config, D)
     old, low, high = (
@@ -221,12 +226,19 @@ def yarn(freqs, config, D):
     return freqs / scaling["factor"] * ramp + freqs * (1 - ramp)
 
 
+def first_context(config):
+    """Phi 3's class has it beside the scaling, with a default of its own."""
+    return config.get("original_max_position_embeddings", 4096)
+
+
 def magnitude(config):
     """What YaRN and LongRoPE multiply q and k by."""
-    scaling = config.get("rope_scaling") or {}
+    scaling, old = config.get("rope_scaling") or {}, first_context(config)
+    if scaling.get("attention_factor"):
+        return scaling["attention_factor"]
     if scaling.get("rope_type") == "longrope":
-        old = scaling["original_max_position_embeddings"]
-        return np.sqrt(1 + np.log(config["max_position_embeddings"] / old) / np.log(old))
+        times = scaling.get("factor") or config["max_position_embeddings"] / old
+        return np.sqrt(1 + np.log(times) / np.log(old)) if times > 1 else 1
     return 1 + 0.1 * np.log(scaling["factor"]) if scaling.get("rope_type") == "yarn" else 1
 
 
@@ -287,11 +299,13 @@ def self_attention(config, w, i, x):
     q, k, v = (y.reshape(T, -1, D).swapaxes(0, 1) for y in (q, k, v))
     if kind in HEAD_NORMS:
         q, k = (rms_norm(y, w[f"{prefix}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
-    window = config["sliding_window"] if kind == "gemma3_text" and (i + 1) % 6 else None
+    kinds = config.get("layer_types")
+    sees_all = kinds[i] == "full_attention" if kinds else (i + 1) % 6 == 0
+    window = config["sliding_window"] if kind == "gemma3_text" and not sees_all else None
     if window is not None:
         config = config | {"rope_theta": 10000.0, "rope_scaling": None}
     if kind != "smollm3" or (i + 1) % config.get("no_rope_layer_interval", 4):
-        q, k = (magnitude(config) * rotate(y, frequencies(config, D)) for y in (q, k))
+        q, k = (magnitude(config) * rotate(y, frequencies(config, D, T)) for y in (q, k))
     return linear(w, f"{prefix}.o_proj", attend(q, k, v, config.get("attention_multiplier"), window))
 
 

@@ -17,7 +17,7 @@ from random import Random
 import wild
 from fuzz_toml import as_toml, clean
 
-from zero_mpi.telemetry.proof import FIRST, digest_after
+from zero_mpi.telemetry.proof import FIRST, KINDS, SAVED, digest_after
 
 SIZES = ["--layers", "1", "--dim", "8", "--heads", "1", "--ffn", "8", "--context", "8", "--batch-size", "2"]
 TRAIN = ["-m", "zero_mpi.train", "--data", "text.txt", "--out", "run", "--sample", "0", "--eval-windows", "1"]
@@ -122,8 +122,10 @@ def signed(random: Random, folder: Path) -> list[str]:
     for row in rows * random.choice([1, 1, 1, 2, 500 if small else 2]):
         chained = {key: value for key, value in row.items() if key != "chain"} if type(row) is dict else row
         body = wild.as_text(chained, random)
-        head = digest_after(head, body)
-        lines.append(body[:-1] + f', "chain": "{head}"}}\n'.encode())
+        digest = digest_after(head, body)
+        lines.append(body[:-1] + f', "chain": "{digest}"}}\n'.encode())
+        if type(row) is not dict or next((kind for kind in KINDS if kind in row), None) != SAVED:
+            head = digest
     (run / "proof.jsonl").write_bytes(b"".join(lines))
     return random.choice([VERIFY, VERIFY, COMPARE, command(random)])
 

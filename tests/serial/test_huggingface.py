@@ -253,11 +253,12 @@ REFUSED: list[tuple[str, Edit, str]] = [
         "attention_factor: expected 1.13863",
     ),
     ("llama", {"rope_scaling": hf_models.YARN | {"truncate": False}}, "truncate: expected True"),
+    ("llama", {"rope_scaling": hf_models.YARN | {"truncate": None}}, "truncate: expected True"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a number"),
     (
         "qwen2",
         {"rope_scaling": hf_models.LLAMA3},
-        "rope_type: expected default, linear or yarn, or llama3 for llama",
+        r"rope_type: expected default, linear, yarn \(only\), found 'llama3'",
     ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "one setting for all layers"),
@@ -316,7 +317,14 @@ REFUSED: list[tuple[str, Edit, str]] = [
         {"rope_scaling": hf_models.LONGROPE | {"short_factor": None}},
         "short_factor: expected a list of 3",
     ),
-    ("llama", {"rope_scaling": hf_models.LONGROPE}, "rope_type: expected default, linear or yarn"),
+    ("llama", {"rope_scaling": hf_models.LONGROPE}, "rope_type: expected default, linear, yarn, llama3"),
+    ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: .*longrope.*'linear'"),
+    (
+        "phi3",
+        {"rope_scaling": hf_models.LONGROPE | {"original_max_position_embeddings": 8}},
+        "original_max_position_embeddings: expected 8 beside rope_scaling",
+    ),
+    ("gemma3", {"rope_parameters": {"rope_theta": 500.0}}, "rope_parameters: expected an object for each"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: expected True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: expected False"),
@@ -489,15 +497,24 @@ class Fake:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "changes", "message"),
     [
-        ({"blk__0__attn_q__bias": 0}, "biases of attn_q alone"),
-        ({"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not of Llama 3's kind"),
-        ({"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ in width"),
-        ({"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba' has no Hugging Face form"),
+        ("llama", {"blk__0__attn_q__bias": 0}, "biases of attn_q alone"),
+        ("llama", {"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not of Llama 3's kind"),
+        ("llama", {"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ"),
+        (
+            "llama",
+            {"metadata": {"general.architecture": "mamba"}},
+            "architecture 'mamba' has no Hugging Face",
+        ),
+        ("phi3", {"metadata": {"phi3.rope.scaling.factor": np.float32(2)}}, "by keys, .*config.json of phi3"),
+        ("phi3", {"metadata": {"phi3.rope.scaling.attn_factor": np.float32(2)}}, "attn_factor alone"),
+        ("phi3", {"rope_factors_long__weight": [1.0, 1.5, 2.0]}, "rope_factors_long.weight alone"),
     ],
 )
-def test_what_a_configuration_cannot_say_is_refused(tmp_path: Path, changes: Edit, message: str) -> None:
-    source = Fake(open_weights(make(tmp_path, "llama")), **changes)
+def test_what_a_configuration_cannot_say_is_refused(
+    tmp_path: Path, name: str, changes: Edit, message: str
+) -> None:
+    source = Fake(open_weights(make(tmp_path, name)), **changes)
     with pytest.raises(UsageError, match=message):
         config_json(source, "float32")

@@ -1,4 +1,4 @@
-"""`proof.jsonl`: a chain that nobody changes unseen, what a resume keeps of it, checkpoints in their turn."""
+"""`proof.jsonl`: a chain that nobody changes unseen, what a resume keeps of it, checkpoints beside it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,35 @@ import pytest
 from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS
 from zero_mpi.session.identity import NAMES
-from zero_mpi.telemetry.proof import FIRST, Broken, JobStart, Proof, bits_of, digest_after, read_proof
+from zero_mpi.telemetry.proof import (
+    FIRST,
+    Broken,
+    JobStart,
+    Proof,
+    bits_of,
+    digest_after,
+    read_proof,
+)
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
+OTHER = {**RUN, "settings": {"seed": 2}}
+# The chain of `path` as 0.1.0 wrote it, where a checkpoint's digest was the next head.
+OLD = """\
+{"step": 0, "run": {"from": null, "settings": {"seed": 1}, "machine": {"threads": 1}}, "chain": \
+"61d1dcbbab75d9ed870e168ee3d6ccba472f6781d1edd31f835d8e82536bb29b"}
+{"step": 1, "record": {"loss": 1.0}, "chain": \
+"cb36393786635a6b01eb718e56a15e30675e09bfb0ea79a44c1fabd1358d0605"}
+{"step": 2, "record": {"loss": 0.5}, "chain": \
+"95f275e28b4866a899e432aeba84d2906e78ec8a374399758aad3b445369a082"}
+{"step": 2, "checkpoint": {"id": "id 2", "state": "state 2"}, "chain": \
+"42c9e5936ee1cf7003521baeb0ec5dae454526bcf1efd5a20c0f681d338d5e38"}
+{"step": 3, "record": {"loss": 0.3333333333333333}, "chain": \
+"c97786439b67bf0224253507c58e1b6d59f8fb0bb61aa7c43c6ad667a115b13c"}
+{"step": 4, "record": {"loss": 0.25}, "chain": \
+"57a9e5650c8f5f8f486500a809ad2b4d1d11c5b695a8870d2eaaf715603547c2"}
+{"step": 4, "checkpoint": {"id": "id 4", "state": "state 4"}, "chain": \
+"17d4b04891f06964ff9efc59d215c9cd5009044612817f01cb469c953c49ee35"}
+"""
 
 
 def write(path: Path, start: JobStart, steps: range, saves: tuple[int, ...] = ()) -> Proof:
@@ -21,10 +47,13 @@ def write(path: Path, start: JobStart, steps: range, saves: tuple[int, ...] = ()
     for step in steps:
         proof.record(step, {"loss": 1.0 / step, "step_seconds": 2.5})
         if step in saves:
-            proof.saving(step)
             proof.saved(step, f"id {step}", f"state {step}")
     proof.close()
     return proof
+
+
+def head_of(path: Path) -> str:
+    return list(read_proof(path))[-1].head
 
 
 def kinds(path: Path) -> list[tuple[int, str]]:
@@ -50,7 +79,8 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
     head = FIRST
     for line, raw in zip(lines, path.read_bytes().splitlines(), strict=True):
         body = json.loads(raw)
-        assert body.pop("chain") == (head := digest_after(head, json.dumps(body).encode())) == line.head
+        assert body.pop("chain") == (digest := digest_after(head, json.dumps(body).encode()))
+        assert line.head == (head := head if "saved" in body else digest)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +89,14 @@ def test_lines_hold_what_is_bits_and_each_stands_for_those_before(path):
         (lambda rows: [*rows[:2], rows[2].replace(b"0.5", b"0.6"), *rows[3:]], 3),
         (lambda rows: [*rows[:1], *rows[2:]], 2),
         (lambda rows: [rows[0], rows[2], rows[1], *rows[3:]], 2),
-        (lambda rows: [*rows, rows[-1]], 8),
+        (lambda rows: [*rows, rows[-2]], 8),
+        (lambda rows: [*rows[:3], *rows[4:6], rows[3], rows[6]], 6),
         (lambda rows: [*rows, b"\n"], 8),
         (lambda rows: [rows[0].replace(b": ", b":", 1), *rows[1:]], 1),
         (lambda rows: [*rows[:3], rows[3][:-20]], 4),
         (lambda rows: [b"x" * (3 << 20)], 1),
     ],
-    ids=["changed", "removed", "exchanged", "appended", "empty", "spaces", "torn", "long"],
+    ids=["changed", "removed", "exchanged", "appended", "moved", "empty", "spaces", "torn", "long"],
 )
 def test_whatever_is_done_to_a_line_shows_at_it(path, change, number):
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
@@ -90,15 +121,59 @@ def test_what_is_signed_and_no_line_is_refused(tmp_path, body):
 
 
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
-    """Whatever a kill left behind the checkpoint: records after it, half a line, or not even its own line."""
+    """Whatever a kill left behind the checkpoint: records after it, half a line, or not even its own line.
+
+    A line that came late is put in its place, also where the checkpoint is gone on from in another folder.
+    """
     whole = path.read_bytes()
     rows = whole.splitlines(keepends=True)
-    resumed = JobStart(2, RUN, "id 2", "state 2", own=True)
-    for left in (whole, b"".join(rows[:5]) + rows[5][:30], b"".join(rows[:4]), b"".join(rows[:3])):
+    behind = Proof(tmp_path / "behind", JobStart(0, RUN))
+    for step in (1, 2, 3):
+        behind.record(step, {"loss": 1.0 / step})
+    behind.saved(2, "id 2", "state 2")
+    behind.close()
+    late = (tmp_path / "behind").read_bytes()
+    for left, own in (
+        (whole, True), (b"".join(rows[:5]) + rows[5][:30], True), (b"".join(rows[:4]), True),
+        (b"".join(rows[:3]), True), (whole, False), (late, True), (late, False),
+    ):  # fmt: skip
         path.write_bytes(left)
-        proof = write(path, resumed, range(3, 5), (4,))
+        proof = write(path, JobStart(2, RUN, "id 2", "state 2", own), range(3, 5), (4,))
         assert path.read_bytes() == whole
-        assert proof.head == json.loads(rows[-1])["chain"]
+        assert proof.head == head_of(path)
+
+
+def test_the_head_is_of_what_was_computed(path, tmp_path):
+    """Not of when checkpoints were written, where a job was stopped, or of a job that made no step."""
+    other = tmp_path / "other"
+
+    def stopped(*jobs: tuple[JobStart, range]) -> str:
+        other.unlink(missing_ok=True)
+        for start, steps in jobs:
+            write(other, start, steps, (steps.stop - 1,))
+        return head_of(other)
+
+    def own(step: int, run: dict = RUN) -> JobStart:
+        return JobStart(step, run, f"id {step}", f"state {step}", own=True)
+
+    first = JobStart(0, RUN)
+    assert stopped((first, range(1, 5))) == head_of(path)
+    assert stopped((first, range(1, 2)), (own(1), range(2, 4)), (own(3), range(4, 5))) == head_of(path)
+    changed = stopped((first, range(1, 4)), (own(3, OTHER), range(4, 5)))
+    assert changed != head_of(path)
+    begun = {**RUN, "settings": {"seed": 3}}
+    assert stopped((first, range(1, 4)), (own(3, begun), range(0)), (own(3, OTHER), range(4, 5))) == changed
+
+
+def test_a_chain_of_0_1_0_is_read_and_gone_on_with(path):
+    path.write_text(OLD)
+    assert kinds(path)[3] == (2, "checkpoint")
+    assert head_of(path) == "17d4b04891f06964ff9efc59d215c9cd5009044612817f01cb469c953c49ee35"
+    write(path, JobStart(4, RUN, "id 4", "state 4", own=True), range(5, 7), (6,))
+    assert path.read_text().startswith(OLD)
+    assert kinds(path)[7:] == [(5, "record"), (6, "record"), (6, "checkpoint")]
+    write(path, JobStart(2, RUN, "id 2", "state 2", own=True), range(3, 4))
+    assert kinds(path)[3:] == [(2, "checkpoint"), (3, "record")]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +193,8 @@ def test_what_does_not_simply_go_on_says_from_where(path, start, kept):
     before = kinds(path)
     write(path, start, range(start.step + 1, start.step + 2))
     assert kinds(path) == [*before[:kept], (start.step, "run"), (start.step + 1, "record")]
-    assert list(read_proof(path))[kept].value == {"from": start.origin, **start.run}
+    origin = "chain" if start.own and start.origin == "id 2" else start.origin
+    assert list(read_proof(path))[kept].value == {"from": origin, **start.run}
 
 
 def test_a_broken_chain_is_kept_up_to_where_it_broke(path):
@@ -126,21 +202,6 @@ def test_a_broken_chain_is_kept_up_to_where_it_broke(path):
     path.write_bytes(b"".join([*rows[:2], rows[2].replace(b"0.5", b"0.6"), *rows[3:]]))
     write(path, JobStart(4, RUN, "id 4", "state 4", own=True), range(5, 6))
     assert kinds(path) == [(0, "run"), (1, "record"), (4, "run"), (5, "record")]
-
-
-def test_a_checkpoint_behind_training_keeps_its_place(path, tmp_path):
-    """The line of a save that takes three steps comes where that of one comes which nobody waited for."""
-    proof = Proof(tmp_path / "behind", JobStart(0, RUN))
-    for step in range(1, 5):
-        if step == 4:
-            proof.saved(2, "id 2", "state 2")
-        proof.record(step, {"loss": 1.0 / step})
-        if step in (2, 4):
-            proof.saving(step)
-        assert len(kinds(tmp_path / "behind")) == [2, 3, 3, 6][step - 1], "records wait for their turn"
-    proof.saved(4, "id 4", "state 4")
-    proof.close()
-    assert (tmp_path / "behind").read_bytes() == path.read_bytes()
 
 
 # Settings that move no bit of a record or checkpoint, as tests of exactness show for those of computing.

@@ -35,10 +35,10 @@ from zero_mpi.checkpoint.sound import (
 )
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.telemetry.proof import FIRST, digest_after, read_proof
+from zero_mpi.telemetry.proof import BITS, FIRST, digest_after, read_proof
 from zero_mpi.verify.command import command
 from zero_mpi.verify.findings import Differs
-from zero_mpi.verify.stretches import Story, Stretch, between, drawn
+from zero_mpi.verify.stretches import Story, Stretch, between, drawn, gaps
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0", "--device", "cpu"]
@@ -57,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on three ranks over messages, with the checkpoints of steps 2, 4 and 6."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    where = ["--strategy", "no-shard", "--transport", "mpi", "--async-save"]
+    where = ["--strategy", "no-shard", "--transport", "mpi"]
     train(3, out, *SMALL, *OFTEN, *where, "--data", *text)
     return out
 
@@ -111,12 +111,73 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
     assert f"proof: {head(whole)}" in printed.splitlines()
 
 
+STOPS = """
+import os, signal
+from zero_mpi.train import command, trainer
+
+rounds = trainer.Trainer.rounds
+
+def rounds_and_stop(self, number):
+    if number == 2 and self.world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    rounds(self, number)
+
+trainer.Trainer.rounds = rounds_and_stop
+command.main()
+"""
+
+
+def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
+    """Others are written, behind the training, and one where a signal stops the run."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
+    out = tmp_path / "out"
+    assert run_job(2, [str(tmp_path / "stops.py"), "--out", str(out), *flags])[0] == 75
+    train(1, out, *flags)
+    assert sorted(path.name[-1] for path in out.glob("step-*")) == ["3", "5", "6"]
+    assert head(out) == head(whole)
+    status, lines = compute(out, "--expect", head(whole))
+    assert status == 0
+    assert [line.partition(":")[0] for line in lines if line.startswith("steps ")] == [
+        "steps 1 to 3", "steps 4 to 5", "steps 6 to 6",
+    ]  # fmt: skip
+
+
+def as_0_1_0(run: Path) -> str:
+    """Write the chain as 0.1.0 did, before there was --bits. Returns its head."""
+
+    def alter(entry: dict[str, Any]) -> None:
+        if "saved" in entry:
+            entry["checkpoint"] = entry.pop("saved")
+        if "run" in entry:
+            del entry["run"]["settings"]["bits"]
+
+    sign(run, alter)
+    return head(run)
+
+
+def test_a_run_of_0_1_0_is_verified_held_to_its_head_and_gone_on_with(run, whole, text):
+    old = as_0_1_0(run)
+    assert old != head(whole)
+    status, lines = compute(run, "--expect", old)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+    shutil.rmtree(run / "step-00000006")
+    rows_of(run / "proof.jsonl", lambda rows: rows[:8])
+    before = (run / "proof.jsonl").read_bytes()
+    train(2, run, *SMALL, *OFTEN, "--data", *text)
+    assert (run / "proof.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:7]))
+    status, lines = compute(run)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+
+
 def test_yes_on_one_rank(whole):
     """Each stretch is named, nothing is written into the folder, the published head is that of the chain."""
     before = content(whole)
     status, lines = compute(whole, "--expect", head(whole), "--strategy", "full-shard", "--transport", "auto")
     assert status == 0
-    assert lines[0] == f"chain: whole up to step 6, proof {head(whole)}"
+    assert lines[0] == f"chain: whole, proof {head(whole)}"
     assert lines[1] == "files: sound, the tensors of 3 checkpoints too"
     assert [line.partition(":")[0] for line in lines[2:5]] == [
         f"steps {n}" for n in ("1 to 2", "3 to 4", "5 to 6")
@@ -177,9 +238,11 @@ def test_a_run_goes_on_with_other_settings_each_job_is_computed_with_its_own(tex
     ]
     shutil.rmtree(out / "step-00000003")
     status, lines = compute(out)
-    assert status == 0, lines
+    assert status == 3, lines
     assert "note: 1 of 2 checkpoints are not there any more" in lines
-    assert lines[-1].endswith("; steps 4-5 cannot be, for the state before them is not there")
+    assert lines[-1].startswith("incomplete: ")
+    assert "; steps 4-5 cannot be" in lines[-1]
+    assert compute(out, "--to", 3)[0] == 0
 
 
 OTHERS = {
@@ -264,8 +327,9 @@ def sign(run: Path, alter: Callable[[dict[str, Any]], None]) -> None:
         del entry["chain"]
         alter(entry)
         body = json.dumps(entry)
-        before = digest_after(before, body.encode())
-        lines += f'{body[:-1]}, "chain": "{before}"}}\n'
+        digest = digest_after(before, body.encode())
+        lines += f'{body[:-1]}, "chain": "{digest}"}}\n'
+        before = before if "saved" in entry else digest
     (run / "proof.jsonl").write_text(lines)
 
 
@@ -304,8 +368,8 @@ def forge_model(run: Path, step: int) -> None:
     sign(
         run,
         lambda entry: (
-            entry["checkpoint"].update(id=state[ID], state=state[STATE_DIGEST])
-            if entry["step"] == step and "checkpoint" in entry
+            entry["saved"].update(id=state[ID], state=state[STATE_DIGEST])
+            if entry["step"] == step and "saved" in entry
             else None
         ),
     )
@@ -372,7 +436,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "line appended": (
         lambda run: rows_of(run / P, lambda rows: [*rows, rows[-1]]),
-        "proof.jsonl, line 11: it is not",
+        "proof.jsonl, line 11: a checkpoint of step 6",
     ),
     "seed": (other_seed, "--seed is 1 in config.toml, and 0 in the chain in proof.jsonl"),
     "rate": (
@@ -384,7 +448,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
             other_seed(run),
             sign(run, lambda e: "run" in e and e["run"]["settings"].update(seed=1)),
         ),
-        "--seed is 1 here, and 0 in the checkpoint of step 2",
+        "--seed is 0 in the checkpoint of step 2, and 1 in the chain",
     ),
     "loss, signed": (lambda run: forge_record(run, 4), "step 4: loss is 4.25 in the records, and "),
     "model, signed": (lambda run: forge_model(run, 4), "step 4: element 7 of blk.0.ffn_up.weight is "),
@@ -430,19 +494,90 @@ def test_parts_are_whole_stretches_and_a_sample_is_drawn_by_its_seed(run):
     lines = compute(run, "--sample", 2, "--seed", 5)[1]
     assert lines[2] == "sample: 2 of 3 stretches, by --seed 5"
     assert [line.startswith("steps ") for line in lines].count(True) == 2
-    assert compute(run, "--sample", 0)[1][-1].endswith("; no step was computed again")
+
+
+def invent(run: Path) -> None:
+    """Records that nobody computed, of a chain that begins at a checkpoint of which nothing is there."""
+    rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+    (run / "latest").unlink()
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    invented = [{"step": 100, "run": {**rows[0]["run"], "from": "ab" * 16}}]
+    invented += [{"step": step, "record": {"loss": 1 / step}} for step in range(101, 109)]
+    (run / "proof.jsonl").write_text("".join(f"{json.dumps({**row, 'chain': ''})}\n" for row in invented))
+    sign(run, lambda entry: None)
+    left = {key: value for key, value in record.items() if key not in BITS}
+    told = [left | {"step": step, "loss": 1 / step} for step in range(101, 109)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in told))
+
+
+def fast(run: Path) -> None:
+    replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
+    sign(run, lambda entry: "run" in entry and entry["run"]["settings"].update(reduction="fast"))
+
+
+NOT_COMPUTED: dict[str, tuple[Callable[[Path], object], list[object]]] = {
+    "invented": (invent, []),
+    "no sample": (lambda run: None, ["--sample", 0]),
+    "fast": (fast, []),
+    "fast, without a chain": (lambda run: (fast(run), (run / "proof.jsonl").unlink()), []),
+    "no such steps": (invent, ["--from", 101, "--to", 104]),
+}
+
+
+@pytest.mark.parametrize("what", NOT_COMPUTED)
+def test_what_was_not_computed_is_no_yes(what, run, verify):
+    alter, flags = NOT_COMPUTED[what]
+    alter(run)
+    status, lines = verify(run, *flags)
+    assert status == 3
+    assert lines[-1].startswith("incomplete: ")
+    assert "no step was computed again" in lines[-1]
+
+
+def test_steps_that_the_run_has_not_made_are_no_yes(run):
+    status, lines = compute(run, "--from", 4, "--to", 9)
+    assert status == 3
+    assert "steps 5-6 have the same bits" in lines[-1]
+    assert "steps 7-9 cannot be" in lines[-1]
+
+
+def test_a_record_after_the_chain_is_held_to_computing(run):
+    """A kill came between the record and its line."""
+    shutil.rmtree(run / "step-00000006")
+    (run / "latest").unlink()
+    rows_of(run / "proof.jsonl", lambda rows: rows[:-2])
+    (run / "status.json").write_text('{"state": "running"}')
+    status, lines = compute(run)
+    assert status == 0, lines
+    assert "steps 1-6 have the same bits" in lines[-1]
+    change(run / "metrics.jsonl", 5, loss=4.25)
+    assert compute(run)[1][-1].startswith("no: step 6: loss is 4.25 ")
+
+
+def test_without_computing_a_checkpoint_is_held_to_the_settings_of_the_chain(run, verify):
+    """Of another run: all files are sound and signed, and only its own settings are others."""
+    DOCTORED["seed, signed"][0](run)
+    status, lines = verify(run, "--sample", 0)
+    assert status == 1
+    assert "--seed is 0 in the checkpoint of step 2, and 1 in the chain" in lines[-1]
 
 
 def test_bounds_without_a_step_are_bad_usage(run, verify):
-    with pytest.raises(UsageError, match="--from 6 --to 6: no step between them can be"):
+    with pytest.raises(UsageError, match="--from 6 --to 6: "):
         verify(run, "--from", 6)
 
 
 def test_stretches_between_states_and_drawn():
     all_of = [Stretch(start, start + 10, True, 0) for start in (0, 10, 20, 30)]
-    assert between(all_of, None, None) == all_of
+    assert between(all_of, 0, 40) == all_of
     assert between(all_of, 10, 30) == all_of[1:3]
     assert between(all_of, 11, 29) == all_of[1:3]
+    assert gaps(all_of, 0, 40) == gaps(all_of[1:3], 11, 29) == []
+    assert gaps(all_of, 5, 45) == [(40, 45)]
+    assert gaps([all_of[1], all_of[3]], 0, 40) == [(0, 10), (20, 30)]
+    assert gaps([], 3, 7) == [(3, 7)]
     assert drawn(all_of, 9, 1) == all_of
     assert drawn(all_of, 2, 1) == drawn(all_of, 2, 1)
     assert len({tuple(one.start for one in drawn(all_of, 2, seed)) for seed in range(99)}) == 6
@@ -462,7 +597,9 @@ def test_a_story_that_cannot_be_is_refused():
     for wrong in (
         lambda told: told.record(4),
         lambda told: told.record(2),
-        lambda told: told.save(1, "one"),
+        lambda told: told.save(3, "three"),
+        lambda told: [told.save(2, "two"), told.save(2, "two")],
+        lambda told: [told.save(2, "two"), told.save(1, "one")],
         lambda told: told.save(2, "another"),
         lambda told: told.begin(1, {"from": "x"}),
         lambda told: told.begin(0, run),
@@ -475,15 +612,18 @@ def test_a_story_that_cannot_be_is_refused():
 def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, verify):
     """A run of an older version that went on: its first steps have records, of which no chain tells."""
     rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
-    (saved,) = [row["checkpoint"]["id"] for row in rows if row["step"] == 4 and "checkpoint" in row]
+    (saved,) = [row["saved"]["id"] for row in rows if row["step"] == 4 and "saved" in row]
     began = {"step": 4, "run": {**rows[0]["run"], "from": saved}}
     left = [row for row in rows if row["step"] > 4]
     (run / "proof.jsonl").write_text(
         "".join(f"{json.dumps(row)}\n" for row in [{**began, "chain": ""}, *left])
     )
     sign(run, lambda entry: None)
-    status, lines = verify(run, "--sample", 0)
-    assert status == 0
+    status, lines = compute(run)
+    assert status == 3
+    assert lines[-1].startswith("incomplete: ")
+    assert "steps 5-6 have the same bits, computed again on 1 rank; steps 1-4 cannot be" in lines[-1]
+    assert compute(run, "--from", 4)[0] == 0
     assert lines[1:3] == [
         "note: steps 1 to 4 are not in proof.jsonl: they are held to nothing",
         "note: not of this run, or given up by it: step-00000002",
@@ -502,6 +642,3 @@ def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
         verify(run, "--seed", 1 << 32)
     replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
     (run / "proof.jsonl").unlink()
-    with pytest.raises(UsageError, match="--reduction fast: its sums depend on ranks"):
-        verify(run)
-    assert verify(run, "--sample", 0)[0] == 0

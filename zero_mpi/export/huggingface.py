@@ -20,9 +20,11 @@ from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
 from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
 from zero_mpi.checkpoint.huggingface.rope import (
+    FORMER,
     FULL,
     LLAMA3,
     LONG_FACTORS,
+    LONGROPE,
     ROPE_FREQS,
     SLIDING,
     kept_scaling,
@@ -71,9 +73,9 @@ class Keys:
         if self.arch not in FAMILIES:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face form here")
 
-    def size(self, name: str) -> int | None:
+    def size(self, name: str, least: int = 1) -> int | None:
         """The whole number at ARCH.NAME; None where it is absent."""
-        return self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE)
+        return self.keys.whole(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """The number at ARCH.NAME as JSON has it; `default` where it is absent."""
@@ -147,9 +149,12 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
     if kind.longrope:
         scaling = longrope(keys)
-    if scaling is not None and from_keys is not None:
-        raise FileError(f"{keys.source.path}: frequencies are scaled twice, which config.json cannot say")
+    if from_keys is not None and (kind.longrope or scaling is not None):
+        problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
     scaling = from_keys if scaling is None else scaling
+    # Phi 3's class takes the first context from beside the scaling.
+    former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
@@ -157,6 +162,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": base,
         "rope_scaling": scaling,
+        **former,
         **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
         **window_settings(keys, kind),
         **bias_settings(keys.source, kind),
@@ -168,7 +174,7 @@ def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     """Which blocks see how far back, where there are such with a window."""
     if not kind.period:
         return {}
-    window = keys.size("attention.sliding_window")
+    window = keys.size("attention.sliding_window", 0) or None  # 0: all layers see all positions
     blocks = range(1, 1 + (keys.size("block_count") or 0))
     return {
         "sliding_window": window,
@@ -199,7 +205,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": former}
+        return {"rope_type": kind, "factor": factor, FORMER: former}
     if factor == 1:
         factor = keys.number("rope.scale_linear", 1.0)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -208,15 +214,15 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 def longrope(keys: Keys) -> dict[str, Any] | None:
     """Phi 3's scaling, which two tensors and two keys describe, or None; FileError for one tensor alone."""
     names = [name for name in LONG_FACTORS if name in keys.source.tensors]
-    if not names:
+    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
+    if not names and magnitude == 1:
         return None
     if len(names) < len(LONG_FACTORS):
-        raise FileError(f"{keys.source.path}: {names[0]} alone, and config.json takes both")
+        found = names[0] if names else "rope.scaling.attn_factor"
+        raise FileError(f"{keys.source.path}: {found} alone, and config.json takes all that LongRoPE has")
     factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
-    about = {"original_max_position_embeddings": former, "attention_factor": magnitude}
-    return {"rope_type": "longrope", **factors, **about}
+    return {"rope_type": LONGROPE, **factors, FORMER: former, "attention_factor": magnitude}
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
@@ -229,7 +235,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
         return None
     found, kept = source.read(ROPE_FREQS), kept_scaling(source.metadata)
     usual = LLAMA3_USUAL | {"factor": float(found.max())}
-    guesses = (usual | {"original_max_position_embeddings": context} for context in FORMER_CONTEXTS)
+    guesses = (usual | {FORMER: context} for context in FORMER_CONTEXTS)
     for guess in chain([] if kept is None else [kept], guesses):
         made = llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):

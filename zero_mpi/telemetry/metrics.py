@@ -79,11 +79,6 @@ class Records:
         self._attempt(write)
         self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
-    def saving(self, step: int) -> None:
-        """The checkpoint of a step is about to be written."""
-        if self._chain is not None:
-            self._attempt(partial(self._chain.saving, step))
-
     def saved(self, step: int, name: str, state: str) -> None:
         """The checkpoint of a step is complete: its id, and the digest of its tensors."""
         if self._chain is not None:
@@ -91,7 +86,7 @@ class Records:
 
     @property
     def head(self) -> str:
-        """The digest that stands for all that was recorded and saved; empty where there is none."""
+        """The digest that stands for all that was recorded; empty where there is none."""
         return "" if self._chain is None else self._chain.head
 
     def _attempt(self, write: Callable[[], None]) -> None:

@@ -1,21 +1,22 @@
 """`OUT/proof.jsonl`: what a run claims, as a chain of lines that nobody changes unseen.
 
-    {"step": 0, "run": {...}, "chain": HEX}         what the bits of the steps from here on depend on
-    {"step": 1, "record": {...}, "chain": HEX}      of a record of metrics.jsonl what is bits, not time
-    {"step": 1, "checkpoint": {...}, "chain": HEX}  the id of a checkpoint, which stands for all that is in it
+    {"step": 0, "run": {...}, "chain": HEX}      what the bits of the steps from here on depend on
+    {"step": 1, "record": {...}, "chain": HEX}   the part of a record of metrics.jsonl that is bits, not time
+    {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which stands for all that is in it
 
-HEX is the sha256 over the HEX of the line before and the line without it, so the last one stands for all: the
-head. Nothing in it depends on ranks, strategy, transport, folder or time, so runs of the same bits have the
-same file. At a resume what comes after the checkpoint goes, as it goes from metrics.jsonl.
+HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or a record is the
+next head, so the last head stands for all that was computed. The line of a checkpoint is bound to its
+place and leaves the head as it is. Runs of the same bits have the same head: it depends on no rank,
+strategy, transport, folder, time or checkpoint. In chains of 0.1.0 a checkpoint ("checkpoint", not
+"saved") made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,9 @@ from zero_mpi.files.open import MOST_LINE, exists, open_file, reason
 from zero_mpi.files.parse import parse_json
 
 PROOF = "proof.jsonl"
-RUN, RECORD, CHECKPOINT = "run", "record", "checkpoint"
-KINDS = (RUN, RECORD, CHECKPOINT)
+RUN, RECORD, CHECKPOINT, SAVED = "run", "record", "checkpoint", "saved"
+KINDS = (RUN, RECORD, CHECKPOINT, SAVED)
+CHAIN = "chain"  # the origin of a job that goes on, by other settings, from the state that the chain leads to
 FIRST = "0" * 64  # what stands before the first line
 ID, ORIGIN = "id", "from"  # of a checkpoint; of the one that a run goes on from
 MOST_STEPS = 1 << 52  # a larger number is no step
@@ -45,7 +47,7 @@ class Broken(ValueError):
 
 
 class Line(NamedTuple):
-    """A line of a chain. head: its digest; end: where it ends in the file, in bytes."""
+    """A line of a chain, SAVED read as CHECKPOINT. head: of the chain after it; end: its end in bytes."""
 
     number: int
     step: int
@@ -96,7 +98,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def opened(number: int, raw: bytes, before: str, start: int) -> Line:
-    """The line that comes after one with the digest `before`; raises Broken for anything else."""
+    """The line that comes after the head `before`; raises Broken for anything else."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
@@ -111,7 +113,8 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
     step = entry.get("step") if kind else None
     if kind is None or type(step) is not int or not 0 <= step <= MOST_STEPS or type(entry[kind]) is not dict:
         raise Broken(number, "expected a step, and what was run, recorded or saved then")
-    return Line(number, step, kind, entry[kind], digest_after(before, body), start + len(raw))
+    head = before if kind == SAVED else digest_after(before, body)
+    return Line(number, step, CHECKPOINT if kind == SAVED else kind, entry[kind], head, start + len(raw))
 
 
 def digest_after(before: str, body: bytes) -> str:
@@ -124,8 +127,11 @@ def digest_after(before: str, body: bytes) -> str:
 
 @dataclass
 class Kept:
-    """What stays of a chain at a resume. at: the last step that it knows of; tip: the state of a checkpoint
-    that it knows last, and its step.
+    """What stays of a chain at a resume.
+
+    at     the last step
+    tip    step and id of the last checkpoint
+    late   the checkpoints whose lines come after a line that goes
     """
 
     head: str = FIRST
@@ -133,82 +139,67 @@ class Kept:
     at: int = -1
     tip: tuple[int, Any] = (-1, None)
     run: Mapping[str, Any] | None = None
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
 
 
 def kept_until(path: Path, step: int) -> Kept:
     """The sound lines of a file up to a step; none where the run begins at its first one. FileError."""
-    kept = Kept()
+    kept, over = Kept(), False
     if step == 0 or not exists(path):
         return kept
     try:
         for line in read_proof(path):
-            if line.step > step:
-                break
-            kept.head, kept.end, kept.at = line.head, line.end, line.step
-            if line.kind == RUN:
-                kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
-                kept.tip = line.step, line.value.get(ORIGIN)
-            elif line.kind == CHECKPOINT:
+            if line.kind == CHECKPOINT and line.step <= step:
                 kept.tip = line.step, line.value.get(ID)
+                if over:
+                    kept.late.append((line.step, line.value))
+            over |= line.step > step - (line.kind == RUN)  # a job that began at this step has made none
+            if not over:
+                kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
+                if line.kind == RUN:
+                    kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
         pass  # what a kill cut off, or what somebody has changed: from here on nothing is held by it
     return kept
 
 
 class Proof:
-    """Writes the file, for rank 0; OSError where it cannot. head: the digest of the last line."""
+    """Writes the file, for rank 0; OSError where it cannot. head: the digest of all that was computed."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_until(path, beginning.step)
         self.head = kept.head
         self._file = path.open("ab", buffering=0)
         self._file.truncate(kept.end)
-        self._waiting = deque[list[Any]]()  # lines [step, kind, value] whose turn has not come
+        for step, value in kept.late:
+            self._append(step, SAVED, value)
         self._begin(kept, beginning)
 
     def _begin(self, kept: Kept, now: JobStart) -> None:
         """Go on where the lines that stay end; say so, unless the run simply goes on from its checkpoint."""
         run = json.loads(json.dumps(now.run))
-        reached = kept.at == now.step
         goes_on = kept.tip == (now.step, now.origin)
-        if reached and now.own and kept.tip[0] < now.step:  # a kill came between the checkpoint and its line
-            self._append(now.step, CHECKPOINT, {ID: now.origin, "state": now.state})
-        elif not reached or not goes_on:
-            run = {ORIGIN: now.origin, **run}
-            self._append(now.step, RUN, run)
-            return
-        if kept.run != run:
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # a kill came before the line
+            self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
+            goes_on = True
+        if kept.at != now.step or not goes_on:
             self._append(now.step, RUN, {ORIGIN: now.origin, **run})
+        elif kept.run != run:
+            self._append(now.step, RUN, {ORIGIN: CHAIN, **run})
 
     def record(self, step: int, record: Mapping[str, Any]) -> None:
         """Add what of a step's record is bits."""
-        self._add([step, RECORD, bits_of(record)])
-
-    def saving(self, step: int) -> None:
-        """A checkpoint is being written: its line comes here, whatever is recorded until it is complete."""
-        self._add([step, CHECKPOINT, None])
+        self._append(step, RECORD, bits_of(record))
 
     def saved(self, step: int, name: str, state: str) -> None:
-        """The checkpoint of a step is complete, with this id and digest of its tensors."""
-        for entry in self._waiting:
-            if entry[:2] == [step, CHECKPOINT]:
-                entry[2] = {ID: name, "state": state}
-        self._write()
-
-    def _add(self, entry: list[Any]) -> None:
-        self._waiting.append(entry)
-        self._write()
-
-    def _write(self) -> None:
-        while self._waiting and self._waiting[0][2] is not None:
-            self._append(*self._waiting[0])
-            self._waiting.popleft()
+        """Add that the checkpoint of a step is complete: its id, and the digest of its tensors."""
+        self._append(step, SAVED, {ID: name, "state": state})
 
     def _append(self, step: int, kind: str, value: Mapping[str, Any]) -> None:
         body = json.dumps({"step": step, kind: value})
-        head = digest_after(self.head, body.encode())
-        append_whole(self._file, f'{body[:-1]}, "chain": "{head}"}}\n'.encode())
-        self.head = head
+        digest = digest_after(self.head, body.encode())
+        append_whole(self._file, f'{body[:-1]}, "chain": "{digest}"}}\n'.encode())
+        self.head = self.head if kind == SAVED else digest
 
     def close(self) -> None:
         """Add no more lines."""

@@ -67,7 +67,6 @@ class Saving(Observer):
 
     def save(self, progress: TrainingProgress) -> None:
         """Write a checkpoint of the step just done, or begin to. Collective."""
-        self._records.saving(progress.step)
         with self._waiting(progress.step):
             self.saver.save(progress)
         self.saved_step, self._saved_at = progress.step, time.monotonic()

@@ -34,7 +34,6 @@ class Claim:
     head      the digest of the chain's last line; empty where there is no chain
     runs      what each job said that its bits depend on; empty texts of one that said nothing
     stretches  what can be computed again
-    missing   (start, last) of steps that cannot, for the state that they begin at is not there
     saved     steps of checkpoints that are there
     steps     the last step
     notes     what is worth to know
@@ -43,7 +42,6 @@ class Claim:
     head: str
     runs: Sequence[Mapping[str, Any]]
     stretches: Sequence[Stretch]
-    missing: Sequence[tuple[int, int]]
     saved: Sequence[int]
     steps: int
     notes: list[str] = field(default_factory=list)
@@ -114,7 +112,7 @@ def examine(run: Path, expect: str | None) -> Claim:
     story.end()
     notes += check_links(run, there, story, ended)
     saved = [step for step in story.saved if step in there.folders]
-    return Claim(head, story.runs, story.stretches, story.missing, saved, story.at, notes)
+    return Claim(head, story.runs, story.stretches, saved, story.at, notes)
 
 
 def follow(run: Path, records: RecordFile, story: Story, notes: list[str], ended: bool) -> str:
@@ -141,7 +139,8 @@ def follow(run: Path, records: RecordFile, story: Story, notes: list[str], ended
         after = f"{METRICS} has a record of step {records.step} after the last of {PROOF}, step {story.at}"
         if ended or records.step != story.at + 1:
             raise Differs(after)
-        notes.append(f"{after}, as after a kill: it is held to nothing")
+        notes.append(f"{after}, as after a kill: it is held to computing alone")
+        story.record(records.step)
     return head
 
 

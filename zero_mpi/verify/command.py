@@ -9,6 +9,7 @@ from functools import partial
 from itertools import groupby
 
 from zero_mpi.cli.text import few, plural, write
+from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import check, check_installation, check_not_alone
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -20,11 +21,13 @@ from zero_mpi.telemetry.proof import PROOF
 from zero_mpi.verify.claim import Claim, check_tensors, examine
 from zero_mpi.verify.findings import Differs, agreed, of_root
 from zero_mpi.verify.premises import check_config, check_facts
-from zero_mpi.verify.recompute import check_reduction, compute
+from zero_mpi.verify.recompute import compute
 from zero_mpi.verify.request import MOST_SEED, Request, config_then, make_parser, read_request
-from zero_mpi.verify.stretches import Stretch, between, drawn
+from zero_mpi.verify.stretches import Stretch, between, drawn, gaps
 
 __all__ = ["command", "main", "make_parser"]
+INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
+Steps = tuple[int, int]  # start and last
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -34,22 +37,22 @@ def command(world: World, arguments: Sequence[str]) -> int:
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
     check(world.comm, request.facts(), "start all ranks with the same flags and variables")
-    watchdog, status = Watchdog(world.rank, request.config.timeout, world.kill), 0
+    watchdog = Watchdog(world.rank, request.config.timeout, world.kill)
     try:
-        last = verify(world, request, watchdog)
+        status, last = verify(world, request, watchdog)
     except Differs as difference:
-        last, status = f"no: {difference}", 1
+        status, last = 1, f"no: {difference}"
     finally:
         watchdog.stop()
     say(world, last)
     return status
 
 
-def verify(world: World, request: Request, watchdog: Watchdog) -> str:
-    """The last line of a run that is what it says; raises Differs on all ranks. Collective."""
+def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
+    """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
     claim: Claim = of_root(world, lambda: examine(request.run, request.expect))
-    say(world, *([f"chain: whole up to step {claim.steps}, proof {claim.head}"] if claim.head else []))
+    say(world, *([f"chain: whole, proof {claim.head}"] if claim.head else []))
     say(world, *(f"note: {note}" for note in claim.notes))
     for step in claim.saved:
         watchdog.beat(f"reading the checkpoint of step {step}")
@@ -58,20 +61,33 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> str:
     if claim.steps != (request.config.steps or claim.steps):
         say(world, f"note: {claim.steps} of {request.config.steps} steps were made")
     say(world, f"files: sound, the tensors of {plural(len(claim.saved), 'checkpoint')} too")
-    chosen = choose(world, request, claim)
+    bounds = request.first or 0, claim.steps if request.last is None else request.last
+    asked = between(claim.stretches, *bounds)
+    exact = [one for one in asked if reduction_of(request, claim, one) == "exact"]
+    chosen = choose(world, request, bounds, exact)
     for _, group in groupby(chosen, key=lambda stretch: stretch.run):
         stretches = list(group)
         spec = look(world, request, claim, stretches, watchdog)
         compute(world, request.run, spec, stretches, watchdog, lambda text: say(world, text))
-    return answer(world, claim, chosen)
+    inexact = [(one.start, one.last) for one in asked if one not in exact]
+    return answer(world, claim, chosen, gaps(asked, *bounds), inexact)
 
 
-def choose(world: World, request: Request, claim: Claim) -> list[Stretch]:
-    """The stretches that are to be computed, the same on all ranks. Collective; raises UsageError."""
-    chosen = between(claim.stretches, request.first, request.last)
-    bounds = (request.first, request.last)
-    if chosen and bounds != (None, None):
-        say(world, f"from step {chosen[0].start} to step {chosen[-1].last}, which are states that are there")
+def reduction_of(request: Request, claim: Claim, stretch: Stretch) -> object:
+    """Return --reduction of the job that made a stretch."""
+    return claim.runs[stretch.run].get(SETTINGS, {}).get("reduction", request.config.reduction)
+
+
+def choose(
+    world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Stretch]
+) -> Sequence[Stretch]:
+    """Return the stretches to compute, the same on all ranks. Collective; raises UsageError."""
+    if (request.first, request.last) != (None, None):
+        if bounds[0] >= bounds[1]:
+            raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
+        if chosen:
+            between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
+            say(world, f"{between_states}, which are states that are there")
     if request.sample is not None:
         seed = request.seed
         if seed is None:
@@ -90,17 +106,17 @@ def look(
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
-    check_reduction(config)
     spec = resolve(world, config)
     notes = of_root(world, lambda: check_facts(spec, said, request.run, stretches))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
 
-def answer(world: World, claim: Claim, chosen: Sequence[Stretch]) -> str:
-    """What is true of the run, and what was not looked at."""
+def answer(
+    world: World, claim: Claim, chosen: Sequence[Stretch], missing: Sequence[Steps], inexact: Sequence[Steps]
+) -> tuple[int, str]:
+    """Return the exit status, and a line that says what is true of the run and what nobody can compute."""
     made = few([f"{one.start + 1}-{one.last}" for one in joined(chosen)])
-    left = [f"{start + 1}-{last}" for start, last in claim.missing]
     parts = ["its files are those that it has written" if claim.head else "its files agree"]
     if made:
         parts.append(
@@ -108,9 +124,11 @@ def answer(world: World, claim: Claim, chosen: Sequence[Stretch]) -> str:
         )
     else:
         parts.append("no step was computed again")
-    if left:
-        parts.append(f"steps {', '.join(few(left))} cannot be, for the state before them is not there")
-    return f"yes: {'; '.join(parts)}"
+    for steps, why in ((missing, "cannot be, from this folder"), (inexact, "have no --reduction exact")):
+        if steps:
+            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {why}")
+    whole = chosen and not missing and not inexact
+    return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
 
 
 def joined(stretches: Sequence[Stretch]) -> list[Stretch]:

@@ -11,7 +11,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import open_checkpoint
 from zero_mpi.checkpoint.state import read_json
 from zero_mpi.config import replay
-from zero_mpi.config.settings import FIELDS, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.session.identity import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
 from zero_mpi.session.resolve import RunSpec
@@ -19,7 +19,7 @@ from zero_mpi.session.resume import CORPUS, SINCE, differences
 from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.proof import PROOF
 from zero_mpi.verify.claim import Claim
-from zero_mpi.verify.findings import Differs
+from zero_mpi.verify.findings import Differs, differing
 from zero_mpi.verify.request import Request
 from zero_mpi.verify.stretches import Stretch
 
@@ -27,10 +27,16 @@ Facts = Mapping[str, Any]
 
 
 def check_config(request: Request, claim: Claim) -> None:
-    """Raise Differs unless config.toml has the settings of the chain, if there is one."""
-    said = claim.runs[-1].get(SETTINGS)
-    if said is not None:
-        refuse(f"{replay.NAME}", settings_of(request.config), said)
+    """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
+    if SETTINGS in (said := claim.runs[-1]):  # a setting that came later had its default
+        refuse(replay.NAME, settings_of(request.config), {**settings_of(Config()), **said[SETTINGS]})
+        chain, stays = {**said[SETTINGS], **said[FACTS]}, {*Config().fixed(), *said[FACTS]} - {*replay.PATHS}
+        kept = {key: value for key, value in chain.items() if key in stays}
+        for step in claim.saved:
+            with differing():
+                state = open_checkpoint(folders.step_folder(request.run, step)).state
+                found = read_json(state, "training.settings")
+            refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, stretches: Sequence[Stretch]) -> list[str]:

@@ -12,8 +12,6 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import parts_of
 from zero_mpi.checkpoint.sound import CheckpointFiles, open_checkpoint
 from zero_mpi.cli.text import elapsed
-from zero_mpi.config.settings import Config
-from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
@@ -153,13 +151,4 @@ def compare_state(world: World, run: Path, session: Session, step: int) -> None:
         raise Differs(
             f"step {step}: element {first.element} of {shown(first.name)} is {first.stored:.9g} in "
             f"{folder.name}/{first.file}, and {first.found:.9g} computed again"
-        )
-
-
-def check_reduction(config: Config) -> None:
-    """Raise UsageError for a run whose bits no other job needs to get."""
-    if config.reduction != "exact":
-        raise UsageError(
-            f"the run has --reduction {config.reduction}: its sums depend on ranks and transport, so no "
-            "other job gets its bits; --sample 0 computes nothing and looks at its files alone"
         )

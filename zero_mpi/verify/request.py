@@ -35,7 +35,8 @@ Examples:
   mpirun -n 4 python -m zero_mpi.verify runs/mine --sample 3
   python -m zero_mpi.verify runs/mine --from 200 --to 300 --data TEXT
 
-Exit status 0: the run is what it says; 1: it is not, and a line says what differs first."""
+Exit status 0: the run is what it says; 1: it is not, and a line says what differs first; 3: nothing
+differs, but not all that was asked for could be computed again."""
 
 
 @dataclass(frozen=True)

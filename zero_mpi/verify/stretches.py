@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.session.identity import SETTINGS
-from zero_mpi.telemetry.proof import ORIGIN
+from zero_mpi.telemetry.proof import CHAIN, ORIGIN
 from zero_mpi.verify.findings import Differs
 
 MOST_JOBS = 1 << 14  # of a run: all that each has said is kept
@@ -47,7 +46,6 @@ class Story:
 
     id_of     the id of the checkpoint of a step; None where there is none
     runs      what each job said that its bits depend on
-    missing   (start, last) of the steps that cannot be computed, for their start is not there
     saved     steps of the checkpoints that were told of, by what was saved or gone on from
     at        the last step
     """
@@ -55,7 +53,6 @@ class Story:
     id_of: Callable[[int], str | None]
     runs: list[Mapping[str, Any]] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
-    missing: list[tuple[int, int]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     at: int = -1
     _since: int = 0
@@ -64,7 +61,11 @@ class Story:
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
         """A job begins at a step; raises Differs for one that cannot."""
-        origin, goes_on = run.get(ORIGIN), (step, run.get(ORIGIN)) == self._tip
+        origin = run.get(ORIGIN)
+        continues = origin == CHAIN and step == self.at
+        if continues and step == self._tip[0]:
+            origin = self._tip[1]
+        goes_on = continues or (step, origin) == self._tip
         if step < self.at or (step == 0) != (origin is None):
             raise Differs(f"no job can begin at step {step} from {quoted(origin)} after step {self.at}")
         if len(self.runs) == MOST_JOBS:
@@ -86,8 +87,9 @@ class Story:
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """A checkpoint was written; raises Differs if that of the folder is another one."""
-        if not self.runs or step != self.at:
+        """A checkpoint was written, maybe behind later steps; raises Differs if the folder has another."""
+        in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
+        if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
         found = self.id_of(step)
         if found is not None and found != name:
@@ -106,32 +108,23 @@ class Story:
 
     def _close(self, step: int, *, ends: bool) -> None:
         """The stretch that is open ends at a step."""
-        if step <= self._since:
-            return
-        if self._is_there:
-            self.stretches.append(Stretch(self._since, step, ends, self._job))
-        else:
-            self.missing.append((self._since, step))
-
-    @property
-    def _job(self) -> int:
-        return len(self.runs) - 1
+        if self._is_there and step > self._since:
+            self.stretches.append(Stretch(self._since, step, ends, len(self.runs) - 1))
 
 
-def between(stretches: Sequence[Stretch], first: int | None, last: int | None) -> list[Stretch]:
-    """Those with a step after `first`, up to `last`; raises UsageError where there is none."""
-    chosen = [
-        stretch
-        for stretch in stretches
-        if (first is None or stretch.last > first) and (last is None or stretch.start < last)
-    ]
-    if stretches and not chosen:
-        end = stretches[-1].last
-        asked = f"--from {first or 0} --to {end if last is None else last}"
-        raise UsageError(
-            f"{asked}: no step between them can be computed, expected {stretches[0].start} to {end}"
-        )
-    return chosen
+def between(stretches: Sequence[Stretch], first: int, last: int) -> list[Stretch]:
+    """Return those with a step after `first`, up to `last`."""
+    return [stretch for stretch in stretches if stretch.last > first and stretch.start < last]
+
+
+def gaps(stretches: Sequence[Stretch], first: int, last: int) -> list[tuple[int, int]]:
+    """Return (start, last) of the steps after `first`, up to `last`, that are in none of these in between."""
+    found, reached = [], first
+    for stretch in [*stretches, Stretch(last, last, False, 0)]:
+        if stretch.start > reached:
+            found.append((reached, stretch.start))
+        reached = stretch.last
+    return found
 
 
 def drawn(stretches: Sequence[Stretch], count: int, seed: int) -> list[Stretch]:

@@ -59,7 +59,7 @@ ONLY_GPT2 = ONLY | {
 
 # What is left out at random while Hugging Face trains, and how much where a configuration does not say.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
-DROPOUTS_ROTARY = {"attention_dropout": 0.0}
+DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 
 
 def architecture(settings: Settings) -> str:

@@ -23,9 +23,12 @@ from zero_mpi.ops.elementary import log, power
 FULL, SLIDING = "full_attention", "sliding_attention"  # how far back a layer sees
 MAX_HEAD = 1 << 14  # elements of a head; tables of its rotary positions are made before a tensor is read
 ROPE_SCALING = "zero_mpi.rope_scaling"  # a key: Llama 3's settings as JSON, which its divisors do not tell
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+FORMER = "original_max_position_embeddings"  # the context of the first training
+FORMER_PHI3 = 4096  # where a configuration of Phi 3 does not say
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
 SCALINGS = ("linear", "yarn")  # which are keys
-LONGROPE = ("longrope", "su")  # the same, by its newer name and by its older one
+LONGROPE = "longrope"
+OLDER_LONGROPE = ("su", "yarn")  # its older names in a configuration of Phi 3
 ROPE_FREQS = "rope_freqs.weight"
 LONG_FACTORS = {  # tensor of a GGUF -> setting
     "rope_factors_long.weight": "long_factor",
@@ -36,7 +39,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
     "beta_slow": (None, 1),
     "mscale": (None,),
     "mscale_all_dim": (None,),
-    "truncate": (None, True),
+    "truncate": (True, True),
 }
 
 
@@ -65,26 +68,38 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
 
     Layers with a window have their own, which may only be gemma3's: the base 10000, not scaled.
     """
-    found = settings.values.get("rope_parameters")
-    if arch != "gemma3" or not isinstance(found, dict) or not isinstance(found.get(FULL), dict):
+    if arch != "gemma3":
         return settings
-    local = found.get(SLIDING)
-    if local is not None:
-        if not isinstance(local, dict):
-            raise settings.fault("rope_parameters", "an object for each kind of layer")
-        Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
-    return Settings({**settings.values, "rope_parameters": found[FULL]})
+    found = object_of(settings, "rope_parameters")
+    full, local = object_of(Settings(found), FULL), object_of(Settings(found), SLIDING)
+    if found.keys() - {FULL, SLIDING}:
+        raise settings.fault("rope_parameters", "an object for each kind of layer")
+    Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
+    rope = full | object_of(settings, "rope_scaling")
+    return Settings({**settings.values, "rope_parameters": rope, "rope_scaling": None, FORMER: None})
+
+
+def object_of(settings: Settings, name: str) -> dict[str, Any]:
+    """The object in a setting, empty where it is absent or null."""
+    value = settings.values.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise settings.fault(name, "an object")
+    return value or {}
 
 
 def rope_of(settings: Settings) -> Settings:
-    """Base and scaling of rotary positions, in the newer or the older spelling of a configuration."""
-    found: dict[str, Any] = {"rope_theta": settings.values.get("rope_theta")}
-    for name in ("rope_scaling", "rope_parameters"):
-        value = settings.values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise settings.fault(name, "an object")
-        found |= value or {}
-    rope = Settings(found)
+    """Base and scaling of rotary positions, in the newer or the older spelling of a configuration.
+
+    As in transformers the older one goes first, and the first context beside it before the one in it.
+    """
+    older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
+    found = {"rope_theta": settings.values.get("rope_theta")} | (older or newer)
+    former, inside = settings.values.get(FORMER), found.get(FORMER)
+    if former is None and settings.values.get("model_type") == "phi3":
+        former = FORMER_PHI3
+        if inside not in (None, former):
+            raise settings.fault(FORMER, f"{inside} beside rope_scaling too, where transformers looks for it")
+    rope = Settings(found if former is None else found | {FORMER: former})
     rope.only({"partial_rotary_factor": (None, 1.0)})
     if any(isinstance(value, dict) for value in found.values()):
         raise settings.fault("rope_parameters", "one setting for all layers (only)")
@@ -95,6 +110,8 @@ def rope_type(settings: Settings) -> Any:
     """How frequencies are scaled; "default" for not at all."""
     values = rope_of(settings).values
     kind = values.get("rope_type", values.get("type"))
+    if kind in OLDER_LONGROPE and settings.values.get("model_type") == "phi3":
+        return LONGROPE
     return "default" if kind in (None, "none") else kind
 
 
@@ -107,24 +124,23 @@ def scaling_keys(settings: Settings) -> Metadata:
     keys: Metadata = {"rope.scaling.type": kind, "rope.scaling.factor": np.float32(factor)}
     if kind == "linear":
         return keys
-    rope.only(ONLY_YARN)
+    Settings({"truncate": True} | dict(rope.values)).only(ONLY_YARN)
     usual = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
         raise rope.fault("attention_factor", f"{usual:.6g} (only), as its factor makes it")
     keys["rope.scaling.original_context_length"] = np.uint32(
-        rope.size("original_max_position_embeddings", settings.size("max_position_embeddings"))
+        rope.size(FORMER, settings.size("max_position_embeddings"))
     )
     return keys
 
 
 def longrope_keys(settings: Settings) -> Metadata:
     """The keys of Phi 3's scaling, without the prefix: the first context, and what multiplies q and k."""
-    if rope_type(settings) not in LONGROPE:
+    if rope_type(settings) != LONGROPE:
         return {}
     rope, context = rope_of(settings), settings.size("max_position_embeddings")
-    values = Settings({**settings.values, **rope.values})
-    former = values.size("original_max_position_embeddings", context)
-    times = values.number("factor", context / former)
+    former = rope.size(FORMER)
+    times = rope.number("factor", context / former)
     usual = 1.0 if times <= 1 else math.sqrt(1 + log(times) / log(max(former, 2)))
     found: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", usual))}
     return found if former == context else found | {"rope.scaling.original_context_length": np.uint32(former)}
@@ -148,14 +164,14 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
     """The four numbers of Llama 3's scaling, as the file has them; None for other kinds."""
     if arch == "gpt2":
         return None
-    rope, kind = rope_of(settings), rope_type(settings)
-    if kind in ("default", *SCALINGS) or (kind in LONGROPE and ROTARY_CLASSES[arch].longrope):
+    rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
+    kinds = ("default", LONGROPE) if family.longrope else ("default", *SCALINGS)
+    if kind in kinds:
         return None
-    if kind != "llama3" or not ROTARY_CLASSES[arch].llama3:
-        raise FileError(
-            f"rope_type: expected default, linear or yarn, or llama3 for llama (only), found {quoted(kind)}"
-        )
-    values = Settings({name: settings.values.get(name) for name in LLAMA3} | dict(rope.values))
+    if kind != "llama3" or not family.llama3:
+        expected = ", ".join((*kinds, "llama3") if family.llama3 else kinds)
+        raise FileError(f"rope_type: expected {expected} (only), found {quoted(kind)}")
+    values = Settings({FORMER: settings.values.get("max_position_embeddings")} | dict(rope.values))
     for name in LLAMA3:
         values.number(name)
     return {name: values.values[name] for name in LLAMA3}
@@ -164,7 +180,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
     """The tensors of divisors of the rotary frequencies, (D / 2,) each, by name; none where keys say all."""
     numbers = llama3_settings(arch, settings)
-    if arch != "gpt2" and rope_type(settings) in LONGROPE:
+    if arch != "gpt2" and rope_type(settings) == LONGROPE:
         return longrope_factors(settings, head_width(arch, settings) // 2)
     if numbers is None:
         return {}
