@@ -16,18 +16,29 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment
-from zero_mpi.ops import code_cache, low_precision, reference, threads
+from zero_mpi.ops import code_cache, low_precision, reference, signatures, threads
 
 
 def _dispatched(definition: Callable[..., Any]) -> Any:
-    """An operation that is chosen by the type of its first array, and takes low precision on the host."""
+    """An operation that is chosen by the type of its first array, and takes low precision on the host.
+
+    Raises ValueError for arrays that do not fit its signature, whichever version would compute.
+    """
 
     @wraps(definition)
     def quietly(*given: Any, **named: Any) -> Any:
         with np.errstate(over="ignore", invalid="ignore"):  # the gradient's norm will tell, as with kernels
             return definition(*given, **named)
 
-    return singledispatch(low_precision.accept_low(definition.__name__, quietly))
+    versions = singledispatch(low_precision.accept_low(definition.__name__, quietly))
+    check, version_for = signatures.check_of(definition), versions.dispatch
+
+    @wraps(versions)
+    def operation(first: Any, *others: Any, **named: Any) -> Any:
+        check(first, *others, **named)
+        return version_for(first.__class__)(first, *others, **named)
+
+    return operation
 
 
 add = _dispatched(reference.add)

@@ -17,7 +17,7 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
 
     kind: a name of `BLOCK_KINDS`.
     """
-    block = BLOCK_KINDS[kind]
+    raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
     with np.errstate(all="ignore"):  # what is not finite is refused where a file is read
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])

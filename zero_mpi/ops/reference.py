@@ -26,6 +26,7 @@ from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average
 from zero_mpi.ops.rowsums import column_sums
+from zero_mpi.ops.sizes import check_kept
 
 LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
 
@@ -226,7 +227,8 @@ def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and what that returned beside y."""
-    xp, kv = namespace(q), k.shape[2]
+    xp, kv, (b, t, h, _) = namespace(q), k.shape[2], q.shape
+    check_kept((p, b * t * h * k.shape[1]))
     dy_g = grouped(dy, kv)
     dv = (p.swapaxes(-1, -2) @ dy_g).sum(axis=2)
     ds = dy_g @ grouped(v, kv).swapaxes(-1, -2)

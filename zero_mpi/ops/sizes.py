@@ -129,8 +129,15 @@ def logit_rows(n: int, row_bytes: int) -> int:
     return max(1, -(-n // chunks))
 
 
+def check_kept(*kept: tuple[Array | None, int]) -> None:
+    """Raise ValueError unless what attention's forward kept has as many elements as backward reads."""
+    for x, size in kept:
+        if x is not None and x.size != size:
+            raise ValueError(
+                f"causal_attention_backward: expected {size} elements of forward; got {x.shape} {x.dtype}"
+            )
+
+
 def run_length(p: Array, runs: Array) -> int:
     """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
-    length = max(1, int(p.size) // max(1, int(runs.size)))
-    assert length * runs.size == p.size or p.size == 0, f"{p.size} elements are not {runs.size} equal runs"
-    return length
+    return max(1, int(p.size) // max(1, int(runs.size)))

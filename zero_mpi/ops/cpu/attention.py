@@ -37,7 +37,7 @@ from zero_mpi.ops.cpu.jit import (
     single,
 )
 from zero_mpi.ops.cpu.products import otherwise, product_of
-from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, gradients_like, head_weights
+from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, LOW_BLOCK, check_kept, gradients_like, head_weights
 
 VIEW, BEGINS = given(4, layout="A"), given(1, INTEGER)
 ROOM = filled(4, layout="A")
@@ -240,10 +240,12 @@ def causal_attention_backward(
     if multiplies is None or not isinstance(kept, tuple):
         found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)
         return found
+    (weights, sums, begins), (batch, length, heads, _), total = kept, q.shape, k.shape[1]
+    size = head_weights(length, total, BLOCK if single(q) else LOW_BLOCK)
+    check_kept((weights, batch * heads * size), (sums, batch * heads * length), (begins, batch * length))
     if not single(q):
         return attention_bf16.backward(multiplies, dy, q, k, v, kept, scale)
-    (weights, sums, begins), (length, total), parts = kept, (q.shape[1], k.shape[1]), shares(q, k)
-    size, block, keep = head_weights(length, total), BLOCK * total, weights is not None
+    parts, block, keep = shares(q, k), BLOCK * total, weights is not None
     d = recycled((len(parts) * block,))
     p = weights if keep else recycled((len(parts) * block,))
     results = gradients_like(q, k, v, recycled)

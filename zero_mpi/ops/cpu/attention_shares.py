@@ -37,7 +37,7 @@ class HeadShare:
 
     def begins(self, begins: Array | None) -> Array:
         """The first position that each of its positions sees, one sequence after the other; empty: all."""
-        return ALL if begins is None else begins[self.sequences].reshape(-1)
+        return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
 
     def of(self, times: int) -> slice:
         """Its heads, where each of the keys' stands for so many."""

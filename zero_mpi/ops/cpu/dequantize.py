@@ -174,6 +174,7 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
         reference.dequantize(raw, kind, out)
         return
     block, number, filled_out = BLOCK_KINDS[kind], PACKED.index(kind), bits(out)
+    raw = np.ascontiguousarray(raw)
 
     def work(blocks: slice) -> None:
         here = slice(blocks.start * block.elements, blocks.stop * block.elements)

@@ -110,14 +110,13 @@ def adamw(
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
         reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
         return
-    run_length(p, decay)
     root_c2 = math.sqrt(1.0 - power(beta2, step))
     rate = lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
     kept = (1.0 - lr * decay).astype(np.float32)
     by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous
     rounded, rest = bits(low) if by_kernel and low is not None else NOTHING, np.array(numbers, np.float32)
-    run = p.size // max(kept.size, 1)
+    run = run_length(p, kept)
 
     def work(runs: slice) -> None:
         here = slice(runs.start * run, runs.stop * run)

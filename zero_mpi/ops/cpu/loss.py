@@ -106,7 +106,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
 def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
     """Whether the gradients of a head's parameters can be added where they lie."""
     fits = dw is None or (by_rows(dw) and dw.dtype in (x.dtype, FLOAT32))
-    return fits and (db is None or x.dtype == db.dtype == FLOAT32)
+    return fits and (db is None or (x.dtype == db.dtype == FLOAT32 and db.flags.c_contiguous))
 
 
 def linear_cross_entropy(

@@ -33,7 +33,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
 )
 from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
-from zero_mpi.ops.sizes import gradients_like, score_rows, scores_across
+from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVE = {
@@ -68,15 +68,9 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
-    """Raises ValueError where the shapes or types do not go together."""
+    """Raises ValueError for a type that products are not made of."""
     (b, t, h, d), (s, kv, e) = q.shape, v.shape[1:]
-    if k.shape != (b, s, kv, d) or v.shape[0] != b or s < t or h % kv:
-        raise ValueError(
-            f"attention of q {q.shape}, k {k.shape}, v {v.shape}: expected (B, T, H, D), (B, S, K, D) and "
-            "(B, S, K, E) with S >= T and H a multiple of K"
-        )
-    if not kind_of(q) == kind_of(k) == kind_of(v):
-        raise ValueError(f"attention of {q.dtype}, {k.dtype} and {v.dtype}: convert them to one type first")
+    kind_of(q)
     return Sizes(b, t, s, h // kv, kv, d, e)
 
 
@@ -143,6 +137,8 @@ def causal_attention_backward(
 ) -> tuple[Array, Array, Array]:
     """`reference.causal_attention_backward`."""
     y, sums, begins = kept
+    batch, length, heads, _ = q.shape
+    check_kept((y, dy.size), (sums, batch * heads * length), (begins, batch * length))
     gradients = gradients_like(q, k, v, take)
     if not dy.size:
         for x in gradients:
@@ -215,7 +211,7 @@ class Scores:
     """
 
     def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:
-        self.sizes, self.kind, self._begins = sizes, kind, begins
+        self.sizes, self.kind, self._begins = sizes, kind, None if begins is None else packed(begins)
         most = max(n for _, n, _ in blocks(sizes))
         self._shape = (sizes.groups * most * sizes.shared * sizes.across,)
         self.wide = take(self._shape, F32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops.gpu.launch import (
-    F32,
     PACK,
     THREADS,
     Family,
@@ -38,17 +37,8 @@ ROPE = {
 }
 
 
-def alike(operation: str, first: Array, *others: Array) -> None:
-    """Raises ValueError unless all arrays have one shape."""
-    if any(x.shape != first.shape for x in others):
-        raise ValueError(
-            f"{operation}: expected arrays of one shape; got {[x.shape for x in (first, *others)]}"
-        )
-
-
 def add(x: Array, y: Array) -> Array:
-    """`reference.add`, of arrays of one shape."""
-    alike("add", x, y)
+    """`reference.add`."""
     kernel, x, y = chosen(ADD, "add", x, y), packed(x), packed(y)
     out = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(y), at(out), x.size))
@@ -56,8 +46,7 @@ def add(x: Array, y: Array) -> Array:
 
 
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """`reference.scale`, of arrays of one shape."""
-    alike("scale", x, *([] if plus is None else [plus]))
+    """`reference.scale`."""
     kernel, x = chosen(SCALE, "scale", x, plus), packed(x)
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
@@ -74,7 +63,6 @@ def gelu(x: Array) -> Array:
 
 def gelu_backward(dy: Array, x: Array) -> Array:
     """`reference.gelu_backward`."""
-    alike("gelu_backward", x, dy)
     kernel, dy, x = chosen(GELU_BACKWARD, "gelu_backward", x, dy), packed(dy), packed(x)
     dx = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(dy), at(x), at(dx), x.size))
@@ -103,7 +91,6 @@ def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
 
 def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
     """What an operation makes of a gate and what it lets through."""
-    alike(operation, gate, up)
     kernel, gate, up = chosen(family, operation, gate, up), packed(gate), packed(up)
     y = take(gate.shape, gate.dtype)
     kernel(elements(gate), THREADS, (at(gate), at(up), at(y), gate.size))
@@ -112,7 +99,6 @@ def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
 
 def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """(dgate, dup) of such an operation."""
-    alike(operation, gate, up, dy)
     kernel = chosen(family, operation, gate, up, dy)
     dy, gate, up = packed(dy), packed(gate), packed(up)
     dgate, dup = take(gate.shape, gate.dtype), take(gate.shape, gate.dtype)
@@ -123,17 +109,12 @@ def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: A
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """`reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
     kernel = chosen(ROPE[bool(interleaved)], "rope", x, out)
-    if cos.dtype != F32 or sin.dtype != F32:
-        raise ValueError(f"rope: expected cosines and sines in float32; got {cos.dtype} and {sin.dtype}")
     cos, sin = packed(cos), packed(sin)
     x = x if x.strides[-1] == x.itemsize else packed(x)
     y = take(x.shape, x.dtype) if out is None else out
     if y.strides[-1] != y.itemsize:
         raise ValueError("rope: on a GPU the last axis of out must be contiguous; pass such an array")
     (b, t, heads, width), half = x.shape, x.shape[-1] // 2
-    alike("rope", x, y)
-    if cos.shape != (t, half) or sin.shape != (t, half):
-        raise ValueError(f"rope: expected cosines and sines {(t, half)}; got {cos.shape} and {sin.shape}")
     pairs = PACK // x.itemsize // (2 if interleaved else 1)
     packs = heads * -(-half // pairs)
     steps = [stride // x.itemsize for stride in (*x.strides[:3], *y.strides[:3])]
@@ -160,7 +141,5 @@ def rows_and(operation: str, x: Array, b: Array, rows: int) -> Array:
     """x with b added to each of its `rows` equal parts, as a new array."""
     kernel, x, b = chosen(ADD_ROW, operation, x, b), packed(x), packed(b)
     y, width = take(x.shape, x.dtype), int(b.size)
-    if rows * width != x.size:
-        raise ValueError(f"{operation}: {x.shape} is not a whole number of {b.shape}")
     kernel(*tiled(rows, width, PACK // x.itemsize), (at(x), at(b), 0, at(y), width, width, 0, width))
     return y

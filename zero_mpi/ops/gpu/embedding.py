@@ -68,8 +68,6 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     chosen(EMBEDDING, "embedding_backward", dy), chosen(EMBEDDING, "embedding_backward", dw)
     writable("embedding_backward", dw)
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape
-    if dy.shape != (*tokens.shape, width):
-        raise ValueError(f"embedding_backward: {dy.shape} does not fit {tokens.shape} and {dw.shape}")
     if not size:
         return
     keys, runs = sorted_places(tokens, vocabulary), embedding_runs(size)

@@ -20,6 +20,7 @@ from zero_mpi.ops.gpu.launch import (
     elements,
     f4,
     kernel,
+    packed,
     take,
     writable,
 )
@@ -58,11 +59,7 @@ def adamw(
     single("adamw", p, g, m, v)
     writable("adamw", low)
     size, run = int(p.size), run_length(p, decay)
-    if any(x.size != size for x in (g, m, v)) or (low is not None and low.size != size):
-        raise ValueError(f"adamw: expected arrays of {size} elements")
-    runs = device.in_use().from_host(decay)
-    if runs.dtype != F64 or not runs.flags.c_contiguous:
-        raise ValueError(f"adamw: expected decay as contiguous float64; got {runs.dtype}")
+    runs = packed(device.in_use().from_host(decay))
     shift = run.bit_length() - 1 if run & (run - 1) == 0 else -1
     root_c2, rate = math.sqrt(1.0 - beta2**step), lr / (1.0 - beta1**step)
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)

@@ -57,10 +57,7 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 
 def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None) -> None:
-    """y = x w^T + bias + base. Raises ValueError where these are not of one type."""
-    for other in (w, bias, base):
-        if other is not None and other.dtype != x.dtype:
-            raise ValueError(f"linear of {x.dtype} and {other.dtype}: convert them to one type first")
+    """y = x w^T + bias + base."""
     c = None if base is None else matrix(base)
     multiply(matrix(x), matrix(w), matrix(y), tb=True, c=c, bias=0 if bias is None else bias.data.ptr)
 

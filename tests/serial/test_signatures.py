@@ -1,0 +1,123 @@
+"""Operations refuse arrays whose shapes or types do not fit, in the reference and the compiled version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import misfits
+import numpy as np
+import pytest
+
+from zero_mpi import GradAccum, SerialComm, ShardedModule, nn, ops
+from zero_mpi.nn import CrossEntropy, Stage
+from zero_mpi.ops import signatures
+from zero_mpi.ops.low_precision import BFLOAT16
+
+ops.prepare(kind=BFLOAT16)
+
+
+class Plain(np.ndarray):
+    """Arrays that the reference computes with, wherever compiled operations are installed."""
+
+
+OPERATIONS = {name: value for name, value in vars(ops).items() if hasattr(value, "registry")}
+for operation in OPERATIONS.values():
+    operation.register(Plain, operation.dispatch(object))
+
+
+def spread(x: np.ndarray) -> np.ndarray:
+    """The array as every second element of a wider one."""
+    return np.repeat(x, 2, axis=-1)[..., ::2]
+
+
+def copied(x: np.ndarray) -> np.ndarray:
+    """A copy that lies as the array does: without gaps, or every second element of a row."""
+    return x.copy() if x.flags.c_contiguous else spread(x)
+
+
+def placed(kind: type) -> Callable[[np.ndarray], Any]:
+    """A function that copies arrays into the type that tells which version computes."""
+    return lambda x: copied(x).view(kind)
+
+
+versions = pytest.mark.parametrize("kind", [Plain, np.ndarray], ids=["reference", "compiled"])
+
+
+def test_every_operation_has_a_signature_and_a_case():
+    assert set(OPERATIONS) == set(signatures.SIGNATURES) == set(misfits.fitting())
+
+
+@versions
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_does_not_fit_is_refused(name, kind):
+    misfits.call(name, misfits.fitting()[name], placed(kind))
+    for label, fits, given in misfits.calls(name):
+        assert misfits.is_refused(name, given, placed(kind)) != fits, label
+
+
+def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with arrays in bfloat16 that may be: what the optimizer reads and statistics may not."""
+    wide = (
+        "r",
+        "mean",
+        "cos",
+        "sin",
+        *(given if name in ("adamw", "moving_average", "chunk_squares") else ()),
+    )
+    low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}
+    return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in given.items()}
+
+
+@versions
+@pytest.mark.parametrize("kept_low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_arrays_with_gaps_give_what_contiguous_ones_give(name, kept_low, kind):
+    given = misfits.fitting()[name]
+    given = in_low_precision(name, given) if kept_low else given
+    expected = leaves(misfits.call(name, given, placed(kind)))
+    for argument, whole in given.items():
+        if isinstance(whole, np.ndarray):
+            found = leaves(misfits.call(name, given | {argument: spread(whole)}, placed(kind)))
+            for one, other in zip(found, expected, strict=True):
+                bound = 0.02 if kept_low else 1e-6
+                np.testing.assert_allclose(one, other, rtol=bound, atol=bound, err_msg=argument)
+
+
+def leaves(x: Any) -> list[Any]:
+    """The numbers and arrays in a result, in float64."""
+    if isinstance(x, dict | list | tuple):
+        return [leaf for item in (x.values() if isinstance(x, dict) else x) for leaf in leaves(item)]
+    return [] if x is None or isinstance(x, str) else [np.asarray(x, np.float64)]
+
+
+@versions
+def test_what_attention_kept_of_other_sequences_is_refused(kind):
+    name = "causal_attention_backward"
+    given = misfits.fitting()[name]
+    for lengths in (
+        (slice(1), slice(3), slice(7)),
+        (slice(2), slice(2), slice(7)),
+        (slice(2), slice(3), slice(6)),
+    ):
+        batch, queries, keys = lengths
+        q, k, v = given["q"][batch, queries], given["k"][batch, keys], given["v"][batch, keys]
+        kept = ops.causal_attention(*map(placed(kind), (q, k, v)), 0.7)[1]
+        assert misfits.is_refused(name, given | {"kept": kept}, placed(kind)), lengths
+
+
+def test_an_array_of_another_type_is_named_with_what_was_expected():
+    x, w = np.zeros((2, 5), np.float32), np.zeros((8, 4), np.float32)
+    with pytest.raises(
+        ValueError, match=r"^linear: .* w \(O=8, C=5\) .* x \(2, 5\) float32, w \(8, 4\) float32$"
+    ):
+        ops.linear(x, w)
+
+
+@pytest.mark.parametrize("width", [0, 3, 5])
+def test_data_of_another_width_than_the_model_do_not_train(width):
+    module = ShardedModule([Stage("", nn.Linear("a", 4, 8))], SerialComm())
+    module.initialize(seed=0)
+    x, targets = np.ones((2, 6, width), np.float32), np.zeros((2, 6), np.int64)
+    with pytest.raises(ValueError, match=rf"^linear_cross_entropy: .* C={width}"):
+        GradAccum(module, 1).accumulate(x, CrossEntropy(targets, 1.0))
