@@ -115,7 +115,8 @@ class Trainer(Steps):
             log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - before)
         if stopped and not self.is_done():
-            self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
+            signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
+            self.outcome.events.reason = signals.caught
             log.info(
                 "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
             )
