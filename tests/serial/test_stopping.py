@@ -209,6 +209,20 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
 
 
 @needs_mpiexec
+def test_a_second_ctrl_c_under_a_launcher_that_ends_its_ranks_itself(flags, tmp_path):
+    if not hands_sigterm_on():
+        pytest.skip("this launcher ends its ranks at the first one")
+    out = tmp_path / "out"
+    command = [PYTHON, long_step(tmp_path, 300), "--out", str(out), *flags, *ENDLESS]
+    with terminal(*launcher(), "-n", "2", *command) as shown:
+        wait_for_file(tmp_path / "at-0")
+        shown.press(CTRL_C)
+        shown.until(STOPPING)
+        shown.press(CTRL_C)
+        assert shown.wait(20) == 255, shown.text
+
+
+@needs_mpiexec
 def test_a_second_ctrl_c_ends_all_ranks(flags, tmp_path):
     """Of one rank alone, so that it is not the launcher that ends them."""
     out = tmp_path / "out"
