@@ -25,7 +25,7 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.open import exists, is_folder, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.part_files import BIN, IDX, read_record
+from zero_mpi.tokenize.part_files import BIN, IDX, read_record, sealed
 from zero_mpi.tokenize.survey import Looked
 from zero_mpi.tokenize.text_formats import InputFile
 
@@ -77,6 +77,8 @@ class WorkFolder:
         if self._plan is None:
             return {}
         with ours(self.aside / PLAN):
+            if sealed(self._plan) != self._plan:
+                raise ValueError("another digest")
             before = self._plan["looked"]
             self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
             return {
@@ -91,7 +93,8 @@ class WorkFolder:
         Raises UsageError, or OSError with a file's name.
         """
         if self._manifest is not None:
-            self._refuse_other_files(self._manifest.get("inputs"), inputs)
+            with ours(self.out / MANIFEST):
+                self._refuse_other_files(self._manifest.get("inputs"), inputs)
             self.clear()
             return
         if self._plan is not None:
@@ -104,7 +107,7 @@ class WorkFolder:
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
         write_whole(self.out / TOKENIZER, header)
         plan = {"about": {**self._about, CODE: code()}, "looked": looked}
-        write_whole(self.aside / PLAN, json.dumps(plan))
+        write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def record(self, name: str) -> Table | None:
         """What is known of a part; None of one that is not complete."""
