@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import FileError, explain, naming, writing
-from zero_mpi.files.atomic import append_whole, write_whole
+from zero_mpi.files.atomic import append_whole, close_named, write_whole
 from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.progress_bar import Display
@@ -110,13 +110,13 @@ class Records:
             self.problem = explain(error)
 
     def close(self) -> None:
-        """End the files and the bar."""
+        """End the files and the bar; why a file cannot be ended is kept."""
         if self._active:
-            self._file.close()
+            self._attempt(partial(close_named, self._file))
             if self._chain is not None:
-                self._chain.close()
+                self._attempt(self._chain.close)
             for tracker in self._trackers:
-                tracker.close()
+                self._attempt(tracker.close)
             self._display.close()
 
 

@@ -109,8 +109,8 @@ class Trainer(Steps):
         self.saving.announce()
         if self.saving.saved_step == self.progress.step:
             self.copies.end()
-        self.outcome.folder.check(self.records.problem)
         self.records.close()
+        self.outcome.folder.check(self.records.problem)
         if self.records.head:
             log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - before)
