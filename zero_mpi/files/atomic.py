@@ -112,9 +112,3 @@ def append_whole(file: FileIO, line: bytes) -> None:
         except OSError:
             file.truncate(before)
             raise
-
-
-def close_named(file: FileIO) -> None:
-    """Close a file. OSError with its name: some file systems write only then."""
-    with naming(file.name):
-        file.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import FileError, explain, naming, writing
-from zero_mpi.files.atomic import append_whole, close_named, write_whole
+from zero_mpi.files.atomic import append_whole, write_whole
 from zero_mpi.files.open import open_file, read_lines
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.progress_bar import Display
@@ -105,14 +105,15 @@ class Records:
         """write(), unless something failed before; why it fails is kept."""
         try:
             if not self.problem:
-                write()
+                with naming(self._file.name):
+                    write()
         except OSError as error:
             self.problem = explain(error)
 
     def close(self) -> None:
         """End the files and the bar; why a file cannot be ended is kept."""
         if self._active:
-            self._attempt(partial(close_named, self._file))
+            self._attempt(self._file.close)
             if self._chain is not None:
                 self._attempt(self._chain.close)
             for tracker in self._trackers:

@@ -21,8 +21,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.errors import FileError
-from zero_mpi.files.atomic import append_whole, close_named
+from zero_mpi.errors import FileError, naming
+from zero_mpi.files.atomic import append_whole
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import MOST_LINE, exists, open_file, reason
 from zero_mpi.files.parse import parse_json
@@ -226,4 +226,5 @@ class Proof:
 
     def close(self) -> None:
         """Add no more lines."""
-        close_named(self._file)
+        with naming(self._file.name):
+            self._file.close()

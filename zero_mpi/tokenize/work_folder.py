@@ -57,15 +57,14 @@ class WorkFolder:
     def _plan_kept(self) -> Table | None:
         """The plan of the job before; None where that has completed nothing, which binds to nothing."""
         has_parts = is_folder(self.aside) and any(path.name != PLAN for path in self.aside.glob("*.json"))
-        return read_table(self.aside / PLAN) if has_parts else None
+        return read_table(self.aside / PLAN, believed=True) if has_parts else None
 
     def _check_flags(self) -> None:
         others = [path.name for path in self.out.iterdir() if not path.name.startswith(".")]
         if self._manifest is not None:
             self._refuse_difference({name: self._manifest.get(name) for name in self._about}, self._about)
         elif self._plan is not None:
-            with ours(self.aside / PLAN):
-                self._refuse_difference(self._plan["about"], {**self._about, CODE: code()})
+            self._refuse_difference(self._plan["about"], {**self._about, CODE: code()})
         elif others and not exists(self.aside):
             raise UsageError(
                 f"--out {shown(self.out)}: expected an empty folder, or one that tokenize has begun, found "
@@ -76,16 +75,13 @@ class WorkFolder:
         """What need not be looked at again: files with the size and time of the plan. Raises UsageError."""
         if self._plan is None:
             return {}
-        with ours(self.aside / PLAN):
-            if sealed(self._plan) != self._plan:
-                raise ValueError("another digest")
-            before = self._plan["looked"]
-            self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
-            return {
-                number: Looked(each["sha256"], tuple(map(int, each["weights"])))
-                for number, (each, file) in enumerate(zip(before, files, strict=True))
-                if each["changed_at"] == file.changed_at
-            }
+        before = self._plan["looked"]
+        self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
+        return {
+            number: Looked(each["sha256"], tuple(each["weights"]))
+            for number, (each, file) in enumerate(zip(before, files, strict=True))
+            if each["changed_at"] == file.changed_at
+        }
 
     def begin(self, looked: list[Table], inputs: list[Table], tokenizer: Tokenizer) -> None:
         """Write the plan; where there is one, or a manifest, see that it is of the same files.
@@ -167,13 +163,13 @@ class WorkFolder:
         )
 
 
-def read_table(path: Path) -> Table | None:
-    """A table that tokenize wrote; None where there is no such file. FileError for another one."""
+def read_table(path: Path, believed: bool = False) -> Table | None:
+    """A table that tokenize wrote, `believed` if it has its digest; None without a file. FileError."""
     if not exists(path):
         return None
     with ours(path):
         found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or (believed and sealed(found) != found):
             raise ValueError(shown(found, 60))
     return found
 
