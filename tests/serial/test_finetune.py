@@ -2,14 +2,19 @@
 
 import json
 import math
+import os
+import signal
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from jobs import COMPILED, run_job
+from jobs import COMPILED, end, hands_sigterm_on, launcher, run_job
 from oracles import greedy, open_server, smollm2
 from test_command_bits import fields, needs_mpiexec
+from test_resume import REQUEUE, wait_for_lines
+from test_stopping import start
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
@@ -141,3 +146,28 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     answers = [pair["completion"] for side in pairs for pair in side]
     assert len(set(answers)) == len(answers) > 1000, "nothing held out is learned by heart"
     assert all(20 <= len(answer) <= 300 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [(signal.SIGINT, "conversations/train.jsonl"), (signal.SIGTERM, "docstrings/metrics.jsonl")],
+)
+def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, when, tmp_path):
+    """The first file is there before questions are asked, the second one once a step was made."""
+    if not hands_sigterm_on():
+        pytest.skip("this launcher ends its ranks at these signals")
+    small = ["--steps", "1000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]
+    log, runs = tmp_path / "log", tmp_path / "runs"
+    with log.open("wb") as output:
+        job = start(
+            [*launcher(), "-n", "2", sys.executable, str(EXAMPLE), *small], output, tmp_path, COMPILED
+        )
+        try:
+            wait_for_lines(runs / when, 1, job, seconds=200)
+            job.send_signal(number)
+            assert job.wait(100) == REQUEUE, log.read_text()
+        finally:
+            end(job)
+    assert "Traceback" not in log.read_text()
+    assert "loss on held-out" not in log.read_text()
+    assert os.path.lexists(runs / "docstrings" / "latest") == (number == signal.SIGTERM)

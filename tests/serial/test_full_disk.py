@@ -8,11 +8,12 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import run_command, run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
 from thinned import thinned
 
@@ -199,3 +200,79 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags):
     for name in ("metrics.jsonl", "proof.jsonl"):
         assert left.get(name, b"")[-1:] in (b"", b"\n"), "half a line"
     assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"
+
+
+# Runs a command that cannot close a file it has written, as where a network file system writes only then.
+FAILING = """
+import builtins, errno, fcntl, io, os, runpy, sys
+
+name, *sys.argv[:] = sys.argv[1:]
+
+def is_it(path):
+    return os.path.basename(str(path)) == name
+
+def fail():
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+def close(handle, usual=os.close):
+    path, writes = os.readlink(f"/proc/self/fd/{handle}"), fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
+    usual(handle)
+    if writes and is_it(path):
+        fail()
+
+class Failing(io.FileIO):
+    def close(self):
+        if not self.closed:
+            super().close()
+            fail()
+
+def opened(path, mode="r", buffering=-1, *more, usual=io.open, **named):
+    if not is_it(path) or not set(mode) & set("wa"):
+        return usual(path, mode, buffering, *more, **named)
+    raw = Failing(path, mode.replace("b", ""))
+    writer = raw if buffering == 0 else io.BufferedWriter(raw)
+    return writer if "b" in mode else io.TextIOWrapper(writer)
+
+os.close, io.open, builtins.open = close, opened, opened
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
+EXPORTED = ["zero_mpi.export", "model.gguf"]
+CLOSED = [  # the file that cannot be closed, the command, the status, and the name in the line
+    ("model.gguf", TRAINED, 1, "model.gguf"),
+    ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),
+    ("metrics.jsonl", TRAINED, 1, "metrics.jsonl"),
+    ("proof.jsonl", TRAINED, 1, "proof.jsonl"),
+    (".config.toml.partial", TRAINED, 1, "config.toml"),
+    (".lock", TRAINED, 0, ""),
+    ("events.jsonl", TRAINED, 0, ""),
+    (".status.json.0", TRAINED, 0, ""),
+    (".made.gguf.partial", [*EXPORTED, "made.gguf"], 1, "made.gguf"),
+    ("model.safetensors", [*EXPORTED, "folder", "--format", "safetensors"], 1, "model.safetensors"),
+    ("config.json", [*EXPORTED, "folder", "--format", "safetensors"], 1, "folder"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a text and a model."""
+    folder = tmp_path_factory.mktemp("closed")
+    write_text(folder)
+    flags = [*SMALL, "--data", str(folder / "text-0-0.txt"), "--steps", "2"]
+    train(1, folder / "run", *flags)
+    (folder / "failing.py").write_text(FAILING)
+    shutil.copy(folder / "run" / "latest" / "model.gguf", folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "command", "expected", "named"), CLOSED)
+def test_a_file_that_cannot_be_closed_is_one_line(name, command, expected, named, trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    more = SMALL if command is TRAINED else []
+    start = [sys.executable, "failing.py", name, *command, *more]
+    status, _, errors = run_command(start, timeout=60, cwd=tmp_path)
+    errors = re.sub("(?m)^Abort.*\n", "", errors)
+    assert (status, "Traceback" in errors) == (expected, False), errors
+    if expected:
+        assert len(errors.splitlines()) == 1, errors
+        assert re.search(rf"{re.escape(named)}.*: Input/output error", errors)

@@ -413,3 +413,18 @@ def test_the_library_is_that_of_the_launcher():
     """The suite says under which one it runs: a wheel of mpi4py opens whichever it finds."""
     names = {"mpich": "MPICH Version: ", "intel": "Intel(R) MPI Library ", "openmpi": "Open MPI v"}
     assert jobs.library().startswith(names[jobs.launcher_kind()])
+
+
+UNDER_NOHUP = """
+import signal, subprocess, sys
+import jobs
+jobs.prepare_process()
+signal.raise_signal(signal.SIGHUP)
+print(subprocess.run([sys.executable, "-c", "import signal; signal.raise_signal(signal.SIGHUP)"]).returncode)
+"""
+
+
+def test_under_nohup_jobs_hear_a_hangup_and_the_suite_goes_on():
+    command = ["nohup", sys.executable, "-c", UNDER_NOHUP]
+    status, printed, errors = run_command(command, timeout=30, env={"PYTHONPATH": str(TESTS)})
+    assert (status, printed) == (0, "-1\n"), errors

@@ -8,7 +8,9 @@ from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
 from test_resume import refused
 
+from zero_mpi.checkpoint.adapter import lora_of, metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.errors import UsageError
 from zero_mpi.export.command import command
@@ -202,3 +204,26 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
     both = losses("both", 2, str(base), "--lora", adapter, "--against", str(base))
     assert both == losses("each", 1, merged, "--against", str(base))
     assert both[0] < both[1], "it was trained on this text"
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
+def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, base, text, tmp_path):
+    """Of 3e38 it is the product that is too large."""
+    source, path = GGUFFile.open(alone[0] / "latest" / "adapter.gguf"), tmp_path / "adapter.gguf"
+    factors = {name: source.tensor(name) for name in source.tensors}
+    for factor in list(factors.values())[:2]:
+        factor.ravel()[0] = value
+    table = [(name, factor.shape) for name, factor in factors.items()]
+    with GGUFStream(path, "llama", metadata(lora_of(source)), table) as stream:
+        for name, factor in factors.items():
+            stream.write(name, factor)
+    model = ["-m", "zero_mpi.evaluate", str(base)]
+    for arguments in (
+        [*model, "--lora", str(path), *text],
+        ["-m", "zero_mpi.generate", str(base), "--lora", str(path), "--tokens", "1"],
+        ["-m", "zero_mpi.export", str(base), str(tmp_path / "merged.gguf"), "--merge", str(path)],
+    ):
+        status, _, errors = run_job(1, arguments)
+        assert (status, len(errors.splitlines())) == (2, 1), errors
+        assert str(path) in errors
+        assert str(base) not in errors

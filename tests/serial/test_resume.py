@@ -171,9 +171,9 @@ def go_on_to_the_end(ranks: int, out: Path, flags: list[str], reference: Path) -
     assert_same_run(out, reference)
 
 
-def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
     """Until a file has so many lines."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + seconds
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert process.poll() is None, "the run ended before it could be signalled"
         assert time.monotonic() < deadline, f"no {count} lines in {path.name}"

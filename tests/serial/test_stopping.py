@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,13 @@ def assert_saved(out: Path) -> int:
     return done
 
 
-def start(command: Sequence[str], output: Any) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], output: Any, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """A command in a session of its own."""
+    variables = clean_environment() | dict(env or {})
     return subprocess.Popen(
-        command, env=clean_environment(), stdout=output, stderr=output, start_new_session=True
+        command, env=variables, cwd=cwd, stdout=output, stderr=output, start_new_session=True
     )
 
 
@@ -203,6 +206,20 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
     assert shown.text.count("stopped at once; what was saved is complete") == 1
     assert os.readlink(out / "latest") == "step-00000004"
     assert told(out) == ("failed", "SIGINT, twice")
+
+
+@needs_mpiexec
+def test_a_second_ctrl_c_under_a_launcher_that_ends_its_ranks_itself(flags, tmp_path):
+    if not hands_sigterm_on():
+        pytest.skip("this launcher ends its ranks at the first one")
+    out = tmp_path / "out"
+    command = [PYTHON, long_step(tmp_path, 300), "--out", str(out), *flags, *ENDLESS]
+    with terminal(*launcher(), "-n", "2", *command) as shown:
+        wait_for_file(tmp_path / "at-0")
+        shown.press(CTRL_C)
+        shown.until(STOPPING)
+        shown.press(CTRL_C)
+        assert shown.wait(20) == 255, shown.text
 
 
 @needs_mpiexec
@@ -283,6 +300,80 @@ def test_a_run_under_nohup_goes_on(flags, tmp_path):
     finally:
         job.kill()
         job.wait()
+
+
+# a script that calls the command's function
+
+CALLS = """
+import sys
+from zero_mpi.launch.world import run
+from zero_mpi.train.command import command as train
+
+def command(world, arguments):
+    status = train(world, arguments)
+    print("returned", status)
+    return status
+
+run("script", command, sys.argv[1:])
+"""
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("whom", ["launcher", "rank-1"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_path):
+    out, script = tmp_path / "out", tmp_path / "script.py"
+    script.write_text(PIDS.format(folder=tmp_path) + CALLS)
+    with (tmp_path / "log").open("wb") as log:
+        job = start([*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS], log)
+        try:
+            wait_for_lines(out / "metrics.jsonl", 5, job)
+            os.kill(job.pid if whom == "launcher" else int((tmp_path / whom).read_text()), number)
+            status = job.wait(40)
+        finally:
+            end(job)
+    said = (tmp_path / "log").read_text()
+    assert "Traceback" not in said
+    assert assert_saved(out) >= 5
+    if whom == "launcher" and not hands_sigterm_on():
+        assert (status, told(out)[0]) == (FAILED, "stopped")
+    else:
+        assert (status, told(out)[0]) == (REQUEUE, "stopped"), said
+        assert said.count(f"returned {REQUEUE}") == 2
+
+
+CALLS_AGAIN = """
+import os, signal, sys, threading
+from zero_mpi.launch.stopping import SIGNALS
+from zero_mpi.launch.world import World
+from zero_mpi.train.command import command, Trainer
+
+def step(self, usual=Trainer.step):
+    if self.progress.step == told_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return usual(self)
+
+def now():
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    return handlers, signal.set_wakeup_fd(-1), os.listdir("/proc/self/fd")
+
+Trainer.step = step
+signal.signal(signal.SIGUSR1, lambda *_: None)
+before = now()
+for told_at, steps, status in ((-1, "2", 0), (3, "6", 75), (-1, "6", 0)):
+    world = World(0, 1)
+    assert command(world, [*sys.argv[1:], "--steps", steps]) == status
+    world.tell(status)
+    [each.join() for each in threading.enumerate() if each.name == "zero_mpi signals"]
+    assert now() == before
+"""
+
+
+def test_signals_are_the_scripts_own_before_and_after(flags, tmp_path):
+    more = ["--out", str(tmp_path / "out"), *flags, "--schedule", "constant"]
+    status, printed, errors = run_command([PYTHON, "-c", CALLS_AGAIN, *more], timeout=60)
+    assert (status, errors) == (0, ""), printed
+    assert len(fields(tmp_path / "out")) == 6
 
 
 # from the first line on

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -529,6 +530,48 @@ def test_records_that_lie_are_one_line(long, tmp_path, monkeypatch):
             UsageError, match=r"expected what tokenize wrote, found|was begun with other input"
         ):
             tokenize(long, *SMALL)
+
+
+WRONG = (-1, 1 << 70, 0.5, None, "x", [], {}, [{}])
+
+
+def with_wrong_values(value, path=()):
+    """(where, the value with another one there) for each place of a JSON value, of lists the first one."""
+    yield from ((path, wrong) for wrong in WRONG if wrong != value)
+    inner = (
+        value.items() if isinstance(value, dict) else enumerate(value[:1] if isinstance(value, list) else ())
+    )
+    for key, item in inner:
+        for where, changed in with_wrong_values(item, (*path, key)):
+            copy = value.copy()
+            copy[key] = changed
+            yield where, copy
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".tokenize/plan.json", ".tokenize/00000.json"])
+def test_a_wrong_value_anywhere_in_a_file_of_ours_is_one_line_or_of_no_use(name, long, tmp_path, monkeypatch):
+    """It is refused, or the folder has the same token files in the end."""
+
+    def tokens(found):
+        return {name: raw for name, raw in found.items() if name.endswith((".bin", ".idx"))}
+
+    assert tokenize(long, *SMALL, out="whole") == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 99 if name == "manifest.json" else 2)
+        tokenize(long, *SMALL, out="before")
+    whole = files(tmp_path / "whole")
+    for where, value in with_wrong_values(json.loads((tmp_path / "before" / name).read_text())):
+        shutil.rmtree("out", ignore_errors=True)
+        shutil.copytree("before", "out")
+        (tmp_path / "out" / name).write_text(json.dumps(value))
+        signals.caught = ""
+        refused = ""
+        try:
+            assert tokenize(long, *SMALL) == 0, where
+        except UsageError as error:
+            refused = str(error)
+        assert "\n" not in refused
+        assert "out" in refused or tokens(files(tmp_path / "out")) == tokens(whole), (where, value)
 
 
 def test_a_disk_that_is_full_is_one_line_and_no_end_of_the_work(long, tmp_path, monkeypatch):

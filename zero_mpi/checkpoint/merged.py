@@ -65,7 +65,11 @@ class MergedWeights:
         stop = self._specs[name].size if stop is None else stop
         values = self._base.read(name, start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
-            values += self._product(name, start, stop)
+            with np.errstate(all="ignore"):  # what is not finite is refused
+                added = self._product(name, start, stop)
+                values += added
+            if not np.isfinite(added).all():
+                raise UsageError(f"{self._adapter.path}: what it adds to {name} is not finite")
         return values
 
     def _product(self, name: str, start: int, stop: int) -> Floats:

@@ -81,4 +81,5 @@ class OutputFile:
                 self.sync()
         finally:
             handle, self._handle = self._handle, -1
-            os.close(handle)
+            with naming(self.path):
+                os.close(handle)

@@ -64,10 +64,10 @@ class TensorStream:
             with naming(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                self._file.close()
         except BaseException:
             self._abandon()
             raise
-        self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,6 @@ Ids = NDArray[np.integer[Any]]
 
 WHOLE = 1 << 30  # bytes of a file that is read from end to end for its digest, in half a second
 BLOCK = 1 << 20  # ids looked at together
-WANTED = "expected token ids from 0"
 
 
 class TokenLayout(NamedTuple):

@@ -62,7 +62,8 @@ class RunLock:
         """Close the file; also in a child, which would keep the lock when this process is dead."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
-            os.close(handle)
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
     def _renew(self) -> None:
         while not self._over.wait(EVERY):

@@ -129,9 +129,9 @@ class Terminal(io.FileIO):
 def outlive_terminal() -> None:
     """Let stdout and stderr survive the end of the terminal that they are."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
-        if os.isatty(handle):
+        was = getattr(sys, name)
+        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # no notebook's
             terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
-            was = getattr(sys, name)
             new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
             setattr(sys, name, new)
 

@@ -6,15 +6,18 @@ agree on it wherever they agree on anything (`launch.world.Hearing`), later afte
 by itself and moves nothing between ranks is left at once (`cut_short`). A thread hears signals too: the main
 one may be inside the MPI library, where no handler of Python's runs. It answers a second Ctrl-C, and ends a
 run that does not come to an agreement while it is prepared.
+
+A program of this package listens from its first line to its last; in a script the command does that it calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -67,12 +70,30 @@ class StopSignals:
         self._listens = True
         read, write = os.pipe()
         os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in SIGNALS:
             interrupts.handle(number, self._note)
         interrupts.hide_unraisable(Stopped)
         interrupts.outlive_terminal()
         threading.Thread(target=self._listen, args=(read,), name="zero_mpi signals", daemon=True).start()
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen while a command runs, where the program that calls it does not. Also a decorator.
+
+        Under a launcher a command that was stopped listens on: ranks may hear one signal at different times.
+        """
+        before = {} if self._listens else {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
+        try:
+            yield
+        finally:
+            if before and self._listens and not (self.caught and environment.under_launcher()):
+                for number, handler in before.items():
+                    signal.signal(number, handler or signal.SIG_DFL)  # None: a library has it
+                os.close(signal.set_wakeup_fd(self._wakeup))  # the end of the thread
+                self.caught, self.phase, self._heard = "", START, {}
+                self._listens = self._gives_up = False
 
     def enter(self, phase: str) -> None:
         """The next phase begins."""
@@ -89,7 +110,7 @@ class StopSignals:
         """Raise Stopped if any rank's word is a signal. All ranks call it with the same words."""
         name = next((name for name, _ in words if name), "")
         if name:
-            self.phase = OVER
+            self.phase, self.caught = OVER, self.caught or name
             raise Stopped(name, again=words[0][1])
 
     def cut_short(self, action: Callable[[], Any]) -> Any:
@@ -132,10 +153,11 @@ class StopSignals:
             raise Stopped(self.caught)
 
     def _listen(self, read: int) -> None:
-        while True:
-            for number in os.read(read, 64):
+        while numbers := os.read(read, 64):
+            for number in numbers:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
+        os.close(read)
 
     def _hear(self, number: signal.Signals) -> None:
         """React in the listening thread, as soon as a signal comes."""

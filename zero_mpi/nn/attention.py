@@ -231,7 +231,7 @@ class RoPE(Layer):
         return self._turn(dy, 0, -1)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`."""
+        """As `generation.infer`."""
         return self._turn(x, cache.position, 1)
 
 
@@ -264,7 +264,7 @@ class CausalAttention(Layer):
         return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`."""
+        """As `generation.infer`."""
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = self._room(cache, k, v, stop)

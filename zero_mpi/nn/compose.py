@@ -80,7 +80,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         return loss_alone(self.layers[-1], p, y, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`, one layer after the other."""
+        """As `generation.infer`, one layer after the other."""
         for layer in self.layers:
             x = infer(layer, p, x, cache)
         return x
@@ -107,7 +107,7 @@ class Residual(Wrapper):
         return backward_onto(self.inner, p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`."""
+        """As `generation.infer`."""
         return ops.add(x, infer(self.inner, p, x, cache))
 
 
@@ -137,5 +137,5 @@ class Recompute(Wrapper):
         return loss_alone(self.inner, p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`."""
+        """As `generation.infer`."""
         return infer(self.inner, p, x, cache)

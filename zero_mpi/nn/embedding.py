@@ -57,5 +57,5 @@ class LearnedPositions(Layer):
         return dy
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.Continues.infer`."""
+        """As `generation.infer`."""
         return ops.positions(x, p[self.weight][cache.position : cache.position + x.shape[1]])

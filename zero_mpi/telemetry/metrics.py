@@ -93,18 +93,19 @@ class Records:
         """write(), unless something failed before; why it fails is kept."""
         try:
             if not self.problem:
-                write()
+                with naming(self._file.name):
+                    write()
         except OSError as error:
             self.problem = explain(error)
 
     def close(self) -> None:
-        """End the files and the bar."""
+        """End the files and the bar; why a file cannot be ended is kept."""
         if self._active:
-            self._file.close()
+            self._attempt(self._file.close)
             if self._chain is not None:
-                self._chain.close()
+                self._attempt(self._chain.close)
             for tracker in self._trackers:
-                tracker.close()
+                self._attempt(tracker.close)
             self._display.close()
 
 

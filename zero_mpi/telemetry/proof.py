@@ -21,7 +21,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, naming
 from zero_mpi.files.atomic import append_whole
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import MOST_LINE, exists, open_file, reason
@@ -203,4 +203,5 @@ class Proof:
 
     def close(self) -> None:
         """Add no more lines."""
-        self._file.close()
+        with naming(self._file.name):
+            self._file.close()

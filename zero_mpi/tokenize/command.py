@@ -88,6 +88,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write what of the folder is missing. Returns the exit status."""
     check_not_alone(world)
@@ -119,6 +120,7 @@ def tokenize(world: World, options: argparse.Namespace, tokenizer: Tokenizer, wa
     watchdog.beat("writing the manifest")
     if seconds is None:
         world.on_root(lambda: say_stopped(folder, work))
+        signals.caught = signals.caught or "a signal to another rank"
         return REQUEUE
     world.on_root(lambda: finish_folder(folder, work, made_with, seconds))
     return 0

@@ -28,7 +28,7 @@ from zero_mpi.files.parse import parse_json
 
 BIN, IDX = ".bin", ".idx"
 COUNTS = ("documents", "tokens", "text_bytes", "skipped")
-WRITTEN = {**dict.fromkeys(COUNTS, int), "files": list, "odd": list, "spelt": dict}  # of a record
+DIGEST = "digest"  # of all else in a file of ours that a job believes
 
 
 class PartWriter:
@@ -80,7 +80,7 @@ class PartWriter:
                 os.replace(self._aside(suffix), self._out / f"{self._name}{suffix}")
             sync_folder(self._out)
         record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **about}
-        write_whole(record_of(self._out, self._name), json.dumps(record))
+        write_whole(record_of(self._out, self._name), json.dumps(sealed(record)))
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +95,12 @@ class PartWriter:
                 os.unlink(self._aside(suffix))
 
 
+def sealed(table: dict[str, Any]) -> dict[str, Any]:
+    """A table with its digest: one that was changed is another than its sealed self."""
+    text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
+    return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+
+
 def record_of(out: Path, name: str) -> Path:
     """Where the record of a part is."""
     return out / UNFINISHED / f"{name}.json"
@@ -107,9 +113,9 @@ def read_record(out: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         record: dict[str, Any] = parse_json(read_file(path))
-        whole = {name: type(record[name]) for name in WRITTEN} == WRITTEN and all(
+        whole = sealed(record) == record and all(
             (out / each["name"]).stat().st_size == each["bytes"] for each in record["files"]
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record if whole else None

@@ -25,7 +25,7 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.open import exists, is_folder, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.part_files import BIN, IDX, read_record
+from zero_mpi.tokenize.part_files import BIN, IDX, read_record, sealed
 from zero_mpi.tokenize.survey import Looked
 from zero_mpi.tokenize.text_formats import InputFile
 
@@ -57,15 +57,14 @@ class WorkFolder:
     def _plan_kept(self) -> Table | None:
         """The plan of the job before; None where that has completed nothing, which binds to nothing."""
         has_parts = is_folder(self.aside) and any(path.name != PLAN for path in self.aside.glob("*.json"))
-        return read_table(self.aside / PLAN) if has_parts else None
+        return read_table(self.aside / PLAN, believed=True) if has_parts else None
 
     def _check_flags(self) -> None:
         others = [path.name for path in self.out.iterdir() if not path.name.startswith(".")]
         if self._manifest is not None:
             self._refuse_difference({name: self._manifest.get(name) for name in self._about}, self._about)
         elif self._plan is not None:
-            with ours(self.aside / PLAN):
-                self._refuse_difference(self._plan["about"], {**self._about, CODE: code()})
+            self._refuse_difference(self._plan["about"], {**self._about, CODE: code()})
         elif others and not exists(self.aside):
             raise UsageError(
                 f"--out {shown(self.out)}: expected an empty folder, or one that tokenize has begun, found "
@@ -76,14 +75,13 @@ class WorkFolder:
         """What need not be looked at again: files with the size and time of the plan. Raises UsageError."""
         if self._plan is None:
             return {}
-        with ours(self.aside / PLAN):
-            before = self._plan["looked"]
-            self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
-            return {
-                number: Looked(each["sha256"], tuple(map(int, each["weights"])))
-                for number, (each, file) in enumerate(zip(before, files, strict=True))
-                if each["changed_at"] == file.changed_at
-            }
+        before = self._plan["looked"]
+        self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
+        return {
+            number: Looked(each["sha256"], tuple(each["weights"]))
+            for number, (each, file) in enumerate(zip(before, files, strict=True))
+            if each["changed_at"] == file.changed_at
+        }
 
     def begin(self, looked: list[Table], inputs: list[Table], tokenizer: Tokenizer) -> None:
         """Write the plan; where there is one, or a manifest, see that it is of the same files.
@@ -91,7 +89,8 @@ class WorkFolder:
         Raises UsageError, or OSError with a file's name.
         """
         if self._manifest is not None:
-            self._refuse_other_files(self._manifest.get("inputs"), inputs)
+            with ours(self.out / MANIFEST):
+                self._refuse_other_files(self._manifest.get("inputs"), inputs)
             self.clear()
             return
         if self._plan is not None:
@@ -104,7 +103,7 @@ class WorkFolder:
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
         write_whole(self.out / TOKENIZER, header)
         plan = {"about": {**self._about, CODE: code()}, "looked": looked}
-        write_whole(self.aside / PLAN, json.dumps(plan))
+        write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def record(self, name: str) -> Table | None:
         """What is known of a part; None of one that is not complete."""
@@ -164,13 +163,13 @@ class WorkFolder:
         )
 
 
-def read_table(path: Path) -> Table | None:
-    """A table that tokenize wrote; None where there is no such file. FileError for another one."""
+def read_table(path: Path, believed: bool = False) -> Table | None:
+    """A table that tokenize wrote, `believed` if it has its digest; None without a file. FileError."""
     if not exists(path):
         return None
     with ours(path):
         found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or (believed and sealed(found) != found):
             raise ValueError(shown(found, 60))
     return found
 

@@ -29,8 +29,9 @@ from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.trainer import Trainer
 
 
+@signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do the whole run on this rank. Returns the exit status."""
+    """Do the whole run on this rank. Returns the exit status, 75 where the run was told to stop."""
     check_not_alone(world)
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))

@@ -96,13 +96,14 @@ class Trainer(Steps):
         tracer.end(self.progress.step)
         signals.enter(OVER)
         self.saving.announce()
-        self.outcome.folder.check(self.records.problem)
         self.records.close()
+        self.outcome.folder.check(self.records.problem)
         if self.records.head:
             log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - before)
         if stopped and not self.is_done():
-            self.outcome.events.reason = self.ended_by.strip() or signals.caught or "a signal to another rank"
+            signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
+            self.outcome.events.reason = signals.caught
             log.info(
                 "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
             )

@@ -10,10 +10,11 @@ another content for the turn, and its content lies where the two texts differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import count
 
 from zero_mpi.data.conversations.chat_template import ChatTemplate
-from zero_mpi.data.conversations.formats import ASSISTANT, Conversation, Message
+from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, Message
 
 Span = tuple[int, int]  # of letters: the first, and the one behind the last
 
@@ -75,8 +76,20 @@ class AnswerFinder:
         start = common(text, instead)
         stop = len(text) - common(text[start:][::-1], instead[start:][::-1])
         behind = stop + len(text[stop:]) - len(text[stop:].lstrip())
-        end = next((end for end in self._ends if text.startswith(end, behind)), None)
-        return start, stop if end is None else behind + len(end)
+        ends = (*self._ends, self._closing)
+        end = next((end for end in ends if text.startswith(end, behind)), "")
+        return start, behind + len(end) if end else stop
+
+    @cached_property
+    def _closing(self) -> str:
+        """Return the line that the template writes behind an answer, which need not be a token."""
+        answer = "\ue000"
+        said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
+        try:
+            behind = self._template.render(said).text.partition(answer)[2]
+        except ValueError:
+            return ""
+        return behind.strip().partition("\n")[0].rstrip()
 
 
 def common(one: str, other: str) -> int:

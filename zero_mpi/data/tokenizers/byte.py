@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.tokenizers.spellings import Spellings
-from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, TOKENIZER, TOKENS, GGUFKeys
 
 _BYTES = 256
@@ -166,22 +164,8 @@ class ByteTokenizer:
     @classmethod
     def is_in(cls, metadata: Mapping[str, object], place: str = THE_FILE) -> bool:
         """Whether a GGUF's keys describe this tokenizer, by its model and tokens."""
-        return not _difference(GGUFKeys(metadata, place), cls().metadata())
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object]) -> "ByteTokenizer":
-        """The tokenizer that a GGUF's keys describe, by its model and tokens.
-
-        Raises UsageError, saying what the keys hold, if that is not this byte-level one.
-        """
-        found = _difference(GGUFKeys(metadata, THE_FILE), cls().metadata())
-        if found:
-            raise UsageError(
-                f"{THE_FILE} has {found}, where text can only be read with the byte-level tokenizer "
-                f"(model '{_MODEL}', {cls.vocab_size} tokens): give --data as token files, 1-D .npy of "
-                "uint16 or uint32 ids made with the model's own tokenizer"
-            )
-        return cls()
+        keys = GGUFKeys(metadata, place)
+        return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
 
 def _raw(data: bytes | str) -> bytes:
@@ -199,17 +183,3 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
     if isinstance(part, int):
         return np.array([part], np.uint16)
     return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)
-
-
-def _difference(keys: GGUFKeys, expected: Mapping[str, object]) -> str:
-    """What the keys hold instead of the expected model and tokens, in words; empty if they hold them."""
-    model = keys.text(TOKENIZER)
-    tokens, wanted = (found.texts(TOKENS) or [] for found in (keys, GGUFKeys(expected)))
-    if model is None:
-        return "no tokenizer"
-    if model != _MODEL or len(tokens) != len(wanted):
-        return f"the tokenizer {show(model)} of {len(tokens)} tokens"
-    for place, (found, own) in enumerate(zip(tokens, wanted, strict=True)):
-        if found != own:
-            return f"{show(found)} for {show(own)} as token {place} of its tokenizer"
-    return ""

@@ -57,4 +57,5 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file of this job."""
-        self._writer.close()
+        with naming(self._folder):
+            self._writer.close()
