@@ -5,6 +5,7 @@ Only where the CuPy is the pretend one: a real GPU would give wrong numbers, or 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,25 @@ def test_kernels_run_in_the_order_of_their_stream_on_memory_that_is_still_there(
         twice((1,), (32,), (steps[-1].data.ptr, steps[-2].data.ptr))
         del steps[:-1]  # only its address was told
     assert np.array_equal(pretend.to_host(steps[-1]), 32 * np.arange(32))
+
+
+def test_a_stream_that_use_has_chosen_is_forgotten_after_a_with_block(pretend):
+    """The rule of CuPy's stream.pyx: leaving a block goes back to the block around it, or the NULL stream."""
+    cuda, found = pretend.cupy.cuda, []
+
+    def chosen() -> None:
+        used, outer, inner = cuda.Stream(), cuda.Stream(), cuda.Stream()
+        used.use()
+        with outer:
+            with inner:
+                pass
+            found.append(cuda.get_current_stream() is outer)
+        found.append(cuda.get_current_stream() is cuda.Stream.null)
+
+    thread = threading.Thread(target=chosen)  # the main thread's stream stays what it is
+    thread.start()
+    thread.join()
+    assert found == [True, True]
 
 
 def test_every_kernel_has_the_parameters_of_the_table(pretend):

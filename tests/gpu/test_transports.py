@@ -256,6 +256,17 @@ def test_arrays_of_the_host_go_as_ever(comm):
 # ------------------------------------------------------------------------------------ order with computing
 
 
+def test_the_stream_that_computes_stays_the_current_one(gpu):
+    """CuPy forgets a stream that `use` has chosen at the end of the next `with` block."""
+    streams, current = Streams(gpu), gpu.cupy.cuda.get_current_stream
+    out = streams.empty(16, np.float32)
+    assert current() is gpu.stream
+    streams.add(out, [gpu.zeros(16)], False)
+    assert current() is gpu.stream
+    gpu.to_host(gpu.zeros(16).reshape(4, 4)[:, 0])  # CuPy's `get` packs gaps inside such a block
+    assert current() is gpu.stream
+
+
 def is_pretend():
     return hasattr(device.in_use().stream, "do")
 

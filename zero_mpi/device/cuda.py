@@ -64,7 +64,7 @@ class Cuda:
     def adopt_thread(self) -> None:
         """Let the calling thread work on this GPU and its stream: CuPy keeps both per thread."""
         self.choose()
-        self.stream.use()
+        self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
         """A flat uninitialised array; CuPy aligns to 512 bytes."""

@@ -32,24 +32,24 @@ def kernels() -> dict[str, Any]:
     return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
 
 
-def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on CuPy's current stream.
+def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any = None) -> None:
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream, or on CuPy's current one.
 
     `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
     """
     assert out.dtype == np.float32, "sums are float32"
     if out.size:
         for first in range(0, max(1, len(parts)), MAX_PARTS):
-            launch(out, parts[first : first + MAX_PARTS], accumulate or first > 0)
+            launch(out, parts[first : first + MAX_PARTS], accumulate or first > 0, stream)
 
 
-def launch(out: Array, parts: Sequence[Array], accumulate: bool) -> None:
+def launch(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
     """Add up to `MAX_PARTS` parts."""
     kernel = kernels()[parts[0].dtype.name if parts else "float32"]
     places = [*parts, *[parts[0] if parts else out] * (MAX_PARTS - len(parts))]
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
     numbers = np.int32(len(parts)), np.int32(accumulate), np.int64(out.size)
-    kernel((blocks,), (THREADS,), (out, *places, *numbers))
+    kernel((blocks,), (THREADS,), (out, *places, *numbers), stream=stream)
 
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:

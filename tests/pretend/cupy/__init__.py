@@ -93,7 +93,10 @@ class ndarray:
         }  # fmt: skip
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
-        """A copy on the host, after what the stream has to do."""
+        """A copy on the host, after what the stream has to do; as CuPy packs gaps inside `with stream`."""
+        if stream is not None and not self.flags.c_contiguous:
+            with stream:
+                return ascontiguousarray(self).get(stream, order, out, blocking)
         stream = stream or cuda.get_current_stream()
         target = np.empty(self.shape, self.dtype) if out is None else out
 

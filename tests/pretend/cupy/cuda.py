@@ -272,11 +272,13 @@ class Stream:
         return self
 
     def __enter__(self) -> Stream:
-        _local.stack = [*getattr(_local, "stack", []), get_current_stream()]
+        _local.stack = [*getattr(_local, "stack", []), self]
         return self.use()
 
     def __exit__(self, *_: Any) -> None:
-        _local.stack.pop().use()
+        """Go back to the stream of the `with` block around this one, and forget one that `use` has chosen."""
+        _local.stack.pop()
+        (_local.stack or [Stream.null])[-1].use()
 
 
 Stream.null = Stream(null=True)

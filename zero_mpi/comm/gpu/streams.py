@@ -131,5 +131,4 @@ class GpuStreams:
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
         """`device.ordered_sum` by a kernel."""
         self.adopt()
-        with self.stream:
-            ordered_sum_on_gpu(out, parts, accumulate)
+        ordered_sum_on_gpu(out, parts, accumulate, self.stream)
