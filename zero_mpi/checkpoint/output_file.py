@@ -16,10 +16,10 @@ from pathlib import Path
 
 from zero_mpi.device.types import Array
 from zero_mpi.errors import naming
+from zero_mpi.files.open import open_in_place
 
 DISK_BYTES = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
 MOST_BUFFERS = 1024  # that the system takes in one call
-FLAGS = os.O_RDWR | os.O_CLOEXEC
 
 
 class OutputFile:
@@ -30,7 +30,7 @@ class OutputFile:
 
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
-        self._handle = os.open(path, FLAGS | (os.O_CREAT | os.O_TRUNC) * new, 0o666)
+        self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
         self._since = 0  # bytes written that the disk was not yet told of, and between which places
         self._first, self._last = sys.maxsize, 0
 

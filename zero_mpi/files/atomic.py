@@ -15,10 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from zero_mpi.errors import naming
-from zero_mpi.files.open import refusing
-
-# No link is followed, and a pipe is not waited for.
-OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+from zero_mpi.files.open import open_in_place, refusing
 
 
 def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> None:
@@ -88,7 +85,7 @@ def write_to_device(path: Path, content: bytes) -> None:
 
 def write_to_disk(path: Path, content: bytes) -> None:
     """Write a file from its beginning and bring it to disk. OSError, at times without a name."""
-    handle = os.open(path, OPEN_FLAGS, 0o666)
+    handle = open_in_place(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(handle, content)
         os.fsync(handle)

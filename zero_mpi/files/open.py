@@ -1,11 +1,12 @@
-"""Files that others have written, opened and read with care.
+"""Files that others may have put in their place, opened and read with care.
 
 Only a regular file is opened, for a pipe would wait for ever and a device never ends; no more is read than a
-bound.
+bound. What is written in place, added to or cut is opened by `open_in_place` alone.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -100,6 +101,30 @@ def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> int:
+    """Open a file to write it where it lies, as `os.open` and `open(opener=...)` do. Return its handle.
+
+    Raises OSError with the name for a symbolic link, for a file of more than `links` hard links and for
+    anything else whose content may belong elsewhere. The file is cut (O_TRUNC) after that look.
+    """
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags & ~os.O_TRUNC | safe, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "expected a file, found a link: remove the link"
+        raise
+    found = os.fstat(handle)
+    is_file = stat.S_ISREG(found.st_mode)
+    if is_file and found.st_nlink <= links:
+        if flags & os.O_TRUNC and found.st_size:
+            os.ftruncate(handle, 0)
+        return handle
+    os.close(handle)
+    what = f"{found.st_nlink} hard links to it: put a copy there" if is_file else "a device, folder or pipe"
+    raise OSError(errno.EMLINK, f"expected a file with one name, found {what}", os.fspath(path))
 
 
 def fill(handle: int, room: memoryview, at: int) -> int:

@@ -24,6 +24,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import metrics
 from zero_mpi.telemetry.events import utc
 
+ANY = 1 << 62  # hard links of our own file: a backup may have made them
 THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
 
 
@@ -49,7 +50,7 @@ class RunLock:
         self._over.set()
         locked = self._mutex.acquire(timeout=SLOW)  # the disk may hang
         with contextlib.suppress(OSError, UsageError):
-            handle = find(self._path)
+            handle = find(self._path, ANY)
             record = unpacked(read(handle))
             os.close(handle)
             if record is not None and record.token == self._mine.token:
@@ -78,7 +79,7 @@ class RunLock:
     def _give_sign(self) -> None:
         """Renew the record, if it is ours."""
         try:
-            handle = find(self._path)
+            handle = find(self._path, ANY)
         except FileNotFoundError:
             self._miss()
             return

@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import platform
-import stat
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from uuid import uuid4
 
 from zero_mpi.errors import UsageError, naming
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import open_in_place
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry import log
 
@@ -38,7 +38,6 @@ SETTLE = 5.0  # seconds without one after which a refused lock is called held al
 LEAVE = 60.0  # seconds that a holder of the same batch job, requeued or the step before, has to end
 CLAIM = 3.0  # seconds that a record must stand where no lock can be believed; more than EVERY
 ROOM = 1024  # bytes of a record: always as many, so that a renewal needs no room on a full disk
-HOW = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -94,20 +93,16 @@ class HeldError(UsageError):
 
 def make(path: Path) -> int:
     """A new file, of which this process is the only maker; FileExistsError."""
-    return os.open(path, HOW | os.O_CREAT | os.O_EXCL, 0o666)
+    return open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
-def find(path: Path) -> int:
-    """The file that is there; FileNotFoundError. UsageError if it is none."""
+def find(path: Path, links: int = 1) -> int:
+    """Open the file that is there; FileNotFoundError. UsageError if it is none, or has more hard links."""
     try:
-        handle = os.open(path, HOW)
+        return open_in_place(path, os.O_RDWR, links)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK):
             raise
-    else:
-        if stat.S_ISREG(os.fstat(handle).st_mode):
-            return handle
-        os.close(handle)
     raise UsageError(f"{path}: expected the file of a job, found a link, folder or device: remove it")
 
 

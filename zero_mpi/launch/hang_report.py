@@ -105,7 +105,7 @@ class RankReports:
         aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
         with contextlib.suppress(OSError):
             self._folder.rename(aside)
-        for folder in self._folder.parent.glob(f"{self._folder.name}-*"):
+        for folder in self._folder.parent.glob(f"{self._folder.name}-{'[0-9a-f]' * 12}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 

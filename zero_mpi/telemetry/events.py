@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import open_in_place
 from zero_mpi.telemetry import log
 
 NAME = "events.jsonl"
@@ -90,12 +90,10 @@ class Listener(logging.Handler):
 def append_line(path: Path, text: str) -> None:
     """Add a line in one write; what a crash cut off before stays a line of its own. Raises OSError.
 
-    Only a regular file is written to: a pipe that nobody reads would take some lines, then wait for ever.
+    A pipe that nobody reads would take some lines, then wait for ever.
     """
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    handle = open_in_place(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is a device or pipe")
         size = os.fstat(handle).st_size
         cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         os.write(handle, ("\n" * cut_off + text + "\n").encode())

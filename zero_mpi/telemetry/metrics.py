@@ -17,8 +17,9 @@ from typing import Any
 
 from zero_mpi.errors import FileError, explain, naming, writing
 from zero_mpi.files.atomic import append_whole, write_whole
-from zero_mpi.files.open import open_file, read_lines
+from zero_mpi.files.open import open_file, open_in_place, read_lines, refusing
 from zero_mpi.files.parse import parse_json
+from zero_mpi.telemetry import events
 from zero_mpi.telemetry.progress_bar import Display
 from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
 from zero_mpi.telemetry.trackers.tracker import Tracker
@@ -53,7 +54,7 @@ class Records:
             return
         with writing(), naming(out / METRICS):
             keep_until(out / METRICS, done)
-            self._file = (out / METRICS).open("ab", buffering=0)
+            self._file = open(out / METRICS, "ab", buffering=0, opener=open_in_place)  # noqa: SIM115 (close)
             self._trackers = list(trackers())
         with writing(), naming(out / PROOF):
             self._chain = None if beginning is None else Proof(out / PROOF, beginning)
@@ -143,10 +144,11 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def check(out: Path) -> None:
-    """Raise UsageError where something else than a file is in the place of the records or their chain."""
-    for name in (METRICS, PROOF):
+    """Raise UsageError where a link, or no file, is in the place of one that a job adds to."""
+    for name in (METRICS, PROOF, events.NAME):
         if os.path.lexists(out / name):
-            open_file(out / name, "a file of records").close()
+            with refusing("", out / name, "cannot be written"):
+                os.close(open_in_place(out / name, os.O_RDONLY))
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import FileError, naming
 from zero_mpi.files.atomic import append_whole
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import MOST_LINE, exists, open_file, reason
+from zero_mpi.files.open import MOST_LINE, exists, open_file, open_in_place, reason
 from zero_mpi.files.parse import parse_json
 
 PROOF = "proof.jsonl"
@@ -169,7 +169,7 @@ class Proof:
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_until(path, beginning.step)
         self.head = kept.head
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=open_in_place)  # noqa: SIM115 (closed by close)
         self._file.truncate(kept.end)
         for step, value in kept.late:
             self._append(step, SAVED, value)

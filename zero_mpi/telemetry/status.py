@@ -21,7 +21,7 @@ from typing import Any
 from zero_mpi import __version__
 from zero_mpi.errors import FileError
 from zero_mpi.files.atomic import write_whole
-from zero_mpi.files.open import read_file
+from zero_mpi.files.open import open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 NAME = "status.json"
@@ -129,7 +129,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
     It is not cut first, so if this fails or never comes, what was there is there; it may end in blanks.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = open_in_place(path, os.O_WRONLY)
     try:
         size = os.fstat(handle).st_size
         if max(size, len(text)) <= DISK_BLOCK:

@@ -23,7 +23,7 @@ from zero_mpi.data.bin_tokens import MEGATRON_MOST, megatron_index
 from zero_mpi.data.token_folder import UNFINISHED
 from zero_mpi.errors import UsageError, naming
 from zero_mpi.files.atomic import write_to_disk, write_whole
-from zero_mpi.files.open import exists, read_file
+from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 BIN, IDX = ".bin", ".idx"
@@ -40,7 +40,7 @@ class PartWriter:
     def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._out, self._name, self._dtype = out, name, dtype
         self._sizes, self._digest = array("i"), hashlib.sha256()
-        self._file = open(self._aside(BIN), "wb")  # noqa: SIM115 (closed by __exit__)
+        self._file = open(self._aside(BIN), "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
     def _aside(self, suffix: str) -> Path:
         """Where a file lies until it is on disk."""

@@ -8,9 +8,9 @@ same.
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,8 @@ from zero_mpi.tokenize.text_formats import InputFile
 PLAN = "plan.json"
 CODE = "zero_mpi's source"
 MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # of a plan or manifest: one of millions of files is large
+UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
+RECORD = re.compile(r"(\d{5,}|plan)\.json")
 SAME = "start with the same to go on, or use another --out"
 
 Table = dict[str, Any]
@@ -45,6 +47,8 @@ class WorkFolder:
 
     def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
         self.out, self.aside, self._about = out, out / UNFINISHED, dict(about)
+        if self.aside.is_symlink():
+            raise UsageError(f"--out {shown(self.aside)}: expected a folder, found a link: remove it")
         self._manifest = read_table(out / MANIFEST)
         self._plan = None if self.is_complete else self._plan_kept()
         self._check_flags()
@@ -117,8 +121,12 @@ class WorkFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what is of no use to a folder that is complete."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        """Remove what is of no use to a folder that is complete; files of others stay where they are."""
+        with suppress(OSError):
+            for path in self.aside.iterdir():
+                if UNDER_WAY.fullmatch(path.name) or RECORD.fullmatch(path.name):
+                    path.unlink()
+            self.aside.rmdir()
 
     def drop(self) -> None:
         """Remove all that was written, where it is of no use."""
@@ -127,13 +135,10 @@ class WorkFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove what a job left that was killed: files on their way to a name, or to a record."""
-        for path in (*self.aside.iterdir(), *self.out.glob(".*.partial")):
-            if path.suffix != ".json" or path.name.startswith("."):
+        for path in (*self.aside.iterdir(), *self.out.iterdir()):
+            is_part = path.parent == self.out and path.suffix in (BIN, IDX)
+            if UNDER_WAY.fullmatch(path.name) and not (is_part and self.record(path.stem)):
                 path.unlink()
-        for suffix in (BIN, IDX):
-            for path in self.out.glob(f"*{suffix}"):
-                if self.record(path.stem) is None:
-                    path.unlink()
 
     def _refuse_difference(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Raise UsageError for the first flag that is another one now.

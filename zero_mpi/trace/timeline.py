@@ -15,7 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -29,9 +29,9 @@ from zero_mpi.comm import Comm, Piece
 from zero_mpi.comm.agree import together
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.files.atomic import partial_of, replacing
+from zero_mpi.files.atomic import partial_of, replacing, write_to_disk
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import check_target, is_file, reason, refusing
+from zero_mpi.files.open import check_target, is_file, open_in_place, reason, refusing
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.trace.trace_events import as_json, events_of
@@ -146,7 +146,8 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
     """Write a file, whole or not at all, compressed if its name ends in .gz; its bytes. OSError."""
     with (
         replacing(path) as partial,
-        gzip.open(partial, "wb", 5) if path.suffix == ".gz" else partial.open("wb") as file,
+        open(partial, "wb", opener=open_in_place) as plain,
+        gzip.open(plain, "wb", 5) if path.suffix == ".gz" else nullcontext(plain) as file,
     ):
         file.writelines(parts)
     return path.stat().st_size
@@ -165,7 +166,7 @@ def check_place(comm: Comm, path: Path) -> None:
             if os.path.exists(path) and not is_file(path):
                 raise FileError(f"--trace {shown(path)}: expected the name of a file, found a device or pipe")
             with refusing("--trace", path, "cannot write there"):
-                partial_of(path).write_bytes(b"")
+                write_to_disk(partial_of(path), b"")
                 partial_of(path).unlink()
 
     together(comm, look)
