@@ -131,6 +131,64 @@ def test_long_texts_are_cut():
     assert "".join(pieces) == "word and " * 40_000
 
 
+PARTS = [
+    *"aabbs",
+    "'s",
+    "'",
+    "  ",
+    " ",
+    "\n",
+    "\r\n",
+    "1",
+    "12",
+    "!",
+    "!!",
+    "é",
+    "日",
+    "\u3000",
+    "e\u0301",
+    "ing",
+]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(parts=st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 400)), min_size=1, max_size=30))
+def test_windows_have_the_ids_of_the_whole(trained, parts):
+    longest = max(map(len, trained.tokens))
+    text = "".join(part * count for part, count in parts)
+    (whole,) = trained._encoded([text])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "_WINDOW", 3 * longest)
+        patch.setattr(bpe, "_OVERLAP", 2 * longest)
+        assert np.concatenate(list(trained._by_windows(text))).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 50_000, "日本" * 20_000, "Zm9vYmFy+/4" * 5_000, "0123456789" * 5_000],
+    ids=lambda text: text[:3],
+)
+def test_of_a_long_line_little_is_encoded_at_once(text, trained, monkeypatch):
+    """The library takes 70 to 300 bytes for each character."""
+    sizes, encoder = [], trained._encoder
+    monkeypatch.setattr(bpe, "_WINDOW", 4000)
+    monkeypatch.setattr(bpe, "_OVERLAP", 512)
+
+    class Seen:
+        def encode(self, text, **more):
+            sizes.append(len(text))
+            return encoder.encode(text, **more)
+
+        def encode_batch_fast(self, texts, **more):
+            sizes.append(sum(map(len, texts)))
+            return encoder.encode_batch_fast(texts, **more)
+
+    (whole,) = encoder.encode_batch_fast([text], add_special_tokens=False)
+    monkeypatch.setitem(trained.__dict__, "_encoder", Seen())
+    assert trained.encode(text).tolist() == whole.ids
+    assert max(sizes) == 4000
+
+
 @pytest.mark.parametrize("batch", [1, 50, 1 << 22])
 def test_batches_have_the_ids_of_single_texts(trained, batch, monkeypatch):
     monkeypatch.setattr(bpe, "_BATCH", batch)

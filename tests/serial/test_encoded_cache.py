@@ -1,15 +1,31 @@
 """Text that is encoded once: kept by digest, found again, and made anew where anything differs."""
 
+import functools
+import json
 import os
 import time
 
+import bpe_files
 import numpy as np
 import pytest
+import sentencepiece_files
+from chat_templates import CHATML
 from test_corpus import load, put
 
-from zero_mpi.data import ByteTokenizer, encoded_cache, token_spans
+from zero_mpi.data import (
+    ByteTokenizer,
+    collect_files,
+    encoded_cache,
+    load_corpus,
+    token_spans,
+    tokenizer_from_metadata,
+)
+from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.token_spans import TokenSpans
+from zero_mpi.data.tokenizers import bpe, sentencepiece
+from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import TEMPLATE
 
 
 @pytest.fixture
@@ -119,3 +135,111 @@ def test_what_nobody_uses_goes(cache, tmp_path):
     load(put(tmp_path / "other.txt", "other " * 50))
     assert not entry.exists()
     assert len(list(cache.iterdir())) == 1
+
+
+# what takes long
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Which batches tokenizers encode, by their sizes; the one of that number is never done."""
+    seen, ends_at = [], [None]
+
+    def seen_encoding(pieces, encode):
+        if len(seen) == ends_at[0]:
+            raise KeyboardInterrupt
+        seen.append(sum(map(len, pieces)))
+        return encode(pieces)
+
+    call = Batches.__call__
+    monkeypatch.setattr(Batches, "__call__", lambda self, pieces, encode: call(self, pieces, wrapped(encode)))
+
+    def wrapped(encode):
+        @functools.wraps(encode)
+        def run(pieces):
+            return seen_encoding(pieces, encode)
+
+        return run
+
+    monkeypatch.setattr(bpe, "_BATCH", 200)
+    monkeypatch.setattr(bpe, "PIECE", 50)
+    monkeypatch.setattr(bpe, "_WINDOW", 400)
+    monkeypatch.setattr(bpe, "_OVERLAP", 100)
+    monkeypatch.setattr(sentencepiece, "PIECE", 50)
+    monkeypatch.setattr(sentencepiece, "_BATCH", 4)
+    return seen, ends_at
+
+
+def bpe_keys():
+    """A small vocabulary with a chat template."""
+    tokens = [*byte_characters(), "he", "ll", "hell", "hello", "<|im_end|>"]
+    keys = bpe_files.keys_of(tokens, ["h e", "l l", "he ll", "hell o"], types=[1] * 260 + [3])
+    return keys | {"tokenizer.ggml.eos_token_id": np.uint32(260), TEMPLATE: CHATML}
+
+
+KINDS = {"bpe": bpe_keys, "merges": sentencepiece_files.merged, "unigram": sentencepiece_files.likely}
+CASES = [(kind, form) for kind in KINDS for form in ("one document", "documents")]
+CASES += [("bpe", "no seams"), ("bpe", "conversations")]
+
+
+def data(folder, form):
+    """Text that is encoded in more than ten batches."""
+    if form == "conversations":
+        asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant"}
+        lines = ({"messages": [asked, answer | {"content": f"hell {n} " * 90}]} for n in range(20))
+        return put(folder / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    if form == "documents":
+        for number in range(40):
+            put(folder / f"{number}.txt", f"hello {number} " * 15)
+        return folder
+    word = "hellohe{}!!" if form == "no seams" else "hello <|im_end|> {} "
+    return put(folder / "a.txt", "".join(map(word.format, range(500))))
+
+
+def corpus(path, kind, **more):
+    tokenizer = tokenizer_from_metadata(KINDS[kind]())
+    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
+    return load_corpus([str(path)], tokenizer=tokenizer, **options, **more)
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_path):
+    seen, ends_at = batches
+    path = data(tmp_path / "data", form)
+    wanted = ids(corpus(path, kind, batches=Batches(cached=False)).train)
+    number = len(seen)
+    assert number > 8
+    seen.clear()
+    ends_at[0] = number // 2
+    with pytest.raises(KeyboardInterrupt):
+        corpus(path, kind)
+    assert len(seen) == number // 2
+    (kept,) = cache.iterdir()
+    harmed, *_, lost = sorted(kept.iterdir())
+    content = harmed.read_bytes()
+    harmed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    lost.unlink()
+    ends_at[0] = None
+    found = corpus(path, kind)
+    assert ids(found.train) == wanted
+    assert len(seen) <= number + 2, "only what was harmed is encoded twice"
+    (entry,) = cache.iterdir()
+    assert (entry / "ids.bin").exists()
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+@pytest.mark.parametrize("cached", [True, False])
+def test_each_batch_and_file_is_a_sign_of_life(kind, form, cached, cache, batches, tmp_path):
+    seen, _ = batches
+    path, beats = data(tmp_path / "data", form), []
+    corpus(path, kind, batches=Batches(lambda: beats.append(len(seen)), cached))
+    assert set(range(len(seen))) <= set(beats), "one before each batch"
+    assert len(beats) >= len(seen) + cached * len(collect_files([str(path)]))
+
+
+def test_what_a_killed_job_left_goes_after_a_day(cache, tmp_path):
+    for name, age in (("new-old", 2), ("new-young", 0)):
+        left = put(cache / name / "ids.bin", "x")
+        os.utime(left, (time.time() - age * 86400,) * 2)
+    load(texts(tmp_path / "texts"))
+    assert {path.name for path in cache.glob("new-*")} == {"new-young"}

@@ -7,7 +7,7 @@ also those of the others. What one bit changed, or files of two checkpoints, sho
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,12 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
     )
 
 
-def check_digests(files: CheckpointFiles, rank: int = 0, ranks: int = 1) -> None:
+def check_digests(
+    files: CheckpointFiles, rank: int = 0, ranks: int = 1, beat: Callable[[], object] = lambda: None
+) -> None:
     """Raise UsageError unless the files hold the tensors that were written; this rank's share of them.
 
-    All `ranks` together look at every tensor once.
+    All `ranks` together look at every tensor once; `beat` is called before each.
     """
     keys = keys_of(files.state)
     recorded = [(file, from_lines(keys.texts(DIGESTS[role]))) for role, file in files.weights.items()]
@@ -129,6 +131,7 @@ def check_digests(files: CheckpointFiles, rank: int = 0, ranks: int = 1) -> None
         for name in [*file.tensors, *(name for name in digests if name not in file.tensors)]
     ]
     for file, name, digest in expected[rank::ranks]:
+        beat()
         if name not in file.tensors or file_digest(file, name) != digest:
             raise UsageError(
                 f"{file.path}: tensor {show(name)} is not the one that was written (its checksum differs)"

@@ -40,6 +40,10 @@ class Meter:
         """Whether a thread stands in a wait now."""
         return self._depth > 0
 
+    def beat(self) -> None:
+        """Note that this rank gets on without waiting for another one."""
+        self.changed = time.perf_counter()
+
     def waiting(self, kind: str, label: str = "") -> Meter:
         """A context to wait in, which notes the collective (`kind`) and what travels (`label`)."""
         if self._depth == 0:  # a wait may lead to another one; the outer one is what the caller wants

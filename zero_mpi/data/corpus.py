@@ -20,9 +20,11 @@ from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Document, Stream, stream_of
+from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.sample_order import permutation
 from zero_mpi.data.sources import DataSource, sources_of
 from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import UsageError
 
 Ids = NDArray[np.integer[Any]]
@@ -95,6 +97,7 @@ def load_corpus(
     loss_on: str = ANSWERS,
     packs: bool = False,
     val_paths: Sequence[str] = (),
+    batches: Batches | None = None,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
@@ -103,13 +106,14 @@ def load_corpus(
     spelling of one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer
     and ignore both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole
     documents, so they need not be as long as `context`; those of conversations do anyway. Token files, and
-    text of some size once it is encoded, stay on disk. Raises UsageError for what the user can mend: paths,
-    fraction, files, sizes.
+    text of some size once it is encoded, stay on disk. `batches`: what encodes. Raises UsageError for what
+    the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
-    text = None if tokenizer is None else TextReader(tokenizer, control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs)
+    batches = batches or Batches()
+    text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:

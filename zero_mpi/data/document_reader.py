@@ -14,7 +14,7 @@ from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document
-from zero_mpi.data.encoded_cache import Encode, Files, Reading, through
+from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text, separator_notes, text_documents
 from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
@@ -33,6 +33,7 @@ class DocumentReader(NamedTuple):
     any_bytes: bool
     loss_on: str
     packs: bool
+    batches: Batches
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Every document that holds something; raises UsageError where none does."""
@@ -53,9 +54,8 @@ class DocumentReader(NamedTuple):
         if self.vocab < self.text.tokenizer.vocab_size:
             size = self.text.tokenizer.vocab_size
             raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
-        return through(
-            files, self._settings(paths, self.text), self.vocab, self._encode(files, paths, self.text)
-        )
+        encode, settings = self._encode(files, paths, self.text), self._settings(paths, self.text)
+        return through(files, settings, self.vocab, encode, self.batches)
 
     def _tokens(self, files: Files) -> list[Document]:
         """Token files, of which none is read into memory."""

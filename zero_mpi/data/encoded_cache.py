@@ -22,46 +22,89 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zero_mpi.data.documents import Document
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
-from zero_mpi.files.open import read_file
+from zero_mpi.files.atomic import write_whole
+from zero_mpi.files.open import READ_AT_ONCE, read_file
 from zero_mpi.files.parse import parse_json
 
 LEAST = 4 << 20  # bytes of text; less is encoded in about a second
 MOST_DAYS = 30  # since an entry was used last
 MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # bytes and values of what is written about the documents
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
+NEW = "new-"  # begins the name of an entry that is written; what a killed job left of one goes after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes on them for the user."""
+Beat = Callable[[], object]  # is called again and again by what takes long
+Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
+Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
 """Encodes the documents, and puts what is to be said of them into the list when all are done."""
 
 
-def through(files: Files, settings: Mapping[str, object], vocab: int, encode: Encode) -> Reading:
+class Batches:
+    """Encoder of pieces of text, a batch at a time, each into so many rows of whole numbers below 2**32.
+
+    beat     called before each batch
+    cached   whether ids that were encoded at another time are taken
+    folder   where the rows of each batch are kept for the start after one that is ended; None: nowhere
+    """
+
+    def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
+        self.beat, self.cached = beat, cached
+        self.folder: Path | None = None
+
+    def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
+        """Return encode(pieces), or what was kept of it under a name of its own, behind a sha256."""
+        self.beat()
+        if self.folder is None:
+            return encode(pieces)
+        total, content = hashlib.sha256(encode.__name__.encode()), b""
+        for piece in pieces:
+            data = piece.encode() if isinstance(piece, str) else piece.tobytes()
+            total.update(len(data).to_bytes(8) + data)
+        path = self.folder / total.hexdigest()
+        with suppress(OSError):
+            content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            rows = encode(pieces)
+            numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
+            content = hashlib.sha256(numbers).digest() + numbers
+            with suppress(OSError):  # what cannot be kept is encoded again
+                write_whole(path, content)
+        found = np.frombuffer(content, "<u4", offset=32)
+        return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
+
+
+def through(
+    files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
+) -> Reading:
     """The documents of files and notes on them: found in the cache, or encoded, into it where they are large.
 
     settings   all that decides, beside the texts, what becomes of them
+    batches    what `encode` runs its batches by
 
     Raises UsageError for files that cannot be read, or change while they are.
     """
-    entry = entry_of(files, settings) if is_large(files) else None
+    entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
     if entry is None:
         return held(encode)
-    kept = found(entry, vocab)
+    kept = found(entry, vocab, batches.beat)
     if kept is None:
         shutil.rmtree(entry, ignore_errors=True)  # what is not sound
         try:
-            make(entry, encode)
+            make(entry, encode, batches)
         except OSError:  # no room, or not ours
             return held(encode)
-        if entry_of(files, settings) != entry:
+        if entry_of(files, settings, batches.beat) != entry:
             shutil.rmtree(entry, ignore_errors=True)
             raise UsageError("--data changed while it was read: start again")
-        kept = found(entry, vocab)
+        kept = found(entry, vocab, batches.beat)
     return held(encode) if kept is None else kept
 
 
@@ -89,7 +132,7 @@ def folder() -> Path | None:
     return None
 
 
-def entry_of(files: Files, settings: Mapping[str, object]) -> Path | None:
+def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path | None:
     """The folder of an entry, there or not; reads all texts, which takes a second a gigabyte."""
     base = folder()
     if base is None:
@@ -100,11 +143,20 @@ def entry_of(files: Files, settings: Mapping[str, object]) -> Path | None:
         total.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
     for name, path in files:
         try:
-            with path.open("rb") as file:
-                total.update(f"{name!r} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+            total.update(f"{name!r} {digest_of(path, beat)}".encode())
         except OSError as error:
             unreadable(error)
     return base / total.hexdigest()[:32]
+
+
+def digest_of(path: Path, beat: Beat) -> str:
+    """Return the sha256 of a file."""
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_AT_ONCE):
+            total.update(block)
+            beat()
+    return total.hexdigest()
 
 
 @cache
@@ -116,25 +168,36 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def make(entry: Path, encode: Encode) -> None:
-    """Write an entry, under another name until it is whole; OSError where that fails."""
+def make(entry: Path, encode: Encode, batches: Batches) -> None:
+    """Write an entry, under another name until it is whole; OSError where that fails.
+
+    Where the job is ended meanwhile, batches that were encoded stay for the next one.
+    """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drop_unused(entry.parent)
-    scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix="new-"))
+    scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
+    batches.folder = kept = entry.with_suffix(".batches")
     try:
-        write(scratch, encode)
+        kept.mkdir(exist_ok=True)
+        write(scratch, encode, batches.beat)
         with suppress(OSError):  # another job was faster: its entry is the same
             scratch.rename(entry)
+        shutil.rmtree(kept, ignore_errors=True)
+    except Exception:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise
     finally:
+        batches.folder = None
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write(scratch: Path, encode: Encode) -> None:
+def write(scratch: Path, encode: Encode, beat: Beat) -> None:
     """Write ids and what is known of them, as documents come: none is held."""
     notes, documents = list[str](), list[tuple[str, int, str]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
         for document in encode(notes):
+            beat()
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             kind = document.tokens.dtype
             ids.write(np.ascontiguousarray(document.tokens).data)
@@ -146,7 +209,7 @@ def write(scratch: Path, encode: Encode) -> None:
     (scratch / ABOUT).write_text(json.dumps(about))
 
 
-def found(entry: Path, vocab: int) -> Reading | None:
+def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     """The documents of an entry, whose ids stay where they are, and the notes; None where none is sound."""
     try:
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
@@ -172,8 +235,8 @@ def found(entry: Path, vocab: int) -> Reading | None:
 
 def drop_unused(base: Path) -> None:
     """Remove entries, and what is left of unfinished ones, that were not used for long."""
-    oldest = time.time() - MOST_DAYS * 86400
     for each in base.iterdir():
+        used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
         with suppress(OSError):
-            if each.is_dir() and each.stat().st_mtime < oldest:
+            if used.stat().st_mtime < time.time() - days * 86400:
                 shutil.rmtree(each, ignore_errors=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
 from zero_mpi.data.documents import Stream
+from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.candidate import Opened
@@ -41,8 +42,9 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
     choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
     if task.config.data:
-        notes = list[str]()
-        corpus = share_corpus(world.comm, world.on_root(lambda: read_text(task, opened)), notes)
+        notes, read = list[str](), list[Corpus]()
+        world.from_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
+        corpus = share_corpus(world.comm, read[0] if read else None, notes)
         cut = cut_up(corpus.train, opened.config.context, task.stride)
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             log.tell(log.Caution(note))
@@ -61,11 +63,11 @@ def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
     return encode_choices(task.choices, opened.tokenizer, context)
 
 
-def read_text(task: Task, opened: Opened) -> Corpus:
+def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     """The tokens of --data; raises UsageError, also for a stride longer than a window."""
     Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
-    corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer)
+    corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
     if len(corpus.parts) > 1:
         raise UsageError("--data: expected paths without shares: evaluate one source after the other")
     if corpus.train.counted is not None and task.stride is not None:

@@ -30,6 +30,7 @@ from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
 class Hearing(CommWrapper):
@@ -114,6 +115,27 @@ class World:
     def from_root(self, action: Callable[[], Any]) -> Any:
         """action() on rank 0 only, and its result on all ranks; raises as `together`."""
         return self.results(lambda: action() if self.rank == 0 else None)[0]
+
+    def from_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
+        """action(beat) of rank 0 as `from_root`; each `beat()` is progress of the ranks that wait as well."""
+        due = 0.0
+
+        def beat() -> None:
+            nonlocal due
+            if time.monotonic() >= due:
+                self.comm.broadcast_object(True)
+                due = time.monotonic() + BEAT
+
+        def work() -> Any:
+            while self.rank and self.comm.broadcast_object(None):
+                continue
+            try:
+                return None if self.rank else signals.cut_short(lambda: action(beat))
+            finally:
+                if self.rank == 0:
+                    self.comm.broadcast_object(False)
+
+        return agree.results(self.comm, work)[0]
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
         """action() of every rank, in order of ranks; raises as `together`."""

@@ -52,6 +52,7 @@ from zero_mpi.data import (
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Stream
+from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.environment.portable import PORTABLE
 from zero_mpi.errors import UsageError
@@ -110,8 +111,10 @@ class RunSpec:
         return Path(self.config.out)
 
 
-def resolve(world: World, config: Config) -> RunSpec:
+def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     """What the run of a configuration is to be. Collective; raises UsageError on all ranks alike.
+
+    Not `cached`: text is encoded, whatever was kept of an earlier time.
 
     There is one agreement on all that each rank reads for itself. The others are there because what follows
     needs their answers: flags that differ lead ranks apart, a checkpoint is read by all ranks together, text
@@ -127,7 +130,7 @@ def resolve(world: World, config: Config) -> RunSpec:
     spec = replace(spec, config=settled(config, spec.model))  # all have read the same model
     notes += spec.notes
     phase("model and tokenizer")
-    asked, spec = spec.config, read_text(world, spec)
+    asked, spec = spec.config, read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += told(asked, spec.loader.order.epoch)
         notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
@@ -177,19 +180,19 @@ def check_rates(config: Config, model: ModelConfig) -> None:
         raise UsageError(str(error)) from error
 
 
-def read_text(world: World, spec: RunSpec) -> RunSpec:
+def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     """The run with its text on rank 0, and on all ranks with what identifies it, and its steps. Collective.
 
     Before the text is read it is asked whether there is room for the run.
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
-    def read() -> tuple[str, str, dict[str, object], int]:
+    def read(beat: Beat) -> tuple[str, str, dict[str, object], int]:
         trackers.check(spec.config)
         no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
         if no_room and not spec.config.dry_run:
             raise UsageError(no_room)
-        corpus = read_corpus(spec.config, spec.model, spec.tokenizer)
+        corpus = read_corpus(spec.config, spec.model, spec.tokenizer, Batches(beat, cached))
         packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
         loader, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
         if spec.config.patience is not None and not held_out:
@@ -203,7 +206,7 @@ def read_text(world: World, spec: RunSpec) -> RunSpec:
         on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=no_room))
         return corpus.sha256, packing, keys, steps
 
-    text, packing, keys, steps = world.from_root(read)
+    text, packing, keys, steps = world.from_root_with_beat(read)
     config = replace(spec.config, steps=steps, epochs=None)
     description = replace(of_text(spec.description, text, packing, keys), plan=config.plan())
     return replace(on_root[0] if on_root else spec, config=config, description=description)
@@ -220,7 +223,7 @@ def set_threads(config: Config) -> int:
     return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
 
-def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None) -> Corpus:
+def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
     """The data of the flags."""
     return load_corpus(
         config.data,
@@ -234,6 +237,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None)
         loss_on=config.loss_on or ANSWERS,
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
+        batches=batches,
     )
 
 

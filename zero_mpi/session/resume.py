@@ -51,7 +51,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
     faults: list[str] = []
     for folder in world.from_root(lambda: look(config, out)):
         try:
-            point: ResumePoint = world.together(partial(open_checked, folder, world.rank, world.size))
+            point: ResumePoint = world.together(partial(open_checked, folder, world))
         except UsageError as error:
             faults.append(str(error))
             continue
@@ -84,10 +84,10 @@ def real(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
 
-def open_checked(folder: Path, rank: int, ranks: int) -> ResumePoint:
+def open_checked(folder: Path, world: World) -> ResumePoint:
     """A checkpoint whose indices are sound, and this rank's share of its tensors; raises UsageError."""
     point = read_indices(folder)
-    check_digests(point.files, rank, ranks)
+    check_digests(point.files, world.rank, world.size, world.meter.beat)
     return point
 
 

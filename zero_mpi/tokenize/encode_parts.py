@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from zero_mpi.data.bin_tokens import megatron_dtype
 from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.text_documents import Text, text_documents
 from zero_mpi.data.text_filter import TextFilter
+from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import writing
 from zero_mpi.tokenize.part_files import PartWriter
 from zero_mpi.tokenize.parts import WorkPart
@@ -76,6 +78,8 @@ def encode_parts(encoding: Encoding, parts: Sequence[tuple[WorkPart, str]], puls
     """
     reading = encoding.reading()
     reading.beat = pulse.beat
+    text = TextReader(run_by(encoding.text.tokenizer, Batches(pulse.beat)), encoding.text.asked)
+    encoding = replace(encoding, text=text)
     with closing(reading), writing():
         for part, name in parts:
             with closing(_encoded(encoding, part, name, reading)) as amounts:

@@ -16,6 +16,7 @@ from zero_mpi.checkpoint.sound import ID, check_digests, keys_of, open_checkpoin
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines
+from zero_mpi.launch.world import World
 from zero_mpi.session.identity import FACTS, MACHINE, SETTINGS
 from zero_mpi.telemetry import status
 from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
@@ -204,7 +205,8 @@ def check_links(run: Path, there: Checkpoints, story: Story, ended: bool) -> Ite
         yield f"{len(gone)} of {len(story.saved)} checkpoints are not there any more"
 
 
-def check_tensors(run: Path, step: int, rank: int, ranks: int) -> None:
+def check_tensors(run: Path, step: int, world: World) -> None:
     """Raise Differs unless a checkpoint holds the tensors that were written; this rank's share of them."""
     with differing():
-        check_digests(open_checkpoint(folders.step_folder(run, step)), rank, ranks)
+        files = open_checkpoint(folders.step_folder(run, step))
+        check_digests(files, world.rank, world.size, world.meter.beat)

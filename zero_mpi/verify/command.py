@@ -56,7 +56,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     say(world, *(f"note: {note}" for note in claim.notes))
     for step in claim.saved:
         watchdog.beat(f"reading the checkpoint of step {step}")
-        agreed(world, partial(check_tensors, request.run, step, world.rank, world.size))
+        agreed(world, partial(check_tensors, request.run, step, world))
     agreed(world, lambda: check_config(request, claim))
     if claim.steps != (request.config.steps or claim.steps):
         say(world, f"note: {claim.steps} of {request.config.steps} steps were made")
@@ -106,7 +106,7 @@ def look(
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
-    spec = resolve(world, config)
+    spec = resolve(world, config, cached=False)
     notes = of_root(world, lambda: check_facts(spec, said, request.run, stretches))
     say(world, *(f"note: {note}" for note in notes))
     return spec

@@ -8,21 +8,29 @@ with the same ids.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.tokenizers.byte import byte_characters
-from zero_mpi.data.tokenizers.gguf_tokenizer import KEY, NORMAL, PIECE, USER_DEFINED, GGUFTokenizer, Parts
+from zero_mpi.data.tokenizers.gguf_tokenizer import (
+    KEY,
+    LONGEST,
+    NORMAL,
+    PIECE,
+    USER_DEFINED,
+    GGUFTokenizer,
+    Parts,
+)
 from zero_mpi.data.tokenizers.pretokenizers import GPT2, pre_tokenizer
 from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 22  # characters under way at once: its answers take 150 bytes for a character
+_BATCH = 1 << 21  # characters under way at once: its answers take 150 bytes for a character
+_WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 
@@ -53,20 +61,65 @@ class BPETokenizer(GGUFTokenizer):
         """The ids of each document; one beyond the vocabulary gives nothing."""
         cut = [[piece for part in parts for piece in pieces(part)] for parts in documents]
         found = self._words([piece for each in cut for piece in each if isinstance(piece, str)])
-        by_part = ([[p] if isinstance(p, int) else next(found) for p in each] for each in cut)
-        return [np.array(list(chain.from_iterable(ids)), np.uint32) for ids in by_part]
+        row = partial(np.array, dtype=np.uint32)
+        by_part = ([row([p]) if isinstance(p, int) else next(found) for p in each] for each in cut)
+        return [np.concatenate([row([]), *ids]) for ids in by_part]
 
-    def _words(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The library's ids of each text, a limited number of characters at a time."""
+    def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
+        """The ids of each text, a limited number of characters at a time."""
         start = 0
         while start < len(texts):
             stop, size = start, 0
-            while stop < len(texts) and size < _BATCH:
+            while stop < len(texts) and size < _BATCH and len(texts[stop]) <= 4 * _WINDOW:
                 size += len(texts[stop])
                 stop += 1
-            batch = self._encoder.encode_batch_fast(texts[start:stop], add_special_tokens=False)
-            yield from (encoding.ids for encoding in batch)
-            start = stop
+            if stop > start:
+                yield from self.run_batch(texts[start:stop], self._encoded)
+            else:
+                yield np.concatenate(list(self._by_windows(texts[start])))
+            start = max(stop, start + 1)
+
+    def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        """The library's ids of each text."""
+        found = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
+    def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        """Of one text each id twice, plus one where a word ends; its first character, and that behind it."""
+        found = self._encoder.encode(texts[0], add_special_tokens=False)
+        ends = np.diff(found.word_ids, append=-1) != 0
+        return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
+
+    def _by_windows(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
+        """The ids of a long text without seams, encoded in windows that overlap.
+
+        Merges join the pair of the least rank first, and of equal ones the one further left. So tokens are
+        those of a word if each two neighbours, encoded by themselves, stay as they are. A window begins at a
+        token of the one before. If both have the same tokens and words from there on for a while, tokens of
+        the one up to there and all of the other are such a row; else a larger window is taken.
+        """
+        start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
+        while True:
+            ids, firsts, stops = window or self.run_batch([text[start : start + size]], self._window)
+            if start + size >= len(text):
+                yield ids >> 1
+                return
+            end = int(np.searchsorted(stops, size - _OVERLAP // 2, "right"))
+            near = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
+            near = near[firsts[near] == stops[near - 1]]  # none of them begins within a character
+            near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # beginnings of words first
+            # Within white space, what follows can move the beginning of a word.
+            seams = (
+                edge for edge in near if not text[(at := start + int(firsts[edge])) - 1 : at + 1].isspace()
+            )
+            edge = next(seams, end)
+            at = start + int(firsts[edge])
+            window = self.run_batch([text[at : at + size]], self._window)
+            if edge < end and np.array_equal(ids[edge:end], window[0][: end - edge]):
+                yield ids[:edge] >> 1
+                start = at
+            else:
+                size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
         """The bytes of a token in a text. A character outside the byte alphabet stands for itself."""

@@ -9,12 +9,15 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from zero_mpi.data.encoded_cache import Batches
+from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
@@ -28,6 +31,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # what is read in a text
 KEY = "tokenizer.ggml."
 PIECE = 1 << 16  # characters that are worked on as one text
+LONGEST = 1 << 12  # characters of a token
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Tokens that end a text, and are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
 _ENDS = frozenset(
@@ -46,6 +50,7 @@ class GGUFTokenizer(ABC):
     """
 
     usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file does not name them
+    run_batch = Batches()
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         self._metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
@@ -205,6 +210,13 @@ class GGUFTokenizer(ABC):
     def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:
         kept = ids[ids < self.vocab_size]
         return kept.astype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+
+def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
+    """Return the same tokenizer with its long work run by `batches`."""
+    same = copy(tokenizer)
+    vars(same)["run_batch"] = batches
+    return same
 
 
 def as_text(data: bytes | str) -> str:

@@ -35,6 +35,7 @@ from zero_mpi.files.gguf_keys import THE_FILE
 
 SPACE = "▁"  # U+2581, for a space
 SCORES = KEY + "scores"
+_BATCH = 64  # pieces that threads take together
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -67,15 +68,18 @@ class SentencePieceTokenizer(GGUFTokenizer):
         """The ids of each document; all are worked on as one text, of which threads take pieces."""
         end = self.vocab_size  # stands behind each
         pieces = self._pieces(self._letters([part for parts in documents for part in (*parts, end)]))
-        threads = min(len(os.sched_getaffinity(0)), len(pieces))
-        if threads == 1:
-            found = [self.segment(piece) for piece in pieces]
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                found = list(pool.map(self.segment, pieces))
-        ids = np.concatenate(found)
+        batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
+        ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
         stops = np.flatnonzero(ids == end).tolist()
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
+
+    def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
+        """The ids of each piece."""
+        threads = min(len(os.sched_getaffinity(0)), len(pieces))
+        if threads == 1:
+            return [self.segment(piece) for piece in pieces]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.segment, pieces))
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
         """Bytes of a text between tokens (n,) that each of its ids stands for.
