@@ -103,6 +103,20 @@ def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
     assert command(str(path), *flags).stdout == b"b\n"
 
 
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [("{% if messages[0].role == 'system' %}{{ raise_exception('no <system>') }}{% endif %}", "no <system>"),
+     ("{% for m in messages %}{{ 'a ' * 15000000 }}{% endfor %}", "1048"),
+     ("{{ messages[2:] | slice(10**12) | max }}", "2 s")],
+)  # fmt: skip
+def test_a_template_that_refuses_or_meets_a_limit_is_told_in_a_line(model, tmp_path, source, problem):
+    (tmp_path / "t.jinja").write_text(source)
+    flags = ["--chat", "--chat-template", str(tmp_path / "t.jinja"), "--system", "short", "--prompt", "x"]
+    done = command(str(model), *flags)
+    assert_refused(done, "--chat: the chat template: ")
+    assert problem.encode() in done.stderr
+
+
 TURNS = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %};{% endfor %}"

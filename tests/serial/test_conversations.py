@@ -2,17 +2,18 @@
 
 import json
 import re
+import resource
 from datetime import datetime
 from functools import lru_cache
 
 import numpy as np
 import pytest
 from chat_templates import CHATML, MARKED, TEMPLATES, chat_keys, chat_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.conversations import sandbox
+from zero_mpi.data.conversations import chat_template, sandbox
 from zero_mpi.data.conversations.answers import AnswerFinder
 from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
 from zero_mpi.data.conversations.formats import (
@@ -124,6 +125,7 @@ def test_ids_are_those_of_transformers(name, tmp_path, oracle):
     assert found.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
 def test_ids_are_those_of_the_whole_text(contents):
     """Whatever is said, and whatever of it counts; what counts holds every letter of the answers."""
@@ -387,8 +389,9 @@ def test_which_files_are_conversations(tmp_path):
 # ------------------------------------------------------------------------------------------ the template
 
 
-LONG = "the chat template: it takes too long"
-MEMORY = "the chat template: it takes too much memory"
+LONG = "the chat template: .* [0-9.]+ s of CPU time"
+MEMORY = "the chat template: .* 512 MiB of memory"
+LETTERS = "the chat template: .* 10[0-9]{5} letters"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
     "{% set x = range(9999) | list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}"
@@ -396,21 +399,28 @@ WICKED = {
     "{% set x = range(99999) | list %}{{ ([x] * 99999) | map('sum') | list | length }}": LONG,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
     "{% for a in range(9999) %}{{ range(9999) | map('pprint') | list | length }}{% endfor %}": LONG,
+    "{{ [] | slice(1000000000000) | max }}": LONG,  # these never come back from a filter
+    "{{ ('<a>' * 3999999) | striptags }}": LONG,
+    "{{ ('a b ' * 3999999) | wordwrap }}": LONG,
+    "{{ ('a b ' * 3999999) | pprint }}": LONG,
+    "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+    "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # nor this one to the interpreter
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "it calls itself too deeply",
     "{{ range(10**9) }}": "Range too big",
-    "{{ 'a' * 10**10 }}": "the result of \\* is too large",
-    "{{ 9 ** 99999 }}": "the result of \\*\\* is too large",
-    "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}": "too large",
+    "{{ 'a' * 10**10 }}": MEMORY,
+    "{{ 9 ** 99999 }}": "ValueError: .*4300",
+    "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}": LONG,
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
     "{{ 'x' | center(10**9) }}": MEMORY,
-    "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}": "more than [0-9]+ letters",
+    "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}": LETTERS,
+    "{{ 'a ' * 15000000 }}": LETTERS,
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ messages.append(1) }}": "SecurityError",
     "{% include 'x' %}": "no loader",
     "{{ raise_exception('no\x1b\nway') }}": r"the chat template: no\\x1b\\nway$",
     "{{ messages[7].content.x }}": "UndefinedError",
     "{{ '\\ud800' }}": "halves of letters",
-    "{% if %}": "the chat template is none that Jinja2 takes: TemplateSyntaxError",
+    "{% if %}": "the chat template: TemplateSyntaxError",
     "{{ messages | random }}": "No filter named 'random'",
     "{{" + "(" * 5000 + ")" * 5000 + "}}": "it calls itself too deeply",
 }
@@ -418,26 +428,32 @@ WICKED = {
 
 @pytest.mark.parametrize("source", WICKED, ids=lambda source: source[:60])
 def test_a_template_is_bounded(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2 if WICKED[source] == LONG else 20)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2 if WICKED[source] == LONG else 20)
     with pytest.raises(ValueError, match=WICKED[source]) as caught:
         ChatTemplate(source, {}).render(AB)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_bounds_hold_while_a_template_runs_and_no_longer():
-    import resource
-
-    _, most = before = (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2
-    resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert most == resource.RLIM_INFINITY or most > 1 << 32
-    template = ChatTemplate("{{ messages[0].content }}", {})
+def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
+    """And takes nothing of this process: neither its signals nor its memory."""
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    endless = "{% if messages | length > 1 %}{{ messages[2:] | slice(10**12) | max }}{% endif %}"
+    template = ChatTemplate(endless + "{{ messages[0].content }}", {})
+    limits = [resource.getrlimit(each) for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     for _ in range(2):
-        assert template.render(AB).text == "a"
-        assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    with pytest.raises(ValueError, match="division by zero"):
-        ChatTemplate("{{ messages | length / 0 }}", {}).render(AB)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+        with pytest.raises(ValueError, match=LONG):
+            template.render(AB)
+        assert template.render(AB[:1]).text == "a"
+    assert [resource.getrlimit(each) for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS)] == limits
+    process = template._process
+    del template
+    assert process.returncode is not None
+
+
+def test_a_text_may_be_long_where_its_conversation_is():
+    template = ChatTemplate("{{ messages[0].content * 2 }}", {})
+    assert len(template.render(said("a" * (3 << 20))).text) == 6 << 20
 
 
 def test_json_in_a_template_is_that_of_transformers(oracle):

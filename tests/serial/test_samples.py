@@ -133,7 +133,7 @@ REFUSED = {
         ["m.gguf", "--data", "chat.jsonl", "--chat-template", "gone"], "--chat-template gone: no such file",
     ),
     "a bad template": (
-        ["m.gguf", "--data", "chat.jsonl", "--chat-template", "bad"], "the chat template is none that Jinja2",
+        ["m.gguf", "--data", "chat.jsonl", "--chat-template", "bad"], "the chat template: ",
     ),
     "a template that refuses": (
         ["m.gguf", "--data", "chat.jsonl", "--chat-template", "no"], "--data chat.jsonl, line 1: the .*: no!",

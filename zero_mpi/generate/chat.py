@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
 from zero_mpi.generate.reply import Reply
 
 Message = dict[str, str]
@@ -26,9 +27,12 @@ class Chat:
             self.messages.append({"role": "system", "content": self.system})
 
     def asked(self, text: str) -> Array:
-        """The ids of the conversation with one more question, up to where the model is to answer."""
+        """Return the ids of the conversation with one more question; UsageError where the template fails."""
         self.messages.append({"role": "user", "content": text})
-        rendered = self.template.render(self.messages, generation_prompt=True)
+        try:
+            rendered = self.template.render(self.messages, generation_prompt=True)
+        except ValueError as error:
+            raise UsageError(f"--chat: {error}") from None
         return self.tokenizer.encode(rendered.text, special=True)
 
     def answered(self, answer: Reply) -> None:

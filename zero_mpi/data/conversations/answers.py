@@ -32,7 +32,7 @@ class AnswerFinder:
         A turn that the template leaves out is not among them.
         """
         messages = conversation.messages
-        text, marked = self._template.render(messages)
+        text, marked, _ = self._template.render(messages)
         if marked:
             return text, marked
         turns = [

@@ -1,10 +1,15 @@
 """A model's chat template: the text that it makes of messages, as Transformers would make it.
 
-Jinja2, one of the dependencies, is loaded when there is a template. https://jinja.palletsprojects.com
+A template is a stranger's program and runs in a process of its own (`sandbox`).
 """
 
 from __future__ import annotations
 
+import marshal
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,69 +18,90 @@ from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENS, GGUFKeys
-from zero_mpi.files.json_lines import is_text
 from zero_mpi.files.open import read_file
 
 if TYPE_CHECKING:
     from zero_mpi.data.conversations.formats import Message
 
+PROGRAM = str(Path(__file__).with_name("sandbox.py"))
+SECONDS = 2.0  # CPU time of a rendering; templates of models take milliseconds
 MOST_BYTES = 1 << 20  # of a template: those of models have some thousands
-MOST_LETTERS = 1 << 26  # of a conversation's text
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "give one with --chat-template FILE, such as the chat_template.jinja of a model like it"
 
 
 class RenderedText(NamedTuple):
-    """A text, and from where to where the template itself says that the assistant speaks."""
+    """Text of a conversation, and places in it.
+
+    marked    (start, stop) of what the template itself says is the assistant's
+    begins    where the text of each message begins; None where the template has no loop that tells
+    """
 
     text: str
     marked: list[tuple[int, int]]
+    begins: list[int | None]
 
 
 class ChatTemplate:
-    """A template with the special tokens that it may name. Raises UsageError for one that does not parse."""
+    """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
+
+    It runs in a process of its own, which starts again after a rendering that took too long has ended it.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        from zero_mpi.data.conversations.sandbox import Sandbox
-
-        self._sandbox, self._tokens = Sandbox(), dict(tokens)
+        self._source, self._tokens = source, dict(tokens)
         try:
-            with self._sandbox.bounded():
-                self._template = self._sandbox.compiled(source)
-        except Exception as error:
-            raise UsageError(f"the chat template is none that Jinja2 takes: {told(error)}") from None
+            self._process = self._started()
+        except (ValueError, OSError) as error:
+            raise UsageError(str(error)) from None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> RenderedText:
-        """The text of messages; `generation_prompt`: with what comes before an answer.
+        """Return the text of messages; `generation_prompt`: with what comes before an answer.
 
         Raises ValueError, in one line, for whatever goes wrong in the template.
         """
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._tokens}
         variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
-        parts, size = list[str](), 0
-        try:
-            with self._sandbox.bounded():
-                for part in self._sandbox.parts(self._template, variables):
-                    parts.append(part)
-                    if (size := size + len(part)) > MOST_LETTERS:
-                        raise OverflowError(f"the text has more than {MOST_LETTERS} letters")
-                text = "".join(parts)
-        except Exception as error:  # a stranger's program may raise anything
-            raise ValueError(f"the chat template: {told(error)}") from None
-        if not is_text(text):
-            raise ValueError("the chat template: the text has halves of letters, which UTF-8 cannot hold")
-        return RenderedText(text, self._sandbox.marked)
+        if self._process.returncode is not None:
+            self._process = self._started()
+        found = asked(self._process, variables)
+        return RenderedText(found["text"].decode(), found["marked"], found["begins"])
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        words, pipe = [sys.executable, "-P", PROGRAM, str(SECONDS)], subprocess.PIPE
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        weakref.finalize(self, ended, process)
+        asked(process, {"source": self._source})
+        return process
 
 
-def told(error: Exception) -> str:
-    """What went wrong in a template, in one line."""
-    name = type(error).__name__
-    return {
-        "Endless": "it takes too long",
-        "MemoryError": "it takes too much memory",
-        "RecursionError": "it calls itself too deeply",
-        "TemplateError": shown(str(error)),
-    }.get(name, f"{name}: {shown(str(error))}")
+def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a template's process. Raises ValueError for a template that fails."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        data = marshal.dumps(request)
+        process.stdin.write(len(data).to_bytes(8, "little") + data)
+        process.stdin.flush()
+        size = int.from_bytes(process.stdout.read(8), "little")
+        found: dict[str, Any] = marshal.loads(process.stdout.read(size))
+    except BaseException as error:
+        status = ended(process)  # or its next answer would be that of this request
+        if not isinstance(error, BrokenPipeError | EOFError):
+            raise
+        found = {"error": f"its process ended with status {status}"}
+        if status == -signal.SIGPROF:
+            found = {"error": f"it takes more than {SECONDS:g} s of CPU time"}
+    if "error" in found:
+        raise ValueError(f"the chat template: {shown(found['error'])}")
+    return found
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """End a process and close its pipes. Return its status."""
+    process.kill()
+    process.communicate()
+    return process.returncode
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
