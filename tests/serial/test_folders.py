@@ -41,6 +41,7 @@ def fill(folder: Path, content: bytes) -> Path:
 
 def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
     """A checkpoint made by `checkpoint.folders`."""
+    out.mkdir(parents=True, exist_ok=True)
     return folders.publish(out, step, fill(folders.begin(out, step), content), keep)
 
 

@@ -203,7 +203,15 @@ def test_a_file_removed_under_a_living_holder_is_made_again(children, tmp_path):
     assert f"process {first.pid} on " in second.ask("take", tmp_path, 0)
 
 
-@pytest.mark.parametrize("how", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("elsewhere"))])
+def replace(folder: Path) -> None:
+    """Put another folder in its place. Of one that was removed it could have the inode's number."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    "how", [shutil.rmtree, replace, lambda folder: folder.rename(folder.with_name("elsewhere"))]
+)
 def test_a_folder_that_goes_is_noticed_and_not_made_again(how, children, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -212,7 +220,7 @@ def test_a_folder_that_goes_is_noticed_and_not_made_again(how, children, tmp_pat
     how(folder)
     assert f"{folder} was moved or removed" in first.ask("lost")
     assert first.ask("drop") == "done"
-    assert not folder.exists()
+    assert os.listdir(folder) == [] if how is replace else not folder.exists()
 
 
 STRANGE = [b"", b"no json", b"[" * 5000, b'{"since": 1}', b'{"pid": "1", "since": ""}', b"\xff" * 2000]

@@ -32,6 +32,7 @@ def often(monkeypatch):
 
 
 def test_a_run_is_running_then_done(tmp_path, often):
+    (tmp_path / "out").mkdir()
     mine = Status(tmp_path / "out", 0, 4, 20)
     mine.begin()
     said = read(tmp_path / "out")

@@ -161,3 +161,14 @@ def test_a_job_whose_folder_is_moved_ends_and_makes_no_other(first, tmp_path):
     assert first.wait(30) == 1
     assert not (tmp_path / "out").exists()
     assert [step for step, *_ in fields(tmp_path / "elsewhere")][:3] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_job_whose_folder_goes_in_a_long_step_does_not_wait_for_its_end(is_replaced, first, tmp_path):
+    """Its rank 0 waits in a step until the end of the test."""
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    if is_replaced:
+        (tmp_path / "out").mkdir()
+    assert first.wait(60) == 1
+    assert os.listdir(tmp_path / "out") == [] if is_replaced else not (tmp_path / "out").exists()
+    assert status_of(tmp_path / "elsewhere")["state"] == "running"

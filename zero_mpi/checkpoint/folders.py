@@ -53,7 +53,7 @@ def begin_beside(final: Path) -> Path:
     """An empty temporary folder for what will be called `final`; an earlier attempt's is removed."""
     folder = beside(final)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     return folder
 
 

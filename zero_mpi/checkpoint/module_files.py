@@ -83,6 +83,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path
 def begin(final: Path) -> None:
     """Make the folder that is written."""
     folders.restore(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
     folders.begin_beside(final)
 
 

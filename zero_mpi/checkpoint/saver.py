@@ -59,6 +59,8 @@ class Saver:
                  if that is given; otherwise rank 0 writes what it is sent
     background   `save` returns at once, and at most one checkpoint is under way
     tick         is told what is going on, for a watchdog
+
+    prepare      called on rank 0 before OUT is written to, makes it; may say why it must not be
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Saver:
         self.comm = optimizer.module.comm.background()  # ranks that wait leave the cores to those that work
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
+        self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -135,11 +138,11 @@ class Saver:
         begun, root = time.monotonic(), self.comm.rank == 0
         folder = folders.beside(folders.step_folder(self.out, progress.step))
         try:
-            on_root(self.comm, partial(folders.begin, self.out, progress.step))
+            on_root(self.comm, partial(folders.begin, self.out, progress.step), self.prepare)
             said = self._write_files(progress, parts, folder)
             self.tick(f"publishing step {progress.step}")
-            is_best = progress.best.is_of(progress.step)
-            on_root(self.comm, partial(folders.publish, self.out, progress.step, folder, self.keep, is_best))
+            made = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
+            on_root(self.comm, partial(folders.publish, *made), self.prepare)
         except JobError as error:
             if root:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -163,7 +166,7 @@ class Saver:
     def _rest(self) -> str:
         """What is there all the same, for the message."""
         link = self.out / folders.LATEST
-        return f"{link} is {link.readlink()}" if link.is_symlink() else "there is no earlier one"
+        return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier one is there"
 
 
 def parts_of(optimizer: ShardedAdamW, description: Description) -> Parts:
@@ -205,12 +208,14 @@ def write_files(
     return stamped[STATE]
 
 
-def on_root(comm: Comm, action: Callable[[], object]) -> None:
-    """action() on rank 0; if the system refuses, all ranks raise JobError. Collective."""
+def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
+    """action() on rank 0; if the system or prepare() refuses, all ranks raise JobError. Collective."""
     problem = None
     if comm.rank == 0:
         try:
-            action()
+            problem = prepare()
+            if not problem:
+                action()
         except OSError as error:
             problem = explain(error)
     agree_on(comm, problem)

@@ -2,7 +2,7 @@
 
 Rank 0 holds it and the others are told. While the job runs a thread gives signs of life and sees whether the
 folder is still ours: it may have been moved, removed, or taken over while the process was stopped. Then the
-job writes no more there, and ends.
+job writes no more there, and ends: after its step, or a little later wherever it is.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from pathlib import Path
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import reason
-from zero_mpi.launch.folder_lock import EVERY, NAME, SLOW, Record, Taking, find, read, unpacked, write
+from zero_mpi.launch.ending import FAILED, end_surely
+from zero_mpi.launch.folder_lock import EVERY, LOOK, NAME, SLOW, Record, Taking, find, read, unpacked, write
 from zero_mpi.launch.time_limit import find_job
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import metrics
 from zero_mpi.telemetry.events import utc
 
 ANY = 1 << 62  # hard links of our own file: a backup may have made them
+GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
 
 
 class RunLock:
-    """A folder that is ours from `take` to `release`. `lost`: why it is not any more, or nothing."""
+    """Folder that is ours from `take` to `release`. lost: why not any more; at_loss: called GRACE later."""
 
     def __init__(self, path: Path, mine: Record, handle: int) -> None:
         self._path, self._mine, self._handle = path, mine, handle
-        self._mutex, self._over, self._absent = threading.Lock(), threading.Event(), False
-        self.lost = ""
-        self.at_loss: list[Callable[[], object]] = []
+        self._mutex, self._over = threading.Lock(), threading.Event()
+        self._kept = os.open(path.parent, os.O_DIRECTORY)  # so that no later folder gets its inode's number
+        self._folder, self.lost = os.fstat(self._kept), ""
+        self.at_loss: Callable[[], object] = lambda: None
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True).start()
 
@@ -72,16 +75,34 @@ class RunLock:
                 if not self._over.is_set():
                     self._give_sign()
             if self.lost:
-                for tell in self.at_loss:
-                    tell()
+                if not self._over.wait(GRACE):
+                    self.at_loss()
                 return
 
+    def look(self) -> str:
+        """Return why the folder is not ours any more, by a look of this moment; empty while it is."""
+        for pause in (LOOK, 0.0):  # a network file system may be wrong for a moment
+            try:
+                if os.path.samestat(os.stat(self._path.parent), self._folder):
+                    return self.lost
+            except (FileNotFoundError, NotADirectoryError):
+                self._over.wait(pause)
+            except OSError:  # what cannot be looked at tells nothing
+                return self.lost
+        self.lost = f"the run folder {self._path.parent} was moved or removed while the job was at work in it"
+        return self.lost
+
     def _give_sign(self) -> None:
-        """Renew the record, if it is ours."""
+        """Renew the record, if it is ours; make the file again where it is gone and the folder is not."""
+        if self.look():
+            return
         try:
             handle = find(self._path, ANY)
         except FileNotFoundError:
-            self._miss()
+            new = Taking(self._path, self._mine).look()
+            if new is not None:
+                self._forget()
+                self._handle = new
             return
         try:
             record = unpacked(read(handle))
@@ -90,21 +111,8 @@ class RunLock:
             elif record is not None:
                 self._mine = replace(self._mine, beat=record.beat + 1)
                 write(handle, self._mine)
-            self._absent = False
         finally:
             os.close(handle)  # which brings it to the server of a network file system
-
-    def _miss(self) -> None:
-        """The file is gone: it is made again, or the folder went with it."""
-        folder = self._path.parent
-        if folder.is_dir():
-            handle = Taking(self._path, self._mine).look()
-            if handle is not None:
-                self._forget()
-                self._handle = handle
-        elif self._absent:  # for the second time: a network file system may be wrong for a moment
-            self.lost = f"the run folder {folder} was moved or removed while the job was at work in it"
-        self._absent = True
 
 
 class Hold:
@@ -118,14 +126,13 @@ class Hold:
         """Why this rank knows the folder to be ours no more; empty while it is."""
         return self._lock.lost if self._lock is not None else ""
 
-    def at_loss(self, tell: Callable[[], object]) -> None:
-        """Call tell() when the folder is lost."""
-        if self._lock is not None:
-            self._lock.at_loss.append(tell)
+    def look(self) -> str:
+        """Return the same by a look of this moment."""
+        return self._lock.look() if self._lock is not None else ""
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
-        said = self._world.comm.broadcast_object(self.lost or problem)
+        said = self._world.comm.broadcast_object(self.look() or problem)
         if said:
             raise JobError(said)
 
@@ -138,6 +145,9 @@ def take_folder(world: World, out: Path) -> Hold:
     lock: RunLock | None = world.on_root(lambda: take(out))
     if lock is not None:
         world.at_end.append(lambda status, reason: lock.release())
+        world.comm.lost = lock.look
+        text = "zero_mpi: {}; ending the job".format
+        lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
     return Hold(world, lock)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
-from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, say
+from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
@@ -34,13 +35,20 @@ BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
 class Hearing(CommWrapper):
-    """What ranks agree by. Raises Stopped on all of them if one was told to stop before the first step."""
+    """What ranks agree by. Raises on all of them Stopped if one was told to stop before the first step.
+
+    lost: says on rank 0 why the run folder is not the job's any more; all raise JobError then
+    """
+
+    lost: Callable[[], str] = str
 
     def allgather_object(self, value: Any) -> list[Any]:
         with self.meter.waiting("the agreement of all ranks"):
-            told = self._inner.allgather_object((signals.word(), value))
-        signals.agreed([word for word, _ in told])
-        return [theirs for _, theirs in told]
+            told = self._inner.allgather_object((signals.word(), value, self.lost()))
+        if why := told[0][2]:
+            raise JobError(why)
+        signals.agreed([word for word, *_ in told])
+        return [theirs for _, theirs, _ in told]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         with self.meter.waiting("the word of rank 0"):
@@ -62,7 +70,7 @@ class World:
     size: int
     mpi: Any = None
     farewell: Any = None
-    comm: Comm = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
+    comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     @property
@@ -104,9 +112,10 @@ class World:
     def together(self, action: Callable[[], Any]) -> Any:
         """action() on every rank; if it raises UsageError or JobError on any, all raise the first.
 
-        It must not communicate. Collective, as are the next ones. A signal before the first step ends it.
+        It must not communicate, and is not done in a folder that is lost. Collective, as are the next ones.
+        A signal before the first step ends it.
         """
-        return agree.together(self.comm, lambda: signals.cut_short(action))
+        return agree.together(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def on_root(self, action: Callable[[], Any]) -> Any:
         """action() on rank 0 only, its result there and None elsewhere; raises as `together`."""
@@ -139,7 +148,7 @@ class World:
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
         """action() of every rank, in order of ranks; raises as `together`."""
-        return agree.results(self.comm, lambda: signals.cut_short(action))
+        return agree.results(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
         """action() on one rank of each node first and then on its others, which find what it prepared."""
@@ -273,6 +282,11 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.farewell is not None and status == REQUEUE:
         let_it_be_told(world)
     open_mpi_reprieve.release()
+    for thread in threading.enumerate():
+        if thread.name == "zero_mpi saver":  # behind a run that failed; it may be inside the MPI library
+            thread.join(PATIENCE)
+            if thread.is_alive():
+                end_surely(world.kill, status)
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
     interrupts.leave(status)

@@ -25,10 +25,10 @@ class Outcome:
 
     def __init__(self, out: Path, world: World, steps: int, folder: Hold | None = None) -> None:
         self.folder = folder or Hold(world, None)
-        self.status, self.events = Status(out, world.rank, world.size, steps), Events(out, world.rank)
+        self.status = Status(out, world.rank, world.size, steps, self.folder.look)
+        self.events = Events(out, world.rank, self.folder.look)
         self._out, self._before = out, dict[str, Any]()
         world.at_end.append(self.end)
-        self.folder.at_loss(self.status.leave)
 
     def open(self) -> None:
         """Say that the job runs; what the job before it has left is read before that."""
@@ -58,8 +58,6 @@ class Outcome:
 
     def end(self, code: int, reason: str) -> None:
         """What an exit status means."""
-        if self.folder.lost:
-            return  # who has the folder now has the word there
         if code == BAD_USAGE:
             self.status.refused(reason)
             return

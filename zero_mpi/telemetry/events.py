@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # by `supervise`, between two jobs
 class Events:
     """The file as one rank sees it. `at` tells it the step, `reason` why the run was stopped."""
 
-    def __init__(self, out: Path, rank: int) -> None:
-        self._path, self._rank, self._step = out / NAME, rank, 0
+    def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
+        self._path, self._rank, self._step, self._lost = out / NAME, rank, 0, lost
         self._begun = self._ended = self._broken = False
         self._listener = Listener(self)
         self.reason = ""
@@ -66,6 +66,8 @@ class Events:
             self._append(event, {"reason": reason or self.reason})
 
     def _append(self, event: str, more: Mapping[str, Any]) -> None:
+        if self._lost():
+            return
         entry = {"time": utc(), "event": event, "step": self._step, **more}
         try:
             append_line(self._path, json.dumps(entry))

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ class Status:
     """The file of a job as one rank sees it. Never raises: what goes wrong here is not worth a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
-    in UTC; version of the package. `steps` may be set later, and `slow`: ranks that are behind.
+    in UTC; version of the package. `steps` may be set later, and `slow`: ranks that are behind. `lost` says
+    why the folder is not this job's any more; nothing is written then.
     """
 
-    def __init__(self, out: Path, rank: int, ranks: int, steps: int) -> None:
+    def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
         self._about: Mapping[str, Any] = {
             "ranks": ranks,
@@ -50,21 +51,15 @@ class Status:
         self.slow = ""
         self._lock, self._over = threading.Lock(), threading.Event()
         self._before = ""  # what the run before this one has left
-        self._left = False
+        self._lost = lost
 
     def begin(self) -> None:
         """Rank 0 says that the job runs, and goes on saying so."""
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._before = read_file(self._path, MOST_BYTES).decode(errors="replace")
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
-
-    def leave(self) -> None:
-        """The folder is not this job's any more: nothing is written from now on."""
-        self._over.set()
-        self._left = True
 
     def before(self) -> dict[str, Any]:
         """What the run before this one has left in the file; empty if nothing."""
@@ -115,7 +110,7 @@ class Status:
         self._put(json.dumps({**entry, "updated": utc_now(), "version": __version__}, indent=1) + "\n")
 
     def _put(self, text: str) -> None:
-        if self._left:
+        if self._lost():
             return
         try:
             write_whole(self._path, text, beside=str(self._rank))

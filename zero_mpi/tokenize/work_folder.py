@@ -25,7 +25,7 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.open import exists, is_folder, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.part_files import BIN, IDX, read_record, sealed
+from zero_mpi.tokenize.part_files import read_record, sealed
 from zero_mpi.tokenize.survey import Looked
 from zero_mpi.tokenize.text_formats import InputFile
 
@@ -136,8 +136,7 @@ class WorkFolder:
     def _remove_leftovers(self) -> None:
         """Remove what a job left that was killed: files on their way to a name, or to a record."""
         for path in (*self.aside.iterdir(), *self.out.iterdir()):
-            is_part = path.parent == self.out and path.suffix in (BIN, IDX)
-            if UNDER_WAY.fullmatch(path.name) and not (is_part and self.record(path.stem)):
+            if UNDER_WAY.fullmatch(path.name) and self.record(path.stem) is None:
                 path.unlink()
 
     def _refuse_difference(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

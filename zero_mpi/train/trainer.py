@@ -49,6 +49,7 @@ class Trainer(Steps):
         self.records: Records = world.together(partial(begin_records, session, world.rank))
         self.divergence = Divergence()
         self.saving = Saving(session, watchdog, outcome.events, self.records)
+        self.saving.saver.prepare = outcome.folder.look
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
 

@@ -36,7 +36,7 @@ class TensorBoard:
     def __init__(self, out: Path, done: int) -> None:
         writer, self._events, self._summaries = check(True)
         self._folder = out / FOLDER
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         # TensorBoard reads files in the order of their names, which begin with the time in seconds.
         suffix = f".{time.time_ns() % 10**9:09d}"
         self._writer = writer.EventsWriter(str(self._folder / "events"), suffix)

@@ -29,7 +29,6 @@ class Project:
 
     def __init__(self, run: TrackedJob, project: str) -> None:
         wandb = check(project)
-        run.out.mkdir(parents=True, exist_ok=True)
         # The terminal and what is printed there stay the run's own, and it measures machines itself.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(

@@ -1,0 +1,177 @@
+"""A run folder that is moved, removed or replaced under a run: the run ends with status 1 and makes no other.
+
+The moments are random: while the run is prepared, in its steps, in a save and in one behind training. There
+are 40 of them, 3 with --quick; `pytest -s` says how long the ends took.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_python
+from test_command_bits import needs_mpiexec, write_text
+from test_kills import MODEL, ranks_of
+
+from zero_mpi.errors import JobError
+from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.world import World
+from zero_mpi.session.outcome import Outcome
+from zero_mpi.telemetry import log
+
+TRIALS, QUICK_TRIALS = 40, 3
+PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
+SAVES = [  # in turn: none, one a step, one a step behind training, by all ranks
+    ["--save-every", "0"],
+    ["--save-every", "1"],
+    ["--save-every", "1", "--async-save"],
+    ["--save-every", "2", "--async-save", "--checkpoint-io", "parallel"],
+]
+
+
+def move(out: Path) -> None:
+    out.rename(out.with_name("elsewhere"))
+
+
+def move_parent(out: Path) -> None:
+    out.parent.rename(out.parent.with_name(f"{out.parent.name}-elsewhere"))
+
+
+def replace(out: Path) -> None:
+    out.rename(out.with_name("elsewhere"))
+    out.mkdir()
+
+
+def remove(out: Path) -> None:
+    while out.exists():  # the run may add to a folder that is being removed
+        shutil.rmtree(out, ignore_errors=True)
+
+
+WAYS = [move, remove, replace, move_parent, remove]
+
+
+def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
+    """Return when a file has content."""
+    until = time.monotonic() + PATIENCE
+    while not (path.exists() and path.stat().st_size):
+        assert job.poll() is None, "the job ended by itself"
+        assert time.monotonic() < until, f"no {path.name}"
+        time.sleep(0.001)
+
+
+def lines_of(errors: str) -> list[str]:
+    """Return what the ranks said. MPICH adds to it where a job was ended in a long step or save."""
+    return [line for line in errors.splitlines() if not line.startswith("Abort(")]
+
+
+def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, cwd: Path) -> float:
+    """Start a job, lose its folder `delay` seconds after a file `sign` is in it, and look at the end."""
+    environ = clean_environment()
+    with (cwd / "errors").open("wb") as errors:
+        job = subprocess.Popen(
+            [*launcher(), "-n", "3", *warm_python(environ), *command, "--out", str(out)],
+            env=environ, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_for(out / sign, job)
+            time.sleep(delay)
+            running = ranks_of(job)
+            way(out)
+            begun = time.monotonic()
+            status = job.wait(PATIENCE)
+            seconds = time.monotonic() - begun
+        finally:
+            end(job)
+    said = ranks_said((cwd / "errors").read_text())
+    assert status == 1, said
+    assert [str(out) in line for line in lines_of(said)] == [True], said
+    assert not [rank for rank, process in running.items() if Path(f"/proc/{process}").exists()]
+    if way is replace:
+        assert os.listdir(out) == []
+        out.rmdir()
+    assert not out.exists()
+    assert way is move_parent or list(out.parent.glob("*")) in ([], [out.with_name("elsewhere")])
+    return seconds
+
+
+@needs_mpiexec
+@pytest.mark.timeout_seconds(900)
+def test_a_run_ends_wherever_its_folder_is_lost(tmp_path, quick):
+    draw, took, texts = random.Random(10), list[float](), write_text(tmp_path)
+    for number in range(QUICK_TRIALS if quick else TRIALS):
+        out = tmp_path / f"{number}" / "out"
+        sign, longest = draw.choice([(".lock", 2.0), ("metrics.jsonl", 0.5), ("metrics.jsonl", 0.05)])
+        command = ["-m", "zero_mpi.train", *MODEL, "--data", *texts, "--steps", "100000", "--keep", "2"]
+        command += SAVES[number % len(SAVES)]
+        delay, way = draw.random() * longest, WAYS[number % len(WAYS)]
+        took.append(seconds_to_end(command, out, sign, delay, way, tmp_path))
+        print(f"{number:2} {way.__name__:11} {delay:.3f} s after {sign:13} {took[-1]:5.2f} s", flush=True)
+    print(f"{len(took)} runs, the longest end {max(took):.2f} s")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("way", [move, remove, replace])
+def test_tokenize_ends_as_well(way, tmp_path):
+    command = ["-m", "zero_mpi.tokenize", "--tokenizer", "byte", "--part-mb", "0.03"]
+    seconds_to_end(command, tmp_path / "run" / "out", ".tokenize/00003.json", 0.0, way, tmp_path)
+
+
+# Moves the folder of the run after step 2, while a save behind training stands in its first write. The save
+# goes on when the run has failed, and the process takes a while to end.
+SLOW = """
+import os, threading, time
+from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.launch import folder_hold as hold, interrupts
+from zero_mpi.train import command as train_command, trainer as train
+
+hold.EVERY = 0.05
+write_at, step, writing = OutputFile.write_at, train.Trainer.step, threading.Event()
+
+def write_slowly(self, offset, *data):
+    if not writing.is_set():
+        writing.set()
+        time.sleep(2.0)
+    write_at(self, offset, *data)
+
+def step_on(self):
+    if self.world.rank == 0 and self.progress.step == 2:
+        writing.wait()
+        os.rename("out", "elsewhere")
+        while not self.outcome.folder.lost:
+            time.sleep(0.01)
+    return step(self)
+
+leave, interrupts.leave = interrupts.leave, lambda status: (time.sleep(3), leave(status))
+OutputFile.write_at, train.Trainer.step = write_slowly, step_on
+train_command.main()
+"""
+
+
+@needs_mpiexec
+def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
+    """Its thread is inside the MPI library, which must not end before it."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    flags = [*MODEL, "--data", *write_text(tmp_path), "--out", "out", "--steps", "9", "--async-save"]
+    status, _, errors = run_job(3, [str(tmp_path / "slow.py"), *flags, "--save-every", "2"], cwd=tmp_path)
+    assert (status, len(lines_of(errors))) == (1, 1), errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", [move, remove, replace])
+def test_nothing_is_written_where_a_folder_was_lost(way, tmp_path):
+    world, out, done = World(0, 1), tmp_path / "run" / "out", list[int]()
+    hold = take_folder(world, out)
+    outcome = Outcome(out, world, 5, hold)
+    outcome.open()
+    way(out)
+    for agree in (lambda: world.on_root(lambda: done.append(1)), hold.check):
+        with pytest.raises(JobError, match=str(out)):
+            agree()
+    outcome.events.note("saved")
+    world.tell(1, "lost")
+    log.remove()
+    assert done == []
+    assert os.listdir(out) == [] if way is replace else not out.exists()
