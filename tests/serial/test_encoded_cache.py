@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import time
+from pathlib import Path
 
 import bpe_files
 import numpy as np
@@ -88,20 +89,126 @@ def test_another_text_or_reading_is_encoded_anew(cache, encoded, tmp_path):
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize("harm", ["cut", "empty", "no ids"])
+def about(**changes):
+    """Gives what is written about the documents other values; None: takes a key out."""
+    return lambda content: json.dumps(
+        {k: v for k, v in (json.loads(content) | changes).items() if v is not None}
+    )
+
+
+def first_document(**changes):
+    """Gives the first document another name, size or digest."""
+
+    def changed(content):
+        found = json.loads(content)
+        told = dict(zip(("name", "size", "digest"), found["documents"][0], strict=True)) | changes
+        found["documents"][0] = [value for value in told.values() if value is not None]
+        return json.dumps(found)
+
+    return changed
+
+
+HARMS = {  # file of an entry, and what becomes of it
+    "ids of zeros": ("ids.bin", lambda ids: bytes(len(ids))),
+    "a bit of an id": ("ids.bin", lambda ids: ids[:-1] + bytes([ids[-1] ^ 1])),
+    "fewer ids": ("ids.bin", lambda ids: ids[:-2]),
+    "more ids": ("ids.bin", lambda ids: ids + b"\0\0"),
+    "no ids": ("ids.bin", None),
+    "counts of text": ("counted.bin", lambda counts: b"\1"),
+    "no counts": ("counted.bin", None),
+    "no digests": ("sha256sums", None),
+    "other digests": ("sha256sums", lambda lines: lines.replace(b"0", b"1")),
+    "very many digests": ("sha256sums", lambda lines: lines * 10_000),
+    "digests of no text": ("sha256sums", lambda lines: b"\xff" * 200),
+    "nothing said": ("about.json", None),
+    "half": ("about.json", lambda content: content[: len(content) // 2]),
+}
+SHAPES = [
+    "",
+    "{}",
+    "[]",
+    "null",
+    "1",
+    "true",
+    "NaN",
+    '"text"',
+    "{",
+    "[" * 200,
+    "[" * 99 + "]" * 99,
+    "1" * 9999,
+    "\ud800",
+]
+HARMS |= {
+    repr(shape[:9]): ("about.json", lambda _, s=shape: s.encode(errors="surrogatepass")) for shape in SHAPES
+}
+VALUES = (
+    None,
+    0,
+    -1,
+    1e300,
+    10**30,
+    True,
+    "text",
+    [],
+    {},
+    [[]],
+    [{}],
+    [1, 2, 3],
+    [["a", 1]],
+    [["a", "b", "c"]],
+    [["a", -1, "00"]],
+)
+HARMS |= {
+    f"{key}: {value}": ("about.json", about(**{key: value}))
+    for key in ("dtype", "counted", "notes", "documents")
+    for value in VALUES
+    if (key, value) not in [("counted", 0), ("notes", [])]  # as they are
+}
+HARMS |= {
+    f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "<f8", "|O", "V0", "<i2", "S0")
+}
+HARMS |= {
+    f"{key} of a document: {value}": ("about.json", first_document(**{key: value}))
+    for key in ("name", "size", "digest")
+    for value in (None, 0, -1, 10**30, 1.5, True, "text", [], {})
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path):
     folder = texts(tmp_path / "texts")
-    wanted = ids(load(folder).train)
+    digest = load(folder).sha256  # nothing is read of the entry
     (entry,) = cache.iterdir()
-    about = (entry / "about.json").read_text()
-    if harm == "no ids":
-        (entry / "ids.bin").unlink()
+    name, change = HARMS[harm]
+    content = (entry / name).read_bytes()
+    if change is None:
+        (entry / name).unlink()
     else:
-        (entry / "about.json").write_text(about[: len(about) // 2 if harm == "cut" else 0])
-    assert ids(load(folder).train) == wanted
-    assert encoded() == 10
-    assert ids(load(folder).train) == wanted
-    assert encoded() == 10
+        harmed = change(content)
+        (entry / name).write_bytes(harmed.encode() if isinstance(harmed, str) else harmed)
+    for _ in range(2):
+        found = load(folder)
+        assert (found.sha256, found.notes, encoded()) == (digest, (), 10)
+    assert (entry / name).read_bytes() == content
+    assert np.fromfile(entry / "ids.bin", "<u2").tolist() == ids(found.train)
+
+
+def test_an_entry_is_on_disk_before_it_has_its_name(cache, tmp_path, monkeypatch):
+    events, sync, rename = [], os.fsync, Path.rename
+
+    def synced(file):
+        events.append(Path(f"/proc/self/fd/{file.fileno()}").readlink().name)
+        sync(file)
+
+    def renamed(path, target):
+        events.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    load(texts(tmp_path / "texts"))
+    (entry,) = cache.iterdir()
+    assert (sorted(events[:-1]), events[-1]) == (sorted(path.name for path in entry.iterdir()), "renamed")
 
 
 def test_where_nothing_can_be_kept_text_is_held(cache, encoded, tmp_path, monkeypatch):

@@ -104,6 +104,25 @@ def head(run: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------------ yes
 
+UNCACHED = """
+from zero_mpi.data import encoded_cache
+from zero_mpi.verify.command import main
+
+def cached(*arguments):
+    raise AssertionError("the cache is read")
+
+encoded_cache.LEAST, encoded_cache.found = 0, cached
+main()
+"""
+
+
+def test_no_cache_is_read(whole, tmp_path):
+    """What is wrong in a cache would be wrong in both computations."""
+    script = tmp_path / "uncached.py"
+    script.write_text(UNCACHED)
+    status, _, errors = run_job(1, [str(script), str(whole)], timeout=50)
+    assert status == 0, errors
+
 
 def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_head(whole, text, tmp_path):
     printed = train(1, tmp_path / "out", *SMALL, *OFTEN, "--data", *text)

@@ -35,7 +35,7 @@ from zero_mpi.files.parse import parse_json
 LEAST = 4 << 20  # bytes of text; less is encoded in about a second
 MOST_DAYS = 30  # since an entry was used last
 MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # bytes and values of what is written about the documents
-IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
+IDS, COUNTED, ABOUT, SUMS = "ids.bin", "counted.bin", "about.json", "sha256sums"
 NEW = "new-"  # begins the name of an entry that is written; what a killed job left of one goes after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
@@ -207,20 +207,30 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
         has_counts = counted.tell() > 0
     about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
     (scratch / ABOUT).write_text(json.dumps(about))
+    (scratch / SUMS).write_bytes(sums(scratch, beat))
+    for name in (IDS, COUNTED, ABOUT, SUMS):
+        with (scratch / name).open("rb") as file:
+            os.fsync(file)
+
+
+def sums(entry: Path, beat: Beat) -> bytes:
+    """The digests of an entry's files, in the form of sha256sum. OSError where one is not there."""
+    return "".join(f"{digest_of(entry / name, beat)}  {name}\n" for name in (IDS, COUNTED, ABOUT)).encode()
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """The documents of an entry, whose ids stay where they are, and the notes; None where none is sound."""
+    """The documents of an entry, whose ids stay where they are, and the notes; None where none is sound.
+
+    What is read was written here: all files have the digests that they had then.
+    """
     try:
+        if read_file(entry / SUMS, 1 << 10) != sums(entry, beat):
+            return None
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]
         total = sum(size for _, size, _ in told)
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
-        if (entry / IDS).stat().st_size != total * kind.itemsize:
-            return None
-        if counted is not None and len(counted) != total:
-            return None
         os.utime(entry)  # it was used
     except (OSError, ValueError):
         return None
