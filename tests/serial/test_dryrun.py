@@ -11,7 +11,6 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi.cli.text import seconds, size
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan import flags
@@ -192,7 +191,7 @@ def test_copies_on_one_host_alone_do_not_outlive_it(folder):
 def test_copies_without_room_are_refused_as_the_run_refuses_them(folder, monkeypatch, capfdbinary):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(memory_copies, "room_in", lambda place, run: (1000, "h1"))
-    config = Config(**vars(parse([*FLAGS, *COPIES])))
+    config = parse([*FLAGS, *COPIES])
     with pytest.raises(UsageError, match=r"^--peer-checkpoint 1: the copies take .* on h1, and /dev/shm has"):
         dry_run.show(World(0, 1), config)
     assert re.search(r"free for them, and where +1000 B on h1\n", capfdbinary.readouterr().out.decode())
@@ -208,11 +207,11 @@ def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
 
 def test_epochs_and_the_room_that_is_there(folder, monkeypatch, capfdbinary):
     monkeypatch.chdir(folder)
-    config = Config(**vars(parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])))
+    config = parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])
     assert dry_run.show(World(0, 1), config) == 0
     printed = capfdbinary.readouterr().out.decode()
     assert re.search(
-        r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data$", printed
+        r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data; ", printed
     )
     assert re.search(r"(?m)^leaves .* every 7 steps and at the end, about \S+ \S+ each, all stay; ", printed)
     assert "transport  one process, nothing travels" in printed

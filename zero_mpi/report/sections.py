@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING
 from datetime import datetime
 from itertools import product
 
 from zero_mpi.cli.text import elapsed, size
-from zero_mpi.config.defaults import STEPS
-from zero_mpi.config.settings import FIELDS
+from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.files.foreign import LONGEST_LINE, shown
 from zero_mpi.report.charts import Chart, in_full, written
 from zero_mpi.report.figures import Figure, figures
@@ -97,11 +95,7 @@ def settings(runs: Sequence[Run]) -> list[tuple[str, bool, list[str]]]:
 
 def is_default(name: str, value: object) -> bool:
     """Whether a setting is what it is when nobody says anything."""
-    known = FIELDS.get(name)
-    if known is None:
-        return False
-    default = known.default_factory() if known.default_factory is not MISSING else known.default
-    return bool(value == STEPS.get(name, default))
+    return name in FIELDS and bool(value == getattr(Config(), name))
 
 
 def as_text(value: object) -> str:
