@@ -162,9 +162,9 @@ MAKING: dict[str, How] = {
 }
 
 EVALUATING: dict[str, How] = {
-    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --context 128 "
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --lora 8 "
     "--out runs/chat": ByTest(
-        "tests/serial/test_chat_data.py::test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts"
+        "tests/serial/test_defaults.py::test_conversations_beside_a_model_decide_what_no_flag_says"
     ),
     "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128": Run(
         "--context 64", "nats a token"

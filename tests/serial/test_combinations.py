@@ -62,7 +62,6 @@ IDLE_CASES = {  # flags without effect: what is said, and what gives them one ag
     ),
     "--prompt x --sample 0": ("--prompt x has no effect: --sample 0", "--sample 9"),
     "--micro-batch 8 --batch-size 4": ("--micro-batch 8 has no effect: .* --batch-size 4", "--batch-size 8"),
-    "--warmup 9 --steps 8": ("--warmup 9: --steps 8 end before the rate reaches --lr 0.004", "--steps 9"),
 }
 IDLE_WITH_TOKENS = {
     "--prompt x": ("--prompt x has no effect: --data are token files", ""),

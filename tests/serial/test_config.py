@@ -19,7 +19,7 @@ from zero_mpi import __version__
 from zero_mpi.cli import main
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.defaults import FROM_NOTHING, STEPS
+from zero_mpi.config.defaults import FROM_NOTHING
 from zero_mpi.config.replay import recorded
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import write_toml
@@ -47,11 +47,13 @@ SPECIAL |= {
     "min_lr": 0.001,
     "lr_scale": ["*.bias=0", "blk.*=1.5"],
     "trace": "t.json",
+    "warmup": 7,
 }
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
-SETS = {"init": FROM_NOTHING, "epochs": STEPS}  # settings that have another default beside one
+LENGTH = {"steps": 440, "warmup": 40}
+SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and other defaults beside one
 
 
 def other_value(name):

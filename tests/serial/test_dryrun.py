@@ -9,7 +9,6 @@ from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan import flags
@@ -163,11 +162,11 @@ def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
 
 def test_epochs_and_the_room_that_is_there(folder, monkeypatch, capfdbinary):
     monkeypatch.chdir(folder)
-    config = Config(**vars(parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])))
+    config = parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])
     assert dry_run.show(World(0, 1), config) == 0
     printed = capfdbinary.readouterr().out.decode()
     assert re.search(
-        r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data$", printed
+        r"(?m)^steps +1,000 of 96 tokens: 96,000 tokens, \d\d\.\d times through the data; ", printed
     )
     assert re.search(r"(?m)^leaves .* every 7 steps and at the end, about \S+ \S+ each, all stay; ", printed)
     assert "transport  one process, nothing travels" in printed

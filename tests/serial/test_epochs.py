@@ -1,6 +1,7 @@
 """--epochs: as many steps as go so often through the data, and from then on a run of so many steps."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -9,7 +10,7 @@ from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.epochs import in_steps, told
+from zero_mpi.config.epochs import cautions, in_steps
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows, window_of
 from zero_mpi.errors import UsageError
@@ -42,20 +43,44 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
 def test_a_run_of_steps_stays_as_it_is():
     config = Config(steps=7)
     assert in_steps(config, 100) is config
-    assert list(told(config, 100)) == []
 
 
-def test_the_line_at_the_start_has_all_numbers():
-    (line,) = told(Config(epochs=3, batch_size=4, context=16), 1001)
-    counts = "--epochs 3: 751 steps of 4 windows, for 3 x 1,001 windows of 16 tokens"
-    assert line == f"{counts}; the last step takes 1 of the next epoch"
-    (line,) = told(Config(epochs=4, batch_size=4, context=16), 1001)
-    assert line == "--epochs 4: 1,001 steps of 4 windows, for 4 x 1,001 windows of 16 tokens"
+@pytest.mark.parametrize(
+    ("steps", "warmup", "epochs", "flags"),
+    [
+        (440, None, 0.3, []),
+        (80, 40, 10, ["--warmup 40"]),
+        (81, 40, 10, []),
+        (11, 40, 3, ["--warmup 40"]),
+        (2, 1, 1, []),
+        (440, None, 10.1, ["--steps 440"]),
+        (9, 9, 11, ["--warmup 9", "--steps 9"]),
+    ],
+)
+def test_a_long_warm_up_and_many_epochs_are_cautioned(steps, warmup, epochs, flags):
+    found = cautions(Config(steps=steps, warmup=warmup), epochs)
+    assert [line.partition(":")[0].partition(" read")[0] for line in found] == flags
 
 
-def test_a_warm_up_that_is_longer_is_told():
-    _, line = told(Config(epochs=1, batch_size=4, warmup=30), 100)
-    assert line.startswith("--warmup 30: --steps 25 end before the rate reaches")
+@pytest.mark.parametrize(
+    ("wanted", "steps", "warmup"),
+    [(None, 440, 40), ("40", 9, 40), ("5%", 60, 3), ("5%", 9, 0), ("2.5%", 1000, 25), ("100%", 7, 7)],
+)
+def test_a_warm_up_is_a_number_or_a_share_of_the_steps(wanted, steps, warmup):
+    assert Config(steps=steps, warmup=wanted).warmup == warmup
+    later = Config(epochs=steps, warmup=wanted, batch_size=5)
+    assert in_steps(later, 5).warmup == warmup
+
+
+@pytest.mark.parametrize("wanted", ["-1", "5 %", "101%", "x", "", "1e3", "%", "²"])
+def test_a_warm_up_that_is_neither_is_refused(wanted, tmp_path):
+    with pytest.raises(UsageError, match=r"^--warmup .*40.*5%"):
+        parse([f"--warmup={wanted}"])
+    path = tmp_path / "run.toml"
+    path.write_text('warmup = "5%"\nsteps = 60\n')
+    assert parse(["--config", str(path)]).warmup == 3
+    path.write_text("warmup = 40\n")  # as OUT/config.toml of 0.1.0 has it
+    assert parse(["--config", str(path)]).warmup == 40
 
 
 @pytest.mark.parametrize(
@@ -115,7 +140,7 @@ def by_steps(flags, tmp_path_factory):
 def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
     """Same curve and bytes, rates included, and the records say the steps."""
     said = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
-    assert "--epochs 2: 15 steps of 4 windows, for 2 x 30 windows of 16 tokens\n" in said
+    assert re.search("steps: +15, 2.0 times .* 0.004 after 2 ", said)
     assert_same_run(tmp_path / "out", by_steps)
     assert fields(tmp_path / "out", "lr") == fields(by_steps, "lr")
     settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
@@ -159,8 +184,7 @@ def test_a_dry_run_counts_as_the_run_does(flags, tmp_path):
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--epochs", "2", "--dry-run"]
     status, printed, errors = run_job(2, command, timeout=30)
     assert (status, errors) == (0, "")
-    assert "steps      15 of 64 tokens: 960 tokens, 2.0 times through the data" in printed
-    assert "--epochs 2: 15 steps" in printed
+    assert "steps      15 of 64 tokens: 960 tokens, 2.0 times through the data; rate 0.004 after 2" in printed
 
 
 def test_the_windows_that_are_counted_are_those_that_are_read():

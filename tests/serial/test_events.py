@@ -14,7 +14,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.status import Status
 
-FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "2", "--eval-every", "0"]
+FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "1", "--eval-every", "0"]
 
 
 @pytest.fixture(autouse=True)

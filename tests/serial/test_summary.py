@@ -281,11 +281,11 @@ def test_the_start_is_told_in_aligned_lines(job):
     printed, started, _ = job
     lines = printed.splitlines()
     assert re.match(r"zero_mpi \S+: 2 ranks x 1 thread on \S+, fp32, ", lines[0])
-    titles = [line[:11] for line in lines[1:8]]
-    wanted = ["model:", "strategy:", "transport:", "memory:", "", "data:", "step:"]
+    titles = [line[:11] for line in lines[1:9]]
+    wanted = ["model:", "strategy:", "transport:", "memory:", "", "data:", "steps:", "step:"]
     assert titles == [f"{title:11}" for title in wanted]
     assert f"{started['parameters']:,} parameters" in lines[1]
     assert "shard-grad-op over 2 ranks, exact reduction" in lines[2]
     assert re.search(r"tokens in \d+ documents, [\d,]+ held out, of /\S+", lines[6])
-    assert re.search(r"80 tokens in 3 micro-batches of 2 x 16; \S+ MFLOP, at most \S+ .FLOP/s$", lines[7])
-    assert max(map(len, lines[:8])) <= 110
+    assert re.search(r"80 tokens in 3 micro-batches of 2 x 16; \S+ MFLOP, at most \S+ .FLOP/s$", lines[8])
+    assert max(map(len, lines[:9])) <= 110

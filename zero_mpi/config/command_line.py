@@ -10,8 +10,7 @@ from typing import Any
 
 from zero_mpi.cli.parser import KINDS, Parser, with_choices
 from zero_mpi.config.bounds import check
-from zero_mpi.config.defaults import told
-from zero_mpi.config.epochs import RIVALS
+from zero_mpi.config.defaults import LENGTH, told
 from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
 from zero_mpi.config.toml import read_toml
 
@@ -32,6 +31,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "chat_template": "FILE",
     "threads": "N",
     "max_time": "TIME",
+    "warmup": "N",
     "prometheus": "FOLDER",
     "wandb": "PROJECT",
     "mlflow": "NAME",
@@ -115,5 +115,5 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a file and flags, which win: --steps also over epochs of the file, and the reverse."""
-    beaten = RIVALS if RIVALS & flags.keys() else set()
+    beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

@@ -133,7 +133,6 @@ IDLE = (
         "a forward has --batch-size {batch_size} at most",
     ),
 )
-UNREACHED = "--warmup {warmup}: --steps {steps} end before the rate reaches --lr {lr}"
 
 
 def refuse(config: Config) -> None:
@@ -149,13 +148,6 @@ def without_effect(setting: FlagContext) -> Iterator[str]:
     for name, when, why in IDLE:
         if given(config, name) and when(setting):
             yield f"{written(config, name)} has no effect: {filled(why, config)}"
-    yield from unreached(config)
-
-
-def unreached(config: Config) -> Iterator[str]:
-    """A line if the run is known to end within its warm-up."""
-    if given(config, "warmup") and config.steps and config.warmup > config.steps:
-        yield filled(UNREACHED, config)
 
 
 def given(config: Config, name: str) -> bool:

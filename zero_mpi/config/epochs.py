@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zero_mpi.config.bounds import check
-from zero_mpi.config.conflicts import unreached
+from zero_mpi.config.defaults import ANY, STEPS
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
-from zero_mpi.telemetry.log import Caution
 
-RIVALS = {"steps", "epochs"}  # settings that say the same
+MANY_EPOCHS = 10
 
 
 def in_steps(config: Config, windows: int) -> Config:
@@ -24,7 +23,7 @@ def in_steps(config: Config, windows: int) -> Config:
     flags that do not fit the number of steps.
     """
     if config.epochs is None:
-        return config
+        return replace(config, **STEPS) if config.steps is None else config
     counted = replace(config, steps=-(-config.epochs * windows // config.batch_size), epochs=None)
     try:
         check(counted)
@@ -33,15 +32,12 @@ def in_steps(config: Config, windows: int) -> Config:
     return counted
 
 
-def told(config: Config, windows: int) -> Iterator[str]:
-    """What is said of epochs at the start, before they are steps."""
-    if config.epochs is None:
-        return
-    counted = in_steps(config, windows)
-    more = counted.steps * config.batch_size - config.epochs * windows
-    rest = f"; the last step takes {more:,} of the next epoch" if more else ""
-    yield (
-        f"--epochs {config.epochs}: {counted.steps:,} steps of {config.batch_size:,} windows, for "
-        f"{config.epochs:,} x {windows:,} windows of {config.context:,} tokens{rest}"
-    )
-    yield from map(Caution, unreached(counted))
+def cautions(config: Config, epochs: float) -> Iterator[str]:
+    """Warnings on the length of a run whose steps read the data so many times."""
+    if config.steps <= 2 * config.warmup > 2:
+        yield (
+            f"--warmup {config.warmup}: half of --steps {config.steps} or more have a rate below --lr "
+            f"{config.lr:g}; try --warmup {ANY['warmup']}"
+        )
+    if epochs > MANY_EPOCHS:
+        yield f"--steps {config.steps} read the data {epochs:.1f} times; try --epochs 3 or more --data"

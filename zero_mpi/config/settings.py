@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm.kinds import CHOICES
-from zero_mpi.config.defaults import STEPS, defaults
+from zero_mpi.config.defaults import ANY, LENGTH, STEPS, defaults
+from zero_mpi.config.step_range import warmup_steps
 from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
@@ -35,13 +36,14 @@ def flag(
 class Config:
     """Everything that a run depends on. None means: worked out from the rest.
 
-    `steps` is None as long as only `epochs` are known (`config.epochs.in_steps`).
+    `steps` is None, and `warmup` may be a share of it, until the data are read (`config.epochs.in_steps`).
+    `unsaid`: the settings whose default may be another one for a run that goes on, or by its data.
     """
 
     removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; no annotation: it is no field
 
     out: str = flag("runs/default", str, "run", "run directory")
-    steps: int = flag(None, int, "run", "optimizer steps (default: 440)")
+    steps: int = flag(None, int, "run", "optimizer steps")
     epochs: int | None = flag(None, int, "run", "times through the data, instead of --steps")
     seed: int = flag(0, int, "run", "of the first weights and the order of data", fixed=True)
     resume: str = flag("auto", str, "run", "auto: newest in OUT; never; or a folder")
@@ -55,7 +57,7 @@ class Config:
     heads: int | None = flag(None, int, "model", "query heads")
     kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)")
     ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)")
-    context: int = flag(128, int, "model", "tokens per training window", fixed=True)
+    context: int = flag(None, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)")
     vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files")
     init: str | None = flag(None, str, "model", "GGUF or safetensors folder to start from instead")
@@ -124,12 +126,12 @@ class Config:
     val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
     val_data: list[str] = flag(None, list, "data", "what to hold out instead, as --data")
 
-    batch_size: int = flag(16, int, "batch", "sequences per step over all ranks", fixed=True)
+    batch_size: int = flag(None, int, "batch", "sequences per step over all ranks", fixed=True)
     micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
 
     lr: float = flag(None, float, "optimizer", "learning rate after the warm-up")
     min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
-    warmup: int = flag(40, int, "optimizer", "steps of linear warm-up")
+    warmup: int = flag(None, str, "optimizer", "steps of linear warm-up, or a share of all as 5%")
     schedule: str = flag(
         "cosine",
         str,
@@ -244,10 +246,14 @@ class Config:
 
     def __post_init__(self) -> None:
         self.bits = self.bits or portable.asked()
-        steps = {} if self.epochs is not None else STEPS
-        for name, value in (defaults(self.init, self.lora) | steps).items():
+        self.unsaid = {name for name in ("lr", *LENGTH, *ANY) if getattr(self, name) is None}
+        if self.init is None or not self.unsaid >= LENGTH:
+            self.unsaid -= LENGTH
+        steps = STEPS if self.init is None and self.epochs is None else {}
+        for name, value in (ANY | defaults(self.init, self.lora) | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        self.warmup = warmup_steps(self.warmup, self.steps)
 
     @property
     def adapters(self) -> LoRA | None:

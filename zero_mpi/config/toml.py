@@ -57,7 +57,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     kind = field.metadata["kind"]
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
-    if field.name in ("threads", "max_time") and type(value) is int and abs(value) < LARGEST:
+    if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
         return str(value)  # a number is one of the ways to write these
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of texts")

@@ -52,15 +52,18 @@ def describe(
     return Description(*about, model.constants())
 
 
-def of_text(description: Description, text: str, packing: str, keys: Mapping[str, object]) -> Description:
-    """A description that names the text by its sha256, and how it comes into windows.
+def of_text(
+    description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
+) -> Description:
+    """A description with the settings that the data decide, the text's sha256, and how it comes into windows.
 
     `keys` are further ones of the model file.
     """
     return replace(
         description,
         model={**description.model, **keys},
-        settings={**description.settings, "corpus": text, "packing": packing},
+        settings={**description.settings, **config.fixed(), "corpus": text, "packing": packing},
+        plan=config.plan(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -17,11 +17,24 @@ def schedule_of(config: Config) -> Schedule:
     return make_schedule(
         config.schedule,
         lr=config.lr,
-        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
+        min_lr=least(config),
         warmup=config.warmup,
         steps=config.steps,
         decay_steps=config.steps // 10 if config.decay_steps is None else config.decay_steps,
     )
+
+
+def least(config: Config) -> float:
+    """The rate that the schedule falls to."""
+    return config.lr / 10 if config.min_lr is None else config.min_lr
+
+
+def described(config: Config, epochs: Iterable[float]) -> str:
+    """How often the steps go through all sources, and by which rates, for people."""
+    times = min(epochs)
+    read = f"{times:.1f} times through the data" if times >= 1 else f"{times:.3%} of the data"
+    falls = "" if config.schedule == "constant" else f" to {least(config):g}"
+    return f"{read}; rate {config.lr:g} after {config.warmup} of warm-up, then {config.schedule}{falls}"
 
 
 def make_schedule(

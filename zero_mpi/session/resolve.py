@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.adapter import open_adapter, weights_digest
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.bounds import rate_scales, thread_count
-from zero_mpi.config.epochs import in_steps, told
+from zero_mpi.config.bounds import check, rate_scales, thread_count
+from zero_mpi.config.defaults import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, batch_size
+from zero_mpi.config.epochs import cautions, in_steps
 from zero_mpi.config.inputs import (
     BYTE,
     adapted,
@@ -62,7 +65,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.session import memory_check, same_bits
 from zero_mpi.session.description import describe, of_text, what_was_read
-from zero_mpi.session.resume import ResumePoint, changes_since, check_resume, find_checkpoint
+from zero_mpi.session.resume import ResumePoint, as_begun, changes_since, check_resume, find_checkpoint
 from zero_mpi.session.same_flags import check_settings
 from zero_mpi.session.transport import check_wish
 from zero_mpi.sharding.layout import is_trainable
@@ -82,6 +85,7 @@ class RunSpec:
     tokenizer    of the text; None: the data are ids
     checkpoint   to go on from
     description  what the run's checkpoints say beside their tensors
+    unsaid       settings that are left to the data
     loader       of the steps, where the text is
     notes        what rank 0 says at the start
     no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
@@ -95,6 +99,7 @@ class RunSpec:
     checkpoint: ResumePoint | None
     description: Description
     adapter: WeightSource | None = None
+    unsaid: frozenset[str] = frozenset()
     corpus: Corpus | None = None
     loader: StepLoader | None = None
     notes: tuple[str, ...] = ()
@@ -127,12 +132,13 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     number = world.node.rank
     read = partial(look, config, checkpoint, number)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
-    spec = replace(spec, config=settled(config, spec.model))  # all have read the same model
+    spec = replace(spec, config=settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
     phase("model and tokenizer")
-    asked, spec = spec.config, read_text(world, spec, cached)
+    spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
-        notes += told(asked, spec.loader.order.epoch)
+        steps = spec.config.steps
+        notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(steps))))
         notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
     notes += map(log.Caution, passed_over(spec.init))
     phase("data")
@@ -151,6 +157,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
 
     `number`: of the rank on its node, where the launcher does not tell it.
     """
+    config = as_begun(config, checkpoint)
+    unsaid = frozenset(config.unsaid)
     device.use(config.device, number)
     check_wish(config)
     threads = set_threads(config)
@@ -167,8 +175,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     description = describe(config, model, tokenizer, init)
     said = remarks(config, tokenizer is not None, holds_token_files(config.data))
     notes = (*said, *kept_as_floats(init, model, where))
-    spec = RunSpec(config, threads, init, tokenizer, model, checkpoint, description, adapter, notes=notes)
-    return spec, {name: short_digest(value) for name, value in facts.items()}
+    found = (config, threads, init, tokenizer, model, checkpoint, description, adapter, unsaid)
+    return RunSpec(*found, notes=notes), {name: short_digest(value) for name, value in facts.items()}
 
 
 def check_rates(config: Config, model: ModelConfig) -> None:
@@ -183,33 +191,58 @@ def check_rates(config: Config, model: ModelConfig) -> None:
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     """The run with its text on rank 0, and on all ranks with what identifies it, and its steps. Collective.
 
-    Before the text is read it is asked whether there is room for the run.
+    Before the text is read it is asked whether there is room for the run, and again where it makes windows
+    longer.
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
-    def read(beat: Beat) -> tuple[str, str, dict[str, object], int]:
+    def no_room(config: Config) -> str:
+        problem = memory_check.find_problem(nodes, config, spec.model, world.size)
+        if problem and not config.dry_run:
+            raise UsageError(problem)
+        return problem
+
+    def read(beat: Beat) -> tuple[Config, str, str, dict[str, object]]:
         trackers.check(spec.config)
-        no_room = memory_check.find_problem(nodes, spec.config, spec.model, world.size)
-        if no_room and not spec.config.dry_run:
-            raise UsageError(no_room)
+        problem = no_room(spec.config)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer, Batches(beat, cached))
         packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
-        loader, held_out = make_loaders(spec.config, corpus)  # whether there is enough of it
-        if spec.config.patience is not None and not held_out:
-            raise UsageError(f"--patience {spec.config.patience}: there are too few data to hold some out")
-        steps = in_steps(spec.config, loader.order.epoch).steps
+        config, loader, held_out = fitted(spec, corpus)
+        problem = problem or no_room(config)
+        if config.patience is not None and not held_out:
+            raise UsageError(f"--patience {config.patience}: there are too few data to hold some out")
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
-            check_resume(spec.checkpoint, of_text(spec.description, corpus.sha256, packing, keys))
-        on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=no_room))
-        return corpus.sha256, packing, keys, steps
+            check_resume(spec.checkpoint, of_text(spec.description, config, corpus.sha256, packing, keys))
+        on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=problem))
+        return config, corpus.sha256, packing, keys
 
-    text, packing, keys, steps = world.from_root_with_beat(read)
-    config = replace(spec.config, steps=steps, epochs=None)
-    description = replace(of_text(spec.description, text, packing, keys), plan=config.plan())
+    config, *found = world.from_root_with_beat(read)
+    description = of_text(spec.description, config, *found)
     return replace(on_root[0] if on_root else spec, config=config, description=description)
+
+
+def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
+    """The flags with what data decide that no flag says, and what reads the data; UsageError for too few."""
+
+    def unless_said(config: Config, **settings: Any) -> Config:
+        return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
+
+    config, model = spec.config, spec.model
+    streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
+    if config.lora is not None:
+        config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
+    if config.init is not None and all(stream.counted is not None for stream in streams):
+        longest = max(int(np.diff(stream.ends, prepend=0).max(initial=2)) - 1 for stream in streams)
+        context = min(longest, model.context_length, MOST_CONTEXT)
+        config = unless_said(config, context=context, epochs=EPOCHS)
+        config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
+    loader, held_out = make_loaders(config, corpus)
+    config = in_steps(config, loader.order.epoch)
+    check(config)
+    return config, loader, held_out
 
 
 def packing_of(config: Config, stream: Stream) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, read_json
+from zero_mpi.config.bounds import check
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.toml import checked_type
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.packing import NONE
 from zero_mpi.environment.portable import NATIVE
@@ -97,6 +99,21 @@ def read_indices(folder: Path) -> ResumePoint:
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
     return ResumePoint(folder, open_checkpoint(folder))
+
+
+def as_begun(config: Config, point: ResumePoint | None) -> Config:
+    """The configuration with what no flag says as the run has it: defaults are another version's, or by data.
+
+    Raises UsageError for what is no setting.
+    """
+    if point is None:
+        return config
+    state = point.files.state
+    said = read_json(state, "training.settings") | read_json(state, "training.plan")
+    kept = {name: checked_type(point.folder, name, said[name]) for name in config.unsaid if name in said}
+    begun: Config = replace(config, **kept)
+    check(begun)
+    return begun
 
 
 def check_resume(point: ResumePoint, description: Description) -> None:

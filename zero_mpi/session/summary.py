@@ -20,6 +20,7 @@ from zero_mpi.plan.flags import make_case
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory
 from zero_mpi.plan.report import base
 from zero_mpi.plan.resident import resident, text_of
+from zero_mpi.session.lr_schedule import described
 from zero_mpi.session.mfu import step_flop
 from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import log
@@ -144,6 +145,7 @@ def lines(start: Start) -> Iterator[str]:
             yield row("source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs")
     if loader.windows.about():
         yield row("packed", loader.windows.about())
+    yield row("steps", f"{config.steps:,}, {described(config, loader.epochs(config.steps))}")
     yield row(
         "step",
         f"{loader.positions_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "

@@ -32,6 +32,7 @@ from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
+from zero_mpi.session.lr_schedule import described
 from zero_mpi.session.resolve import RunSpec, resolve
 
 MODEL_BYTES, STATE_BYTES = 4, 8  # of a parameter in model.gguf and in optimizer.gguf
@@ -169,10 +170,8 @@ def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
             yield f"source     {part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
     if loader.windows.about():
         yield f"packed     {loader.windows.about()}"
-    epochs = config.steps * config.batch_size / loader.order.epoch
-    share = f"{epochs:.1f} times through the data" if epochs >= 1 else f"{epochs:.3%} of the data"
-    tokens = config.steps * case.tokens
-    yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} tokens, {share}"
+    tokens, rest = config.steps * case.tokens, described(config, loader.epochs(config.steps))
+    yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} tokens, {rest}"
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:

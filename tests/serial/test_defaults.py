@@ -1,0 +1,90 @@
+"""Defaults that the data or an earlier start decide: what no flag says of conversations beside --init."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+from chat_templates import CHATML
+from jobs import run_job
+from test_chat_data import SAME, TALK, write_lines
+from test_command_bits import needs_mpiexec, train
+from test_generate import LLAMA, write_model
+
+from zero_mpi.config.defaults import batch_size
+from zero_mpi.config.settings import Config
+from zero_mpi.data import ByteTokenizer
+
+FLAGS = ["--init", "m.gguf", "--data", "chat.jsonl", "--lora", "2", "--sample", "0", "--val-fraction", "0"]
+LONG = {"prompt": "Two and two?", "completion": "They are four, " * 4}
+OF_0_1_0 = {"context": 128, "batch_size": 16, "steps": 2, "warmup": 40, "lr": 2e-4}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Seventy conversations, one of them long, and a model."""
+    write_lines(tmp_path / "chat.jsonl", *[{"messages": TALK}, SAME] * 34, {"messages": TALK}, LONG)
+    return tmp_path
+
+
+def settings(folder):
+    """The settings of a run, as its folder says them."""
+    return tomllib.loads((folder / "out" / "config.toml").read_text())
+
+
+def model(folder, context):
+    """A model of so long a context, with a tokenizer of bytes."""
+    about = replace(LLAMA, context_length=context, value_length=4)
+    write_model(folder / "m.gguf", about, ByteTokenizer(CHATML).metadata())
+
+
+@pytest.mark.parametrize(
+    ("windows", "size"), [(1, 4), (60, 4), (106, 4), (107, 8), (213, 8), (214, 16), (1 << 40, 16)]
+)
+def test_few_windows_make_a_small_batch(windows, size):
+    assert batch_size(windows) == size
+
+
+def test_what_flags_say_data_do_not_decide():
+    fixed = {"lr", "context", "batch_size", "warmup"}
+    assert Config(init="m").unsaid == fixed | {"steps", "epochs"}
+    for given in ({"steps": 9}, {"epochs": 2}):
+        assert Config(init="m", **given).unsaid == fixed
+    assert Config(init="m", lr=1.0, context=1, batch_size=1, warmup=1, steps=1).unsaid == set()
+    assert (Config(init="m").steps, Config(init="m", epochs=2).steps, Config().steps) == (None, None, 440)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("room", [200, 150])
+def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
+    """The longest of them fits, if the model has room for it; three epochs, a ninth of them warm-up."""
+    model(folder, room)
+    printed = train(2, folder / "out", *FLAGS)
+    found, longest = settings(folder), 171
+    assert found["context"] == min(room, longest)
+    assert found["batch_size"] == 4
+    windows = int(printed.partition(" conversations in ")[2].split()[0])
+    assert found["steps"] == -(-3 * windows // 4)
+    assert found["warmup"] == round(0.09 * found["steps"])
+    assert f"full, {int(room < longest)} cut\n" in printed
+    assert f"steps:     {found['steps']}, 3.0 times through the data; rate " in printed
+    status, said, _ = run_job(
+        1, ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"], cwd=folder, timeout=50
+    )
+    assert status == 0
+    assert f"steps      {found['steps']} of {4 * found['context']} tokens: " in said
+    assert f" after {found['warmup']} of warm-up" in said
+
+
+@needs_mpiexec
+def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
+    """So does one that an earlier version began, whose defaults were others; a flag says otherwise."""
+    model(folder, 200)
+    begun = [part for name, value in OF_0_1_0.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert "warning: --warmup 40" in train(1, folder / "out", *FLAGS, *begun)
+    assert "nothing to do" in train(2, folder / "out", *FLAGS)
+    printed = train(2, folder / "out", *FLAGS, "--steps", "3")
+    found = settings(folder)
+    assert {name: found[name] for name in OF_0_1_0} == OF_0_1_0 | {"steps": 3}
+    assert "changed since the checkpoint: --steps was 2, now 3\n" in printed
+    train(1, folder / "out", *FLAGS, "--steps", "4", "--warmup", "1", "--lr", "1e-3")
+    assert (settings(folder)["warmup"], settings(folder)["lr"]) == (1, 1e-3)
