@@ -14,10 +14,12 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import bpe_files
 import gguf
 import hf_models
 import numpy as np
 import pytest
+from chat_templates import CHATML, ZEPHYR, chat_keys
 from jobs import run_command
 from oracles import greedy, open_server, smollm2
 
@@ -249,6 +251,56 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     export(tmp_path / "hf", tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+OWN = CHATML.replace("<|im_end|>", "<|user|>")  # ends a turn by a token that no reader knows by its text
+SPELT = CHATML.replace("<|im_end|>", "#END#")
+EOS, EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "eot", "eom"),
+    [
+        (CHATML, {}, "<|im_end|>", None),
+        (OWN, {}, "<|user|>", None),
+        (OWN, {EOT: "<|system|>"}, "<|user|>", "<|system|>"),
+        (ZEPHYR, {}, None, None),
+        (SPELT, {}, None, None),
+        ("{% for", {}, None, None),
+        (None, {EOT: "<|system|>"}, "<|system|>", None),
+    ],
+)
+def test_an_export_names_the_tokens_that_end_an_answer(
+    tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
+) -> None:
+    """As llama.cpp's list of stops by text has them, and the template; eos first."""
+    all_keys: Any = chat_keys(template)
+    ids = {token: place for place, token in enumerate(all_keys["tokenizer.ggml.tokens"])}
+    all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
+    source = bpe_files.write_model(tmp_path / "m.gguf", all_keys)
+    export(source, tmp_path / "x.gguf")
+    found = GGUFFile.open(tmp_path / "x.gguf").metadata
+    assert [found.get(EOT), found.get(EOM)] == [ids.get(eot or ""), ids.get(eom or "")]
+    export(source, tmp_path / "hf")
+    known = {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", eot, eom} - {None}
+    ends = [ids["</s>"], *sorted(ids[token] for token in known)]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize("ends", [[903, 904], [904, 902, 903], 904, [904]])
+def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
+    """904 and 902 are known as ends by these settings alone, 903 by its text too."""
+    config = hf_models.CONFIGS["llama"] | {"vocab_size": 908, "eos_token_id": ends}
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2"))
+    export(tmp_path / "hf", tmp_path / "m.gguf")
+    export(tmp_path / "m.gguf", tmp_path / "back")
+    export(tmp_path / "back", tmp_path / "again")
+    listed = ends if isinstance(ends, list) else [ends]
+    for name in ("back/config.json", "back/generation_config.json", "again/config.json"):
+        found = json.loads((tmp_path / name).read_text())["eos_token_id"]
+        assert (found[0], set(found)) == (listed[0], {*listed, 903})
 
 
 # ------------------------------------------------------------------------------------------- llama.cpp

@@ -1,5 +1,6 @@
 """Adapters in files: llama.cpp's forward with one is ours, with the base and merged; what fits no base."""
 
+import json
 from dataclasses import replace
 
 import architectures
@@ -28,7 +29,9 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.errors import UsageError
+from zero_mpi.export.command import command
 from zero_mpi.generate.text_model import TextModel
+from zero_mpi.launch.world import World
 from zero_mpi.models.lora import TARGETS, LoRA, is_adapter
 
 llama_cpp()  # skips the module without it
@@ -86,6 +89,33 @@ def test_any_part_of_a_merged_matrix_is_read(tmp_path):
     assert source.tensor("output.weight").tobytes() == weights["output.weight"].tobytes()
     assert open_merged(base, None).tensors == open_weights(base).tensors
     assert lora_of(GGUFFile.open(adapter)).rank == 3
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2"])
+def test_an_adapter_of_a_tied_head_makes_a_head_of_its_own(arch, tmp_path):
+    """W + s b a beside the embedding, in NumPy; llama.cpp and a Hugging Face folder have the same logits."""
+    config, rng = replace(MODELS[arch], tied=True), np.random.default_rng(1)
+    weights = random_weights(config)
+    base = write_model(tmp_path / "base.gguf", config, weights)
+    shapes = (2, config.embedding_length), (config.vocab_size, 2)
+    a, b = (rng.normal(0, 0.2, shape) for shape in shapes)
+    factors = {"output.weight.lora_a": a.astype(np.float32), "output.weight.lora_b": b.astype(np.float32)}
+    write_tensors(tmp_path / "adapter.gguf", config.arch, metadata(LoRA(2, 4.0)), factors)
+    to_peft = [str(tmp_path / "adapter.gguf"), str(tmp_path / "peft"), "--base", str(base)]
+    assert command(World(0, 1), to_peft) == 0
+    for name in ("merged.gguf", "folder"):
+        words = [str(base), str(tmp_path / name), "--merge", str(tmp_path / "peft")]
+        assert command(World(0, 1), words) == 0
+    merged = open_weights(tmp_path / "merged.gguf")
+    head = weights["token_embd.weight"] + 2 * b @ a
+    np.testing.assert_allclose(merged.tensor("output.weight"), head, rtol=1e-5, atol=1e-5)
+    assert merged.tensor("token_embd.weight").tobytes() == weights["token_embd.weight"].tobytes()
+    assert not json.loads((tmp_path / "folder" / "config.json").read_text())["tie_word_embeddings"]
+    logits = TextModel(merged).logits(list(PROMPT))
+    folder = TextModel(open_weights(tmp_path / "folder")).logits(list(PROMPT))
+    np.testing.assert_allclose(folder, logits, rtol=0, atol=1e-4)
+    expected = next_token(open_server(tmp_path / "merged.gguf"), list(PROMPT))
+    np.testing.assert_allclose(log_softmax(logits)[-1], expected, rtol=0, atol=5e-3)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):

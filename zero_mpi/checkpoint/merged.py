@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.adapter import adapter_source, lora_of
 from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
@@ -35,7 +36,7 @@ class MergedWeights:
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
         """What the sum is; raises UsageError unless both factors fit the base's matrix."""
-        spec, tensors = self._base.tensors.get(name), self._adapter.tensors
+        spec, tensors = self._base.tensors.get(self._stored(name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         if spec is None or shapes != [(rank, spec.shape[-1]), (spec.shape[0], rank)]:
             found = "none" if spec is None else spec.shape
@@ -44,6 +45,10 @@ class MergedWeights:
                 f"{self._base.path} has {found}: give the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
+
+    def _stored(self, name: str) -> str:
+        """Return the base's name of what is read: of a tied head the embedding, to which nothing is added."""
+        return EMBEDDING if name == HEAD and HEAD not in self._base.tensors else name
 
     @property
     def path(self) -> Path:
@@ -63,7 +68,7 @@ class MergedWeights:
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """As `WeightSource.read`."""
         stop = self._specs[name].size if stop is None else stop
-        values = self._base.read(name, start, stop, out)
+        values = self._base.read(self._stored(name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # what is not finite is refused
                 added = self._product(name, start, stop)

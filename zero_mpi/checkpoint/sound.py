@@ -15,6 +15,7 @@ from typing import Any
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.checksum import digest_of_pieces, digest_of_state, from_lines, piece_digests
 from zero_mpi.checkpoint.gguf.header import ARCHITECTURE_KEY, pack_key
+from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import UsageError
@@ -22,7 +23,7 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 
 FORMAT_VERSION = 2
-ID, STATE_DIGEST = "training.checkpoint_id", "training.state_digest"
+ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
 MODEL, AVERAGE = "model", "ema"  # roles of files beside optimizer.gguf
 DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # its keys for theirs

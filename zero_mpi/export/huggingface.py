@@ -16,7 +16,7 @@ import numpy as np
 
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
 from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
-from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
 from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
 from zero_mpi.checkpoint.huggingface.rope import (
@@ -33,6 +33,7 @@ from zero_mpi.checkpoint.huggingface.rope import (
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
+from zero_mpi.export.ends import ends_of
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
 
@@ -114,7 +115,6 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     kind = ROTARY_CLASSES.get(keys.arch)
     own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
-    special = {there: token_id(source, here) for there, here in TOKENS.items()}
     return {
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
         "model_type": (kind and kind.model_type) or keys.arch,
@@ -122,14 +122,21 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
         "vocab_size": source.tensors[EMBEDDING].shape[0],
         **own,
         "tie_word_embeddings": HEAD not in source.tensors,
-        **special,
+        **special_tokens(source),
         "torch_dtype": dtype,
     }
 
 
-def token_id(source: WeightSource, name: str) -> int | None:
-    """The number of a special token; None where the keys have none."""
-    return GGUFKeys(source.metadata, str(source.path)).whole(f"tokenizer.ggml.{name}_token_id")
+def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
+    """The numbers of special tokens, all that end an answer among them; None where the source has none."""
+    keys = GGUFKeys(source.metadata, str(source.path))
+    beside = source.config if isinstance(source, HuggingFaceFolder) else {}  # its keys have no tokenizer
+    found = {
+        there: beside.get(there, keys.whole(f"tokenizer.ggml.{here}_token_id"))
+        for there, here in TOKENS.items()
+    }
+    ends = ends_of(source.metadata, keys.place)
+    return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
 def gpt2_settings(keys: Keys) -> dict[str, Any]:

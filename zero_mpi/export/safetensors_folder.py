@@ -15,7 +15,7 @@ from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.data import tokenizer_config, tokenizer_json
 from zero_mpi.export.encode import encoded_pieces
-from zero_mpi.export.huggingface import Outgoing, config_json, outgoing
+from zero_mpi.export.huggingface import TOKENS, Outgoing, config_json, outgoing
 from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
@@ -23,6 +23,7 @@ from zero_mpi.files.open import read_file
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 COPIED = (  # from one Hugging Face folder to the next
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -32,7 +33,7 @@ COPIED = (  # from one Hugging Face folder to the next
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 
 Kinds = dict[str, str]  # by the name of the tensor
@@ -55,6 +56,9 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     for name, part in zip(names, parts, strict=True):
         write_part(folder / name, part, kind)
     write_tokenizer(source, folder)
+    special = {name: config[name] for name in TOKENS if config[name] is not None}
+    if special and not isinstance(source, HuggingFaceFolder):
+        write_json(folder / GENERATION, special)
     return {tensor.name: wanted for tensor in tensors}
 
 

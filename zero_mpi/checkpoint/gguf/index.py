@@ -26,6 +26,7 @@ key's width, a 1-D array of such or of bool (read-only as read), or `list[str]`.
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # one layout; 3 only added big-endian files, which llama.cpp refuses, as we do
+CHECKPOINT_ID = "training.checkpoint_id"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_KEY_BYTES = 65535  # the format's limit
@@ -198,7 +199,8 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
     n_tensors, n_keys = _read_header(index)
     metadata = _read_metadata(index, n_keys)
     alignment = _alignment(index, metadata)
-    return metadata, _placed(index, _read_table(index, n_tensors, alignment), alignment)
+    table = _read_table(index, n_tensors, alignment)
+    return metadata, _placed(index, table, alignment, CHECKPOINT_ID in metadata)
 
 
 def _read_header(index: Index) -> tuple[int, int]:
@@ -250,8 +252,14 @@ def _alignment(index: Index, metadata: Metadata) -> int:
     return int(value)
 
 
-def _placed(index: Index, tensors: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-    """The table with places in the file; the file must end where the last tensor (or its padding) does."""
+def _placed(
+    index: Index, tensors: dict[str, TensorInfo], alignment: int, whole: bool
+) -> dict[str, TensorInfo]:
+    """Return the table with places in the file.
+
+    `whole`: refuse bytes behind the last tensor, since a checkpoint's digests do not cover them. Other
+    programs pad their files, and llama.cpp does not read that.
+    """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():
         tensors[name] = placed = replace(info, offset=start + info.offset)
@@ -260,7 +268,7 @@ def _placed(index: Index, tensors: dict[str, TensorInfo], alignment: int) -> dic
             found = f"expected data up to byte {end}, found the end of the file at byte {index.size}"
             raise index.fault(f"tensor {show(name)}: {found}", placed.offset)
     surplus = index.size - padded(end, alignment)
-    if surplus > 0:
+    if surplus > 0 and whole:
         raise index.fault(f"expected the end of the file, found {surplus} more bytes", index.size - surplus)
     return tensors
 

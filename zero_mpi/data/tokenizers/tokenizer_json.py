@@ -52,7 +52,12 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
         _KEY + "token_type": np.array(types, np.int32),
         _KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
     }
-    return BPETokenizer(metadata | _special(path, content, added), f"{path}: as a model file")
+    metadata |= _special(path, content, added)
+    place = f"{path}: as a model file"
+    tokenizer = BPETokenizer(metadata, place)
+    ends = [token for token in _listed_ends(path) if token < len(tokens) and token not in tokenizer.ends]
+    more = {f"{_KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
+    return BPETokenizer(metadata | more, place) if more else tokenizer
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
@@ -259,6 +264,13 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
         keys[f"{_KEY}add_{name}_token"] = asked and f"{_KEY}{name}_token_id" in keys
     keys[_KEY + "add_space_prefix"] = False
     return keys | _chat_template(path, config)
+
+
+def _listed_ends(path: Path) -> list[int]:
+    """All tokens that the model's configurations call an end, in their order."""
+    lists = (_beside(path, name).get("eos_token_id") for name in ("config", "generation_config"))
+    listed = [token for ends in lists if isinstance(ends, list) for token in ends]
+    return list(dict.fromkeys(token for token in listed if type(token) is int and token >= 0))
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
