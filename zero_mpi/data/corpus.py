@@ -94,6 +94,7 @@ def load_corpus(
     vocab_size: int,
     any_bytes: bool = False,
     control_tokens: str | None = None,
+    bos: int | None = None,
     loss_on: str = ANSWERS,
     packs: bool = False,
     val_paths: Sequence[str] = (),
@@ -104,16 +105,17 @@ def load_corpus(
     `paths`: `PATH=SHARE` each makes a source of each (`mixture.sources_of`). `val_paths`: what is held out
     instead. `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the
     spelling of one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer
-    and ignore both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole
-    documents, so they need not be as long as `context`; those of conversations do anyway. Token files, and
-    text of some size once it is encoded, stay on disk. `batches`: what encodes. Raises UsageError for what
-    the user can mend: paths, fraction, files, sizes.
+    and ignore both. `bos`: the id that begins each window of text and each conversation. `loss_on`: what
+    counts of conversations, "answers" or "all". `packs`: windows hold whole documents, so they need not be as
+    long as `context`; those of conversations do anyway. Token files, and text of some size once it is
+    encoded, stay on disk. `batches`: what encodes. Raises UsageError for what the user can mend: paths,
+    fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches)
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:

@@ -34,6 +34,7 @@ class DocumentReader(NamedTuple):
     loss_on: str
     packs: bool
     batches: Batches
+    bos: int | None = None
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Every document that holds something; raises UsageError where none does."""
