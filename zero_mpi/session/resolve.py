@@ -264,7 +264,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 def windows_of(config: Config, part: Part) -> WindowSource:
     """The windows of a source; raises UsageError for one of several that has none."""
-    found = windows_over(part.stream, config.context, packing_of(config, part.stream))
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
     return found
