@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero_mpi.data.bos import ALWAYS
 from zero_mpi.environment import portable
 from zero_mpi.environment.portable import NATIVE, PORTABLE
 from zero_mpi.errors import UsageError
@@ -126,6 +127,7 @@ IDLE = (
     Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
     Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
     Idle("tokenizer", lambda s: not s.is_text, IDS),
+    Idle("bos", lambda s: s.config.bos == ALWAYS and (not s.is_text or s.are_ids), IDS),
     Idle("control_tokens", lambda s: not s.is_text or s.are_ids, IDS),
     Idle(
         "micro_batch",

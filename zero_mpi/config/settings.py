@@ -14,6 +14,7 @@ from typing import Any
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.config.defaults import ANY, LENGTH, STEPS, defaults
 from zero_mpi.config.step_range import warmup_steps
+from zero_mpi.data.bos import AUTO, BOS
 from zero_mpi.data.control_tokens import READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
@@ -103,6 +104,14 @@ class Config:
         "what text means that spells one, as <|im_start|>: parse: the token; plain: the letters (default: "
         "plain, with a warning)",
         choices=READINGS,
+    )
+    bos: str = flag(
+        AUTO,
+        str,
+        "data",
+        "bos token in front of each window of text and each conversation; auto: if the model asks for one",
+        fixed=True,
+        choices=BOS,
     )
     chat_template: str | None = flag(
         None, str, "data", "Jinja file by which conversations become text (default: the tokenizer's own)"

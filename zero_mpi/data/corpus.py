@@ -33,11 +33,12 @@ _BLOCK = 1 << 20  # ids looked at together
 
 
 class Part(NamedTuple):
-    """The stream of a source, and the share of the samples that it has."""
+    """The stream of a source, the share of the samples that it has, and the bos of its windows."""
 
     name: str
     stream: Stream
     share: float = 1.0
+    bos: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ class _Split(NamedTuple):
     val: _Documents
     notes: list[str]
     digest: str
+    bos: int | None
     alone: bool = False  # whether it is one document, of which the tail is held out
 
 
@@ -94,6 +96,7 @@ def load_corpus(
     vocab_size: int,
     any_bytes: bool = False,
     control_tokens: str | None = None,
+    bos: int | None = None,
     loss_on: str = ANSWERS,
     packs: bool = False,
     val_paths: Sequence[str] = (),
@@ -104,16 +107,17 @@ def load_corpus(
     `paths`: `PATH=SHARE` each makes a source of each (`mixture.sources_of`). `val_paths`: what is held out
     instead. `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the
     spelling of one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer
-    and ignore both. `loss_on`: what counts of conversations, "answers" or "all". `packs`: windows hold whole
-    documents, so they need not be as long as `context`; those of conversations do anyway. Token files, and
-    text of some size once it is encoded, stay on disk. `batches`: what encodes. Raises UsageError for what
-    the user can mend: paths, fraction, files, sizes.
+    and ignore both. `bos`: the id that begins each window of text and each conversation. `loss_on`: what
+    counts of conversations, "answers" or "all". `packs`: windows hold whole documents, so they need not be as
+    long as `context`; those of conversations do anyway. Token files, and text of some size once it is
+    encoded, stay on disk. `batches`: what encodes. Raises UsageError for what the user can mend: paths,
+    fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches)
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:
@@ -125,9 +129,13 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
     """The corpus of all sources."""
     return Corpus(
         parts=tuple(
-            Part(each.source.name, stream_of(each.train), each.source.share) for each in splits if each.train
+            Part(each.source.name, stream_of(each.train), each.source.share, each.bos)
+            for each in splits
+            if each.train
         ),
-        held_out=tuple(Part(each.source.name, stream_of(each.val)) for each in splits if each.val),
+        held_out=tuple(
+            Part(each.source.name, stream_of(each.val), bos=each.bos) for each in splits if each.val
+        ),
         sha256=_joint_digest([each.digest for each in splits]),
         documents=sum(_count(each.train) + _count(each.val) - each.alone for each in splits),
         val_documents=sum(_count(each.val) - each.alone for each in splits),
@@ -154,7 +162,8 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
         train, val, notes = documents, [], [*notes, refusal]
     said = [f"{source.name}: {note}" if source.name else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    return _Split(source, train, val, said, digest, alone=bool(val) and _count(documents) == 1)
+    alone = bool(val) and _count(documents) == 1
+    return _Split(source, train, val, said, digest, reader.bos_of(source.paths), alone)
 
 
 def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Split:
@@ -164,7 +173,8 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
     if held < least:
         raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
     said = [f"--val-data: {note}" for note in notes]
-    return _Split(DataSource("", list(paths)), [], documents, said, _digest(documents))
+    source = DataSource("", list(paths))
+    return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
 
 
 def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:

@@ -19,7 +19,7 @@ from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text, separator_notes, text_documents
 from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
 from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.data.token_formats import read_tokens, token_files
+from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
@@ -34,6 +34,7 @@ class DocumentReader(NamedTuple):
     loss_on: str
     packs: bool
     batches: Batches
+    bos: int | None = None
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Every document that holds something; raises UsageError where none does."""
@@ -43,6 +44,10 @@ class DocumentReader(NamedTuple):
             nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
             raise UsageError("; ".join([nothing, *notes]))
         return documents, notes
+
+    def bos_of(self, paths: Sequence[str]) -> int | None:
+        """The bos of windows; token files are taken as they are."""
+        return None if are_tokens(collect_files(paths)) else self.bos
 
     def _read(self, paths: Sequence[str]) -> Reading:
         files = collect_files(paths) if paths else library_files()

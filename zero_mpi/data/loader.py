@@ -69,17 +69,23 @@ class Windows:
 
     Without a stride it is T, and windows do not overlap: the last target of a window is the first input of
     the next, so every token but the first is predicted once. A stride below T lets each window but the first
-    predict T - stride tokens again. Tokens after the last whole window are not used.
+    predict T - stride tokens again. Tokens after the last whole window are not used. `bos`: the first
+    input of each window, before T - 1 inputs of the text, of which the first token is predicted too.
     """
 
     def __init__(
-        self, tokens: NDArray[np.integer] | TokenSpans, context: int, stride: int | None = None
+        self,
+        tokens: NDArray[np.integer] | TokenSpans,
+        context: int,
+        stride: int | None = None,
+        bos: int | None = None,
     ) -> None:
         self.context = _at_least_one("--context", context)
         self.kind = f"window of {context + 1} tokens: use a smaller --context"
         self.stride = _at_least_one("--stride", context if stride is None else stride)
         if self.stride > context:
             raise UsageError(f"--stride {stride}: expected at most the context, {context}")
+        self._bos = [] if bos is None else [bos]
         self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
@@ -87,7 +93,7 @@ class Windows:
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
-        return max(len(self._tokens) - self.context - 1 + self.stride, 0) // self.stride
+        return max(len(self._tokens) + len(self._bos) - self.context - 1 + self.stride, 0) // self.stride
 
     def counted(self, indices: ArrayLike) -> int:
         """How many targets of these windows count: all."""
@@ -107,8 +113,10 @@ class Windows:
         Raises IndexError for an index outside 0..len-1.
         """
         starts = inside(indices, len(self)) * self.stride
-        width = self.context + 1  # the inputs of a window and, one place on, its targets
+        width = self.context + 1 - len(self._bos)  # the inputs of a window and, one place on, its targets
         rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
+        if self._bos:
+            rows = np.insert(rows, 0, self._bos, axis=1)
         return Batch(rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C"))
 
 

@@ -36,10 +36,13 @@ class Packable(NamedTuple):
     empty: int
 
 
-def pieces_of(stream: Stream, context: int) -> Packable:
-    """The documents of a stream, cut to `context` positions: text goes on, a conversation ends there."""
+def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
+    """The documents of a stream, cut to `context` positions: text goes on, a conversation ends there.
+
+    Where a piece has a bos in front, its first token is a target too.
+    """
     begins = np.append(0, stream.ends[:-1]).astype(np.int64)
-    lengths = np.maximum(stream.ends - begins - 1, 0)
+    lengths = np.maximum(stream.ends - begins - 1 + has_bos, 0)
     cut = 0
     if stream.counted is None:
         counts = np.maximum(1, -(-lengths // context))
@@ -63,11 +66,11 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
     return found
 
 
-def windows_over(stream: Stream, context: int, packing: str) -> WindowSource:
+def windows_over(stream: Stream, context: int, packing: str, bos: int | None = None) -> WindowSource:
     """The windows of a stream: of `packing` documents, or none, which lets text run on through windows."""
     if packing == NONE and stream.counted is None:
-        return Windows(stream.ids, context)
-    return PackedWindows(stream, context, packing == DOCUMENTS)
+        return Windows(stream.ids, context, bos=bos)
+    return PackedWindows(stream, context, packing == DOCUMENTS, bos)
 
 
 def best_fit(sizes: Places, room: int) -> Places:
@@ -99,14 +102,16 @@ def best_fit(sizes: Places, room: int) -> Places:
 class PackedWindows:
     """Windows of T = `context` positions that hold whole documents of a stream; not `packs`: one each.
 
-    Behind the last document of a window ids are 0, and no target counts.
+    Behind the last document of a window ids are 0, and no target counts. `bos`: the first input of each text
+    and part of one; a conversation has its own.
     """
 
     kind = "document with a token to learn: give other --data"
 
-    def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
+    def __init__(self, stream: Stream, context: int, packs: bool = True, bos: int | None = None) -> None:
         self.context, self._stream = context, stream
-        self.pieces = pieces = pieces_of(stream, context)
+        self._bos = bos if stream.counted is None else None
+        self.pieces = pieces = pieces_of(stream, context, self._bos is not None)
         window = best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size)
         order = np.argsort(window, kind="stable")
         self._starts, self._sizes = pieces.starts[order], pieces.sizes[order]
@@ -150,8 +155,10 @@ class PackedWindows:
         before = np.cumsum(sizes) - sizes
         columns = before - before[np.cumsum(held) - held][rows]
         places = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
-        spans = self._starts[pieces], sizes + 1
+        spans = self._starts[pieces], sizes + (self._bos is None)
         ids, counted = read_ids(self._stream.ids, *spans).astype(np.int64), self._stream.counted
+        if self._bos is not None:
+            ids = np.insert(ids, before, self._bos)
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)

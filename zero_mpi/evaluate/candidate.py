@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
@@ -19,6 +20,7 @@ from zero_mpi.config.inputs import (
 )
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data.bos import AUTO
 from zero_mpi.data.token_folder import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.task import MOST_CONTEXT, Task
@@ -28,6 +30,7 @@ from zero_mpi.launch.consistency import short_digest
 from zero_mpi.models import ModelConfig
 from zero_mpi.session.description import what_was_read
 from zero_mpi.session.resolve import set_threads
+from zero_mpi.session.resume import settled_bos
 from zero_mpi.session.transport import check_wish
 
 LONGEST_NAME = 40  # letters of a model's path that are shown in a table
@@ -82,7 +85,8 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
-    config = replace(task.config, context=window_length(task, candidates))
+    bos = settled_bos(task.config, tokenizer, None)
+    config = replace(task.config, context=window_length(task, candidates), bos=bos)
     facts: dict[str, object] = {}
     for candidate in candidates:
         of_model = replace(config, init=candidate.path)
@@ -142,6 +146,19 @@ def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
                 f"--against {shown(base.path)}: token {place} is {show(found)}, expected {show(expected)} as "
                 f"in {shown(candidate.path)}: only models of the same tokens read the same windows"
             )
+
+
+def bos_notes(task: Task, opened: Opened) -> Iterator[str]:
+    """A line where one of two models asks for bos and the other does not, and both read the same."""
+    asks = [
+        tokenizer is not None and tokenizer.add_bos for tokenizer in map(own_tokenizer, opened.candidates)
+    ]
+    if task.config.bos == AUTO and len({*asks}) > 1:
+        one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
+        yield (
+            f"--against: {one} asks for bos and {other} does not: both are read as the first one asks; "
+            "--bos always or never says it for both"
+        )
 
 
 def known_tokens(candidate: Candidate) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
-from zero_mpi.data.documents import Stream
+from zero_mpi.data.corpus import Part
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.errors import UsageError
@@ -45,7 +45,7 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
         notes, read = list[str](), list[Corpus]()
         world.from_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
         corpus = share_corpus(world.comm, read[0] if read else None, notes)
-        cut = cut_up(corpus.train, opened.config.context, task.stride)
+        cut = cut_up(corpus.parts[0], opened.config.context, task.stride)
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
@@ -74,16 +74,16 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
         raise UsageError(
             f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
         )
-    if not len(cut_up(corpus.train, opened.config.context, task.stride)):
+    if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
         raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
     return corpus
 
 
-def cut_up(stream: Stream, context: int, stride: int | None) -> Windows | PackedWindows:
+def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWindows:
     """The windows of a text; of conversations one each, from its beginning."""
-    if stream.counted is None:
-        return Windows(stream.ids, context, stride)
-    return PackedWindows(stream, context, packs=False)
+    if part.stream.counted is None:
+        return Windows(part.stream.ids, context, stride, part.bos)
+    return PackedWindows(part.stream, context, packs=False)
 
 
 def about(
@@ -95,12 +95,14 @@ def about(
     nbytes = None
     if opened.tokenizer is not None:
         nbytes = int(counted(windows, byte_lengths(opened.tokenizer)).sum())
-    stride, rest = None, 0
+    stride, rest, bos = None, 0, corpus.parts[0].bos
     if isinstance(cut, Windows):
-        stride, rest = cut.stride, corpus.train.size - 1 - (len(cut) - 1) * cut.stride - cut.context
+        first = 1 if bos is None else 0  # token that is predicted
+        stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
     return {
         "context": cut.context,
         "stride": stride,
+        "bos": bos,
         "windows": windows.count,
         "windows_of_the_text": len(cut),
         "tokens": int(tokens.sum()),

@@ -42,6 +42,7 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{text['windows']:,}{some} {kind} {plural(text['context'], 'token')}, {every}: "
         f"{plural(text['tokens'], 'token')} predicted"
+        + ("" if text["bos"] is None else ", bos in front of each")
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")
     )
     rest = text["tokens_after_the_last_window"]

@@ -52,6 +52,7 @@ from zero_mpi.data import (
     load_corpus,
     windows_over,
 )
+from zero_mpi.data.bos import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Stream
@@ -65,7 +66,14 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.session import memory_check, same_bits
 from zero_mpi.session.description import describe, of_text, what_was_read
-from zero_mpi.session.resume import ResumePoint, as_begun, changes_since, check_resume, find_checkpoint
+from zero_mpi.session.resume import (
+    ResumePoint,
+    as_begun,
+    changes_since,
+    check_resume,
+    find_checkpoint,
+    settled_bos,
+)
 from zero_mpi.session.same_flags import check_settings
 from zero_mpi.session.transport import check_wish
 from zero_mpi.sharding.layout import is_trainable
@@ -172,8 +180,9 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
-    description = describe(config, model, tokenizer, init)
     said = remarks(config, tokenizer is not None, holds_token_files(config.data))
+    config = replace(config, bos=settled_bos(config, tokenizer, checkpoint))
+    description = describe(config, model, tokenizer, init)
     notes = (*said, *kept_as_floats(init, model, where))
     found = (config, threads, init, tokenizer, model, checkpoint, description, adapter, unsaid)
     return RunSpec(*found, notes=notes), {name: short_digest(value) for name, value in facts.items()}
@@ -267,6 +276,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         vocab_size=model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
         control_tokens=config.control_tokens,
+        bos=bos_of(tokenizer, config.bos),
         loss_on=config.loss_on or ANSWERS,
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
@@ -294,7 +304,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 def windows_of(config: Config, part: Part) -> WindowSource:
     """The windows of a source; raises UsageError for one of several that has none."""
-    found = windows_over(part.stream, config.context, packing_of(config, part.stream))
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
     return found

@@ -21,6 +21,8 @@ from zero_mpi.config.bounds import check
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
+from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.packing import NONE
 from zero_mpi.environment.portable import NATIVE
@@ -33,7 +35,7 @@ from zero_mpi.telemetry.log import Caution
 
 CORPUS = "the text of --data and --val-data, or what --chat-template and --loss-on make of it (sha256)"
 # Settings that older checkpoints lack, as they were.
-SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE}
+SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,15 @@ def check_resume(point: ResumePoint, description: Description) -> None:
             f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
             f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
         )
+
+
+def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
+    """Return ALWAYS or NEVER for `--bos`. Token files have no bos added, nor has a run that began without."""
+    asked = config.bos
+    if asked == AUTO and point is not None:
+        asked = {**SINCE, **read_json(point.files.state, "training.settings")}["bos"]
+    wanted = not holds_token_files(config.data) and bos_of(tokenizer, asked) is not None
+    return ALWAYS if wanted else NEVER
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:

@@ -15,6 +15,7 @@ from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given, joined
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import checked_type, read_toml
+from zero_mpi.data.bos import NEVER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists
@@ -114,6 +115,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
 
 def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
     """The settings with those that a job of the run has said; raises UsageError for what is no setting."""
+    said = {"bos": NEVER, **said}  # as before there was such a setting
     then = {name: said.get(name) for name in NAMES if name in said}
     checked = {
         name: value if value is None else checked_type(proof, name, value) for name, value in then.items()

@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
         """The token that begins a text, if there is one."""
 
     @property
+    def add_bos(self) -> bool:
+        """Whether the model asks for bos in front of a text."""
+
+    @property
     def eos(self) -> int | None:
         """The token that ends a text, if there is one."""
 
@@ -88,6 +92,7 @@ class ByteTokenizer:
     """
 
     bos = 256
+    add_bos = False
     eos = 257
     pad = 258
     vocab_size = 260

@@ -1,0 +1,178 @@
+"""`--bos`: the token in front of each window of text, in training and evaluation, where the model asks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import bpe_files
+import numpy as np
+import pytest
+import sentencepiece_files
+from jobs import run_job
+from test_command_bits import needs_mpiexec, train
+from test_evaluate import surprises
+from test_packing import pairs, text
+
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.config.settings import Config
+from zero_mpi.data import ByteTokenizer, PackedWindows, Windows, tokenizer_from_metadata, windows_over
+from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
+from zero_mpi.errors import UsageError
+from zero_mpi.evaluate.sequences import WindowSet
+from zero_mpi.generate.text_model import TextModel
+from zero_mpi.session import resume
+
+CONTEXT, BOS = 16, 1
+TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 5
+ASKS, ASKS_NOT = (
+    tokenizer_from_metadata(sentencepiece_files.merged(400, add_bos_token=asks)) for asks in (True, False)
+)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "asked", "expected"),
+    [
+        (ASKS, AUTO, 1),
+        (ASKS, ALWAYS, 1),
+        (ASKS, NEVER, None),
+        (ASKS_NOT, AUTO, None),
+        (ASKS_NOT, ALWAYS, 1),
+        (ByteTokenizer(), AUTO, None),
+        (ByteTokenizer(), ALWAYS, 256),
+        (None, ALWAYS, None),
+    ],
+)
+def test_the_model_or_the_user_asks(tokenizer, asked, expected):
+    assert bos_of(tokenizer, asked) == expected
+
+
+def test_no_bos_to_begin_with_is_refused():
+    with pytest.raises(UsageError, match="--bos always"):
+        bos_of(SimpleNamespace(add_bos=False, bos=None), ALWAYS)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(4, None), (4, 3), (1, None), (9, 2)])
+def test_each_window_begins_with_it_and_every_token_is_predicted_once(context, stride):
+    ids = np.arange(100, 140, dtype=np.uint16)
+    windows = Windows(ids, context, stride, BOS)
+    batch = windows.batch(range(len(windows)))
+    assert batch.inputs.shape == (len(windows), context)
+    assert set(batch.inputs[:, 0]) == {BOS}
+    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    spans = WindowSet(windows, 3)
+    micro = map(spans.micro, range(spans.micro_batches))
+    seen = np.concatenate([each.targets[part] for each in micro for part in each.parts])
+    np.testing.assert_array_equal(seen, ids[: len(seen)])
+    assert len(ids) - len(seen) < (stride or context)
+
+
+@pytest.mark.parametrize("context", [3, 5, 12])
+def test_each_document_and_each_part_of_a_long_one_begins_with_it(context):
+    lengths = (1, 7, 3, 12)
+    windows = windows_over(text(*lengths), context, "documents", BOS)
+    assert isinstance(windows, PackedWindows)
+    found = [pair for row in pairs(windows) for pair in row if pair[1] != UNCOUNTED]
+    assert sorted(target for _, target, _ in found) == [
+        1000 * d + i for d, n in enumerate(lengths) for i in range(n)
+    ]
+    for given, target, place in found:
+        assert given == (BOS if place == 0 else target - 1)
+        assert place == target % 1000 % context
+    assert windows.counted(range(len(windows))) == sum(lengths)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of one vocabulary that ask for bos and that do not, and a text."""
+    made = tmp_path_factory.mktemp("bos")
+    for name, asks in (("asks", True), ("not", False)):
+        bpe_files.write_model(made / f"{name}.gguf", sentencepiece_files.merged(400, add_bos_token=asks))
+    (made / "text").write_text(TEXT)
+    np.save(made / "ids.npy", np.arange(100, dtype=np.uint16))
+    return made
+
+
+def losses(folder: Path, bos: int | None, stride: int = CONTEXT) -> np.ndarray:
+    """Nats a token of each window by the logits of generation."""
+    model, ids = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
+    first, width = ([], CONTEXT + 1) if bos is None else ([bos], CONTEXT)
+    starts = range(0, len(ids) - width + 1, stride)
+    return np.array([surprises(model, [*first, *ids[at : at + width]]).mean() for at in starts])
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("model", "asked", "bos"),
+    [("asks", AUTO, 1), ("asks", NEVER, None), ("not", AUTO, None), ("not", ALWAYS, 1)],
+)
+def test_an_evaluation_reads_each_window_behind_it(folder, model, asked, bos):
+    flags = [f"{model}.gguf", "--data", "text", "--context", str(CONTEXT), "--bos", asked, "--json", "x.json"]
+    status, _, errors = run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+    assert (status, errors) == (0, "")
+    figures = json.loads((folder / "x.json").read_text())
+    assert figures["text"]["bos"] == bos
+    expected = losses(folder, bos)
+    np.testing.assert_allclose(figures["models"][0]["text"]["window_losses"], expected, rtol=1e-5)
+    of_all = len(ASKS.encode(TEXT)) + 1
+    assert figures["text"]["tokens"] + figures["text"]["tokens_after_the_last_window"] == of_all - (
+        bos is None
+    )
+
+
+@needs_mpiexec
+def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder):
+    found = []
+    for asked in (ALWAYS, NEVER):
+        flags = ["asks.gguf", "--data", "ids.npy", "--context", "16", "--bos", asked, "--json", "x.json"]
+        assert run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)[0] == 0
+        found.append(json.loads((folder / "x.json").read_text()))
+    assert found[0] == found[1]
+    for asked, lines in ((AUTO, 1), (NEVER, 0)):
+        flags = ["asks.gguf", "--data", "text", "--against", "not.gguf", "--bos", asked]
+        status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+        assert (status, len(errors.splitlines())) == (0, lines), errors
+        assert ("not.gguf" in errors) == bool(lines)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_training_begins_at_the_loss_of_an_evaluation(folder, tmp_path, packing):
+    flags = ["--init", str(folder / "asks.gguf"), "--data", str(folder / "text"), "--val-fraction", "0"]
+    flags += [
+        "--context",
+        str(CONTEXT),
+        "--steps",
+        "1",
+        "--sample",
+        "0",
+        "--packing",
+        packing,
+        "--micro-batch",
+        "1",
+    ]
+    expected, ids = losses(folder, BOS), len(ASKS.encode(TEXT)) + 1
+    if packing == "documents":
+        model, every = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
+        parts = [every[at : at + CONTEXT] for at in range(0, ids, CONTEXT)]
+        expected = np.concatenate([surprises(model, [BOS, *part]) for part in parts])
+    windows = -(-ids // CONTEXT) if packing == "documents" else ids // CONTEXT
+    train(2, tmp_path / "run", *flags, "--batch-size", str(windows))
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(expected.mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "expected"),
+    [({}, AUTO, NEVER), ({}, ALWAYS, ALWAYS), ({"bos": ALWAYS}, AUTO, ALWAYS), ({"bos": NEVER}, AUTO, NEVER)],
+)
+def test_a_run_that_began_without_goes_on_without(folder, monkeypatch, tmp_path, settings, asked, expected):
+    monkeypatch.setattr(resume, "read_json", lambda state, key: settings)
+    point = resume.ResumePoint(tmp_path, SimpleNamespace(state=None))
+    config = Config(data=[str(folder / "text")], bos=asked)
+    assert resume.settled_bos(config, ASKS, point) == expected
+    assert resume.settled_bos(config, ASKS, None) == ALWAYS, "a run that begins"
+    assert resume.settled_bos(replace(config, data=[str(folder / "ids.npy")]), ASKS, None) == NEVER
+    assert replace(config, bos=expected).fixed()["bos"] == expected
