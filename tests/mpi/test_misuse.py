@@ -367,6 +367,42 @@ def test_no_rank_to_broadcast_from(comm, root):
     fails(comm, lambda: replicas.broadcast_parameters(root), rf"root: .* from 0 to {SIZE - 1}, got {root!r}")
 
 
+COMPUTES = {
+    "forward": lambda m: m.forward(TOKENS),
+    "forward_backward": lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),
+    "evaluate": lambda m: m.evaluate(TOKENS, TOKENS, 1e-2),
+    "given gradients": lambda m: m.add_gradients({name: np.zeros(p.shape) for name, p in m.params.items()}),
+}
+FILLS = {
+    "initialize": lambda m: m.initialize(0),
+    "state": lambda m: m.load_state_dict({name: np.ones(p.shape) for name, p in m.params.items()}),
+    "update_shards": lambda m: m.update_shards(np.concatenate([np.zeros(0), *m.parameters()])),
+    "in place": lambda m: m.broadcast_updated_params(),
+}
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=["full-shard", "no-shard"])
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("call", COMPUTES)
+def test_no_micro_batch_goes_through_parameters_without_values(comm, call, fill, strategy):
+    module = ShardedModule(MODEL.stages(), comm, strategy)
+    names = list(module.params)
+    fails(comm, lambda: COMPUTES[call](module), "initialize, load_state_dict or zero_mpi.load")
+    module.initialize(0, names[:-1])
+    fails(comm, lambda: COMPUTES[call](module), names[-1])
+    FILLS[fill](module)
+    COMPUTES[call](module)
+    module.sync_gradients()
+
+
+def test_replicas_have_values_after_a_broadcast(kit):
+    replicas = DDP(MODEL.stages(), kit.comm)
+    if RANK == 0:
+        replicas.load_state_dict(kit.state)
+    replicas.broadcast_parameters(0)
+    assert np.array_equal(replicas.forward(TOKENS), kit.forward())
+
+
 def test_nothing_to_prefetch(comm):
     fails(comm, Kit(comm, NO_SHARD).module.prefetch_forward_params, "nothing to gather")
 

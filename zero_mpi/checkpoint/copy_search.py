@@ -160,6 +160,7 @@ def load_copies(
         filled += take(comm, holder, offer, targets)
     optimizer.module.owners.signal_written()
     together(comm, partial(check_filled, filled, wanted))
+    optimizer.module.unfilled.clear()
     scale = optimizer.module.loss_scale
     scale.exponent, scale.good_steps = LossScale.start(scale.dynamic).exponent, 0
     return take_up(found.progress, optimizer)

@@ -33,3 +33,4 @@ class DDP(ShardedModule):
         for unit, handle in zip(self.units, handles, strict=True):
             handle.wait()
             unit.parameters.round()
+        self.unfilled.clear()
