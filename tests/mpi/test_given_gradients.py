@@ -17,6 +17,8 @@ from zero_mpi import (
     cross_entropy,
 )
 from zero_mpi.nn import Linear, Stage
+from zero_mpi.sharding import STRATEGIES as ALL_STRATEGIES
+from zero_mpi.sharding.precision import BF16, FP32
 
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 CONFIG = tiny.MODELS["llama tied"]
@@ -98,8 +100,54 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
         optimizer.step()
         mine.drop_gathered()
         other.step_on_params(dict(mine.named_parameters()), grads)
-        mine.update_shards(np.concatenate([*mine.parameters(), np.zeros(0, np.float32)]))
+        mine.broadcast_updated_params()
     assert tiny.digest(mine.state_dict()) == tiny.digest(module.state_dict())
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    assert mine.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()
+
+
+class Lion:
+    """Lion (Chen et al., 2023) as a user would write it: in place, over the slices of this rank."""
+
+    def __init__(self, module):
+        self.module, self.moments = module, [np.zeros_like(p) for p in module.parameters()]
+
+    def step(self):
+        self.module.sync_gradients()
+        gradients = dict(self.module.gradients())
+        for unit, p, m in zip(self.module.units, self.module.parameters(), self.moments, strict=True):
+            if unit.name in gradients:
+                p -= 1e-3 * np.sign(0.9 * m + 0.1 * gradients[unit.name])
+                m[...] = 0.99 * m + 0.01 * gradients[unit.name]
+        self.module.broadcast_updated_params()
+        self.module.zero_gradients()
+
+
+def by_lion(comm, strategy, precision, frozen=()):
+    """Losses and parameters of a run by an optimizer of one's own, with an AdamW in turns with it."""
+    module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02, precision=precision, frozen=frozen)
+    optimizers, accum, losses = [Lion(module), ShardedAdamW(module, lr=1e-3)], GradAccum(module, COUNT), []
+    for name, values in module.named_parameters():
+        if name in frozen:
+            values += 0.5
+    module.broadcast_updated_params()
+    for step in range(3):
+        tiny.run_step(module, accum, CONFIG, step, COUNT)
+        losses.append(accum.total_loss())
+        if strategy.shards_parameters and step == 2:
+            module.prefetch_forward_params()  # of what is about to change
+        optimizers[step % 2].step()
+    fresh, (x, _) = tiny.make(SerialComm(), CONFIG, precision=precision), tiny.micro_batch(0, 0, CONFIG)
+    fresh.load_state_dict(state := module.state_dict())
+    assert module.forward(x, training=False).tobytes() == fresh.forward(x, training=False).tobytes()
+    return losses, tiny.digest(state)
+
+
+@pytest.mark.parametrize("frozen", [[], ["blk.0.attn_q.weight"]], ids=["all", "some"])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES.values(), ids=list(ALL_STRATEGIES))
+def test_an_optimizer_of_ones_own_has_the_bits_of_one_process(exact, strategy, precision, frozen):
+    assert by_lion(exact, strategy, precision, frozen) == by_lion(SerialComm(), FULL_SHARD, precision, frozen)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

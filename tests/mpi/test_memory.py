@@ -5,6 +5,7 @@ import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, ShardedAdamW
 from zero_mpi.models import Llama
+from zero_mpi.sharding.parameters import ReplicatedParameters
 
 QUANTUM = 1024
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": False})
@@ -65,7 +66,8 @@ def test_what_the_other_strategies_keep(exact, strategy, moments_sharded):
     module, optimizer = one_step(exact, DEEP, strategy)
     total = sum(unit.unit.length for unit in module.units)
     kept = [unit.parameters for unit in module.units]
-    alone = not all(unit.keeps_slice for unit in kept)  # otherwise a node has one copy, not each rank
+    # otherwise a node has one copy, not each rank
+    alone = any(isinstance(unit, ReplicatedParameters) for unit in kept)
     assert module.shard_memory_bytes == 4 * (total if alone else sum(unit.shard.size for unit in kept))
     mine = sum(unit.gradient.sum.size for unit in module.units)
     assert optimizer.memory_bytes() == 2 * 4 * (mine if moments_sharded else total)

@@ -361,10 +361,51 @@ def test_wrong_use_is_refused(kit, case):
     fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
 
 
+@several
+def test_roots_that_are_all_different(comm):
+    fails(comm, lambda: DDP(MODEL.stages(), comm).broadcast_parameters(RANK), "the ranks differ in .*root is")
+
+
 @pytest.mark.parametrize("root", [-1, SIZE, "0", None, 0.0])
 def test_no_rank_to_broadcast_from(comm, root):
     replicas = DDP(MODEL.stages(), comm)
     fails(comm, lambda: replicas.broadcast_parameters(root), rf"root: .* from 0 to {SIZE - 1}, got {root!r}")
+
+
+COMPUTES = {
+    "forward": lambda m: m.forward(TOKENS),
+    "forward_backward": lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),
+    "evaluate": lambda m: m.evaluate(TOKENS, TOKENS, 1e-2),
+    "given gradients": lambda m: m.add_gradients({name: np.zeros(p.shape) for name, p in m.params.items()}),
+}
+FILLS = {
+    "initialize": lambda m: m.initialize(0),
+    "state": lambda m: m.load_state_dict({name: np.ones(p.shape) for name, p in m.params.items()}),
+    "update_shards": lambda m: m.update_shards(np.concatenate([np.zeros(0), *m.parameters()])),
+    "in place": lambda m: m.broadcast_updated_params(),
+}
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=["full-shard", "no-shard"])
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("call", COMPUTES)
+def test_no_micro_batch_goes_through_parameters_without_values(comm, call, fill, strategy):
+    module = ShardedModule(MODEL.stages(), comm, strategy)
+    names = list(module.params)
+    fails(comm, lambda: COMPUTES[call](module), "initialize, load_state_dict or zero_mpi.load")
+    module.initialize(0, names[:-1])
+    fails(comm, lambda: COMPUTES[call](module), names[-1])
+    FILLS[fill](module)
+    COMPUTES[call](module)
+    module.sync_gradients()
+
+
+def test_replicas_have_values_after_a_broadcast(kit):
+    replicas = DDP(MODEL.stages(), kit.comm)
+    if RANK == 0:
+        replicas.load_state_dict(kit.state)
+    replicas.broadcast_parameters(0)
+    assert np.array_equal(replicas.forward(TOKENS), kit.forward())
 
 
 def test_nothing_to_prefetch(comm):
@@ -455,6 +496,7 @@ DIFFERENT = {
         r"betas is \(0.9, 0.99\)",
     ),
     "seed": (lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, 1)), "seed is 1"),
+    "root": (lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, ODD)), f"root is {ODD}"),
 }
 
 
@@ -473,6 +515,7 @@ def test_ranks_that_differ_all_learn_of_it(comm, case):
         lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, "4")),
         lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, None)),
         lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, "0")),
+        lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, SIZE)),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(comm, call):

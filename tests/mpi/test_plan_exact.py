@@ -19,6 +19,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.parameters import ReplicatedParameters
 
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard")
 EVERY_STRATEGY = (*STRATEGIES, "hybrid-shard")
@@ -175,7 +176,7 @@ def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
     kept = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
-    owned = [one.own if one.keeps_slice else one.whole for one in kept]
+    owned = [one.whole if isinstance(one, ReplicatedParameters) else one.own for one in kept]
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole

@@ -344,6 +344,7 @@ from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.launch.world import run
 from zero_mpi.models import GPT2
 from zero_mpi.sharding import strategy_named
+from zero_mpi.sharding.parameters import ReplicatedParameters
 from zero_mpi.sharding.precision import precision_named
 import numpy as np
 from zero_mpi.nn import CrossEntropy
@@ -354,7 +355,7 @@ def held(module, optimizer):
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     gradients += sum(0 if unit.gradient.whole is None else unit.gradient.whole.nbytes for unit in units)
     return {
-        "parameters": sum((p.own if p.keeps_slice else p.whole).nbytes for p in kept),
+        "parameters": sum((p.whole if isinstance(p, ReplicatedParameters) else p.own).nbytes for p in kept),
         "masters": sum(p.master.nbytes for p in kept) if low else 0,
         "gradients": gradients,
         "moments": optimizer.memory_bytes(),

@@ -150,7 +150,8 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     """Raise ValueError for arguments that cannot be."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
-    instance(f"{what}: optimizer", optimizer, ShardedAdamW, "a ShardedAdamW")
+    example = "a ShardedAdamW, whose moments are saved too (parameters alone: state_dict, load_state_dict)"
+    instance(f"{what}: optimizer", optimizer, ShardedAdamW, example)
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):

@@ -135,6 +135,7 @@ class Simulator:
             comm = ScriptedComm(case, self.script, case.ranks)
             stages = case.model.stages(case.recompute)
             self.module = ShardedModule(stages, comm, case.strategy, **case.settings)
+            self.module.unfilled.clear()
 
     def step(self) -> tuple[StepEvent, ...]:
         """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
@@ -151,7 +152,7 @@ class Simulator:
             pending.wait()
             module.drop_gathered()
             script.note(UPDATE)
-            module.broadcast_updated_params()
+            module.start_updates()
             module.zero_gradients()
         events, script.events = tuple(script.events), []
         return events

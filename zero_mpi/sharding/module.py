@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zero_mpi.arguments import came, instance, whole
+from zero_mpi.arguments import came, instance, some, whole
 from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
@@ -52,9 +52,9 @@ class ShardedModule(ShardedState):
     stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
                 filled by `load_stored`, gathered as bytes and unpacked where layers read them
 
-    Parameters start as zeros; `initialize` or `load_state_dict` fills them. Making one is collective. Raises
-    ValueError for impossible arguments and UsageError for a precision that the transport cannot reduce, on
-    all ranks if on any, and UsageError where ranks differ in model, strategy or settings.
+    It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
+    has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
+    UsageError for a precision that the transport cannot reduce and where ranks differ, on all ranks.
     """
 
     rounds_open = NONE  # what gradients there are, for those who are about to use them
@@ -109,7 +109,7 @@ class ShardedModule(ShardedState):
         Where that is not said, `is_training` decides. A rank that has no micro-batch in this round passes
         None: it joins the collectives and gets None. x may be `nn.Packed`: rows of several documents each.
         """
-        spans.restart()
+        self._begin()
         training = self.is_training if training is None else training
         micro_batch = Pass(self, x, keeps=training)
         run(self.schedule.forward if training else self.schedule.inference, self.units, micro_batch)
@@ -146,8 +146,7 @@ class ShardedModule(ShardedState):
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
         without a micro-batch passes None for x and targets, and gets None. Otherwise as those two.
         """
-        self._forward = None
-        spans.restart()
+        self._begin()
         micro_batch = Pass(self, x, targets=targets, scale=scale)
         micro_batch.contributors = self._contributors(contributors)
         self._descend(self._schedule_of(last).training, micro_batch, last)
@@ -157,7 +156,7 @@ class ShardedModule(ShardedState):
         self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
     ) -> None:
         """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
-        self._forward = None
+        self._begin()
         micro_batch = GivenGradients(self, gradients)
         micro_batch.contributors = self._contributors(contributors)
         self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
@@ -173,11 +172,20 @@ class ShardedModule(ShardedState):
         A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
         rank without a micro-batch passes None for x and targets, and gets no losses.
         """
-        self._forward = None
-        spans.restart()
+        self._begin()
         micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale, parts=parts)
         run(self.schedule.evaluation, self.units, micro_batch)
         return micro_batch.losses
+
+    def _begin(self) -> None:
+        """Begin a micro-batch. Raises ValueError while there are parameters that nothing has given values."""
+        if self.unfilled:
+            raise ValueError(
+                f"the parameters {some(sorted(self.unfilled))} have no values yet: call initialize, "
+                "load_state_dict or zero_mpi.load first, or broadcast_updated_params after writing to them"
+            )
+        self._forward = None
+        spans.restart()
 
     def _schedule_of(self, last: bool) -> Schedule:
         """What a round does: where micro-batches are summed on the rank first, only the last one reduces."""
@@ -248,13 +256,10 @@ class ShardedModule(ShardedState):
         """Return when `gradients` are the sums over all ranks and micro-batches of the step."""
         self.overlapped_sync_gradients().wait()
 
-    def broadcast_updated_params(self) -> None:
-        """After the slices were updated: say so, and start to bring them to ranks that keep the whole.
-
-        The next forward waits for each unit where it needs it.
-        """
+    def start_updates(self) -> None:
+        """After an update of all units: say so, and start to bring it to ranks that keep the whole."""
         self.owners.signal_written()
-        if self.strategy.shards_moments and not self.strategy.shards_parameters:
+        if self.strategy.shards_moments:  # otherwise every rank has updated everything
             for unit in self.units:
                 if unit.unit.trainable:
                     unit.parameters.start_update()

@@ -167,7 +167,7 @@ class ShardedAdamW:
                         self.average.follow(unit)
                 if self._offload is not None and self._offload.masters:
                     self._offload.finish()
-            self.module.broadcast_updated_params()
+            self.module.start_updates()
         else:
             self.skipped += 1
         self.module.loss_scale.update(finite)

@@ -55,7 +55,6 @@ class Parameters(ABC):
     """
 
     in_use = False
-    keeps_slice = True  # this rank writes its slice alone; otherwise it writes the whole
 
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None) -> None:
         self.unit, self.context, self.own, self.whole = unit, context, own, whole
@@ -185,6 +184,13 @@ class Parameters(ABC):
         if self.rounds_to is not None:
             device.in_use().copy(self.rounds_to, self.master)
 
+    def publish(self) -> None:
+        """After `shard` was written: round it, and start to bring it to ranks that keep the whole."""
+        if self.master is not None and not self.context.strategy.shards_moments:  # all ranks keep all of it
+            self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
+        self.round()
+        self.start_update()
+
 
 class ShardedParameters(Parameters):
     """The rank keeps its slice only; a buffer is borrowed for the whole between gather and release."""
@@ -229,7 +235,6 @@ class ReplicatedParameters(Parameters):
     """Every rank keeps the whole; under SHARD_GRAD_OP it brings the updated slices of others here."""
 
     whole: Array
-    keeps_slice = False
 
     def __init__(self, unit: Unit, context: Context) -> None:
         whole = device.in_use().zeros(unit.length, context.precision.compute)

@@ -54,6 +54,7 @@ class ShardedState:
         self.params, self.units, self._comm, self._strategy = params, units, comm, strategy
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self.loss_scale = loss_scale or LossScale()
+        self.unfilled = set(params)  # those that are zeros because nothing has given them values
         self._home = {name: unit for unit in units for name in unit.unit.params}
 
     @property
@@ -118,6 +119,7 @@ class ShardedState:
                 if names is None or not unit.unit.params.keys().isdisjoint(names):
                     for target, part in unit.parameters.filled:
                         fill(unit, target, part, read, names)
+            self.unfilled.difference_update(self.params if names is None else names)
         finally:  # a rank that cannot read must not leave the others waiting
             self.owners.signal_written()
 
@@ -131,6 +133,7 @@ class ShardedState:
             for unit in self.units:
                 if isinstance(unit.parameters, BlockParameters):
                     unit.parameters.load(read)
+                    self.unfilled.difference_update(unit.unit.params)
         finally:
             self.owners.signal_written()
 
@@ -187,13 +190,20 @@ class ShardedState:
             )
         self.drop_gathered()
         start = 0
-        for unit, shard in zip(self.units, shards, strict=True):
+        for shard in shards:
             device.in_use().copy(shard, flat[start : start + shard.size])
             start += shard.size
-            unit.parameters.round()
-            if not self.strategy.shards_parameters:
-                unit.parameters.start_update()
-                unit.parameters.wait_update()
+        self.broadcast_updated_params()
+
+    def broadcast_updated_params(self) -> None:
+        """Bring what was written into `parameters` to all ranks, in low precision rounded. Collective.
+
+        The next forward waits for each unit where it needs it. `ShardedAdamW.step` does as much.
+        """
+        self.drop_gathered()
+        self.unfilled.clear()
+        for unit in self.units:
+            unit.parameters.publish()
         self.owners.signal_written()
 
     # -------------------------------------------------------------------------------------------- read
