@@ -175,7 +175,22 @@ def test_patterns_choose_projections():
     adapted = [name for stage in stages for name in stage.layer.params() if name.endswith(".lora_a")]
     assert len(adapted) == 8
     with pytest.raises(UsageError, match=r"--lora-targets output\*: names no projection of a block"):
-        LoRA(2, 2.0, ("blk.*", "output*")).adapt(model.layers())
+        LoRA(2, 2.0, ("blk.*", "output*")).check(model.layers())
+
+
+@pytest.mark.parametrize("targets", [["blk.1.ffn_down.weight"], ["blk.0.attn_q.weight", "blk.1.*"]])
+def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
+    """As of PEFT's layers_to_transform: what is trained, planned and counted is what the patterns name."""
+    flags = ["--init", str(base), "--lora", "2", "--context", "16", "--lora-targets", *targets]
+    train(2, tmp_path / "run", *DATA, *text, *flags, "--steps", "1")
+    saved = GGUFFile.open(tmp_path / "run" / "latest" / "adapter.gguf").tensors
+    found = {name for name in saved if name.endswith(".lora_a")}
+    assert len(found) == (1 if len(targets) == 1 else 8)
+    assert {name.split(".")[1] for name in found} == ({"1"} if len(targets) == 1 else {"0", "1"})
+    count = sum(spec.size for file in (saved, GGUFFile.open(base).tensors) for spec in file.values())
+    status, printed, errors = run_job(1, ["-m", "zero_mpi.plan", *flags, "--memory", "1G"])
+    assert (status, errors) == (0, "")
+    assert f" {count:,} parameters" in printed
 
 
 def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from zero_mpi.comm import SerialComm
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
@@ -375,6 +376,10 @@ def test_wsd_stays_at_lr_until_the_last_steps():
 
 
 def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
+    flags = ["--schedule", "wsd", "--decay-steps", "0", "--lr", "1", "--steps", "9", "--warmup"]
+    never = schedule_of(parse([*flags, "3"]))
+    assert [never(step) for step in (2, 3, 8)] == [1.0] * 3
+    assert schedule_of(parse([*flags, "12"]))(8) == 0.75
     rate = schedule_of(Config(schedule="wsd", steps=200, warmup=10, lr=1.0))
     assert {rate(step) for step in range(10, 181)} == {1.0}
     assert (rate(190), rate(200)) == pytest.approx((0.55, 0.1))

@@ -65,7 +65,7 @@ def test_another_number_of_decay_steps_is_told_at_a_resume(whole, flags, tmp_pat
             ["--schedule", "linear"],
             "--decay-steps 4: of no decay at the end: give --schedule wsd as well",
         ),
-        (["--decay-steps", "0"], "--decay-steps 0: expected at least 1"),
+        (["--decay-steps", "-1"], "--decay-steps -1: expected at least 0"),
     ],
 )
 def test_what_does_not_fit_is_one_line(more, expected, flags, tmp_path):

@@ -51,7 +51,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "decay_steps",
-        lambda c: c.steps is not None and c.warmup + (c.decay_steps or 0) > c.steps,
+        lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
         "expected no more than --steps {steps} has after --warmup {warmup}",
     ),
     Contradiction(

@@ -68,13 +68,20 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora}: of what: give --init BASE.gguf, which stays as it is")
-    model = replace(model, lora=config.adapters)
+    model = with_adapters(config, model)
     names = model.params()
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
         return model
     types = {name: init.tensors[name].type.name for name in names if name in init.tensors}
     stored = tuple((name, BLOCK_KINDS[type]) for name, type in types.items() if type in BLOCK_KINDS)
     return replace(model, lora=replace(model.lora, stored=stored))
+
+
+def with_adapters(config: Config, model: ModelConfig) -> ModelConfig:
+    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing of it."""
+    if config.adapters is not None:
+        config.adapters.check(model.layers())
+    return replace(model, lora=config.adapters)
 
 
 def check_model(config: Config, model: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
-from zero_mpi.models.size import parameter_count
+from zero_mpi.models.size import elements
 from zero_mpi.session.early_claims import obey_early
 from zero_mpi.session.resolve import try_operations
 from zero_mpi.telemetry import log
@@ -73,7 +73,7 @@ def figures_of(task: Task, candidate: Candidate, material: Material, losses: lis
     found: Figures = {
         "model": candidate.title,
         "arch": candidate.model.arch,
-        "parameters": parameter_count(candidate.model),
+        "parameters": elements(candidate.model),
         "precision": task.config.precision,
     }
     if material.windows is not None:

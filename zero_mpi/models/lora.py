@@ -29,18 +29,21 @@ class LoRA:
     stored: tuple[tuple[str, BlockKind], ...] = ()
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
-        """The stages, their projections with adapters; raises UsageError for a pattern that names none."""
-        found = {linear.weight: linear for stage in blocks(stages) for linear in linears(stage.layer)}
+        """The stages, their projections with adapters where a pattern names them."""
+        for name, linear in projections(stages).items():
+            if any(fnmatchcase(name, pattern) for pattern in self.targets):
+                linear.adapt(self.rank, self.alpha / self.rank)
+        return stages
+
+    def check(self, stages: list[Stage]) -> None:
+        """Raise UsageError for a pattern that names no projection of a model."""
+        found = projections(stages)
         for pattern in self.targets:
             if not any(fnmatchcase(name, pattern) for name in found):
                 raise UsageError(
                     f"--lora-targets {pattern}: names no projection of a block; they are called "
                     f"{', '.join(list(found)[:3])}, ..."
                 )
-        for name, linear in found.items():
-            if any(fnmatchcase(name, pattern) for pattern in self.targets):
-                linear.adapt(self.rank, self.alpha / self.rank)
-        return stages
 
 
 def is_adapter(name: str) -> bool:
@@ -48,9 +51,10 @@ def is_adapter(name: str) -> bool:
     return name.endswith((FIRST, SECOND))
 
 
-def blocks(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The stages between embedding and head."""
-    return (stage for stage in stages if stage.scope.startswith("blk."))
+def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
+    """The linear layers between embedding and head, by their weights."""
+    blocks = (stage for stage in stages if stage.scope.startswith("blk."))
+    return {linear.weight: linear for stage in blocks for linear in linears(stage.layer)}
 
 
 def linears(layer: Layer) -> Iterator[Linear]:

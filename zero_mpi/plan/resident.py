@@ -22,7 +22,7 @@ from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.size import parameter_count
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import Memory, called
 
@@ -64,7 +64,7 @@ def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
         mpi=ranks * WITH_UCX,
         text=ranks * text + max(0, READING * text - ranks * private(case, memory)),
         arrays=ranks * private(case, memory) + memory.node_shared,
-        sample=4 * parameter_count(case.model) * sample,
+        sample=4 * elements(case.model) * sample,
     )
 
 

@@ -21,7 +21,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.size import parameter_count
+from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_sums, make_case
 from zero_mpi.plan.rank_memory import plan_memory
@@ -61,7 +61,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
     """Why some node has no room for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # what the plan counts lies on the GPU, which says itself when it is full
-    least = STATE * parameter_count(model) // len(nodes)  # of a node, however the model is dealt out
+    least = STATE * elements(model) // len(nodes)  # of a node, however the model is dealt out
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments alone", least)
@@ -112,5 +112,5 @@ def refusal(node: NodeRoom, model: ModelConfig, what: str, needed: int) -> str:
     allowed = by if by_group else f"{size(limits.memory)} are free there"
     return (
         f"no memory for this run: {what} are planned to take {size(needed)} on {node.name} ("
-        f"{parameter_count(model):,} parameters), and {allowed}: {ASK}, or take {REMEDIES}"
+        f"{elements(model):,} parameters), and {allowed}: {ASK}, or take {REMEDIES}"
     )

@@ -25,7 +25,7 @@ class DDP(ShardedModule):
         super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Give every rank the parameters of `root`. Collective; ValueError where that is no rank or differs."""
+        """Give every rank the parameters of `root`. Collective; ValueError if that is no rank or differs."""
         what, size = "broadcast_parameters", self.comm.size
         root = agreed(self.comm, what, lambda: (whole(f"{what}: root", root, 0, size), {"root": root}))
         handles = [
