@@ -4,8 +4,9 @@
 
 Each `fuzz_*.py` beside this file has CASES: name -> function(random, folder) that writes files into an empty
 folder and returns a command, e.g. ["-m", "zero_mpi.inspect", "x.gguf"], which is run in that folder; a case
-named "sound" changes nothing and must succeed. A case that failed is kept with its seed;
-`--only gguf.types --number 12 --seed 7` makes and runs it again.
+named "sound" changes nothing and must succeed. If a case writes `before.py`, the command's process runs that
+first. What a case puts into a folder `outside` no command may change. A case that failed is kept with its
+seed; `--only gguf.types --number 12 --seed 7` makes and runs it again.
 
 This process imports the package once; files are made, and the command is run, each in a process forked for
 it, so that a run costs milliseconds and what it takes is the system's count of its own time and memory.
@@ -64,6 +65,7 @@ KEPT = 3  # failures of one kind that are kept
 FINE = {0, 2}
 SOUND = "sound"  # a case of this name must be taken: what the others change must have been whole
 ALSO_FINE = {"inspect": {1}, "doctor": {1}, "verify": {1, 3}}  # not sound, not the same: what was asked for
+FAILS = {"train": {1}, "tokenize": {1}, "export": {1}}  # the machine's fault, in one line as status 2
 FREE_OUTPUT = {"generate"}  # prints what a model says, whatever that is
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 KIND = re.compile(r"'?numpy\.\w+'?|[0-9]+")  # what does not make another kind of failure
@@ -85,16 +87,21 @@ class Ending:
 def problems(command: str, end: Ending) -> Iterator[str]:
     """What a run did that none may do, a line each."""
     if "Traceback (most recent call last)" in end.said + end.printed:
-        last = [line for line in end.said.splitlines() if line and not line.startswith("zero_mpi: ")][-1:]
+        last = [
+            line for line in end.said.splitlines() if line and not line.startswith(("zero_mpi: ", "Abort("))
+        ][-1:]
         yield f"traceback: {last[0][:200] if last else ''}"
-    if end.status not in FINE | ALSO_FINE.get(command, set()):
+    failed = end.status in FAILS.get(command, set())
+    if end.status not in FINE | ALSO_FINE.get(command, set()) and not failed:
         yield f"status {end.status}"
     ended_for_it = end.status == OUT_OF_TIME  # the kernel's limit and its account differ by a second at times
-    if ended_for_it or end.cpu > MOST_CPU or end.wall > MOST_WAIT:
-        yield f"slow: {end.cpu:.1f} s of work, {end.wall:.1f} s by the clock"
+    if ended_for_it or end.cpu > MOST_CPU:
+        yield f"slow: {end.cpu:.1f} s of work"
+    if end.wall > MOST_WAIT:
+        yield f"hang: {end.wall:.1f} s by the clock, {end.cpu:.1f} s of work"
     if end.growth > MOST_GROWTH:
         yield f"memory: {end.growth >> 20} MiB more"
-    if end.status == 2 and (end.said.count("\n") != 1 or not end.said.endswith("\n")):
+    if (end.status == 2 or failed) and (end.said.count("\n") != 1 or not end.said.endswith("\n")):
         yield f"{end.said.count(chr(10))} lines where one is promised"
     if (longest := max(map(len, end.said.splitlines()), default=0)) > LONGEST_LINE:
         yield f"a line of {longest} letters"
@@ -202,6 +209,8 @@ def text_of(path: Path) -> str:
 
 def run_command(args: list[str]) -> None:
     """What `python ARGS...` does: `-m MODULE ...` or a script, in this process."""
+    if os.path.exists("before.py"):
+        exec(Path("before.py").read_text(), {})
     if args[0] == "-m":
         sys.argv = [args[1], *args[2:]]
         runpy.run_module(args[1], run_name="__main__")
@@ -222,17 +231,20 @@ def find_cases(only: str, folder: Path) -> dict[str, Case]:
     """MODULE.CASE -> function, of all modules of a folder or of those named: "gguf" or "gguf.types"."""
     found: dict[str, Case] = {}
     sys.path.insert(0, str(folder))
+    wanted = [name for name in only.split(",") if name]
+    kinds = {name.partition(".")[0] for name in wanted}
     for path in sorted(folder.glob("fuzz_*.py")):
         kind = path.stem.removeprefix("fuzz_")
-        found |= {f"{kind}.{name}": case for name, case in importlib.import_module(path.stem).CASES.items()}
-    wanted = [name for name in only.split(",") if name]
+        if not kinds or kind in kinds:  # some make a run when they are imported
+            cases = importlib.import_module(path.stem).CASES
+            found |= {f"{kind}.{name}": case for name, case in cases.items()}
     chosen = {
         name: case
         for name, case in found.items()
         if not wanted or any(name == one or name.startswith(f"{one}.") for one in wanted)
     }
     if not chosen:
-        raise SystemExit(f"--only {only}: none of {', '.join(found)}")
+        raise SystemExit(f"--only {only}: no such case{': ' * bool(found)}{', '.join(found)}")
     return chosen
 
 
@@ -245,6 +257,9 @@ class Fuzz:
     alone: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(
+        default_factory=Counter
+    )  # by what was wrong: traceback, hang, slow, memory, ...
     slowest: tuple[float, str] = (0.0, "")
     largest: tuple[int, str] = (0, "")
 
@@ -258,12 +273,15 @@ class Fuzz:
             if isinstance(args, Ending):
                 return self.failed(label, place, ["the fuzzer itself failed"], args)
             action = (lambda: run_alone(args)) if self.alone else (lambda: run_command(args))
+            before = contents(folder / "outside")
             end = run_in_child(action, folder, place / "run", MOST_WRITTEN)
             command = args[1].rpartition(".")[2] if args[0] == "-m" else ""
             self.outcomes[f"{name} {end.status}"] += 1
             self.slowest = max(self.slowest, (end.cpu, label))
             self.largest = max(self.largest, (end.growth, label))
             wrong = list(problems(command, end))
+            if contents(folder / "outside") != before:
+                wrong.append("changed: what lies outside")
             if name.endswith(f".{SOUND}") and end.status:
                 wrong.append(f"status {end.status} for what is sound")
             return self.failed(label, place, wrong, end) if wrong else []
@@ -282,6 +300,7 @@ class Fuzz:
 
     def failed(self, label: str, place: Path, wrong: list[str], end: Ending) -> list[str]:
         """Keep a failure, unless there are enough of its kind, and say so."""
+        self.wrong.update(KIND.sub("N", one).partition(":")[0] for one in wrong)
         kind = f"{label.split()[0]}: {KIND.sub('N', '; '.join(wrong))}"
         self.failures[kind] += 1
         if self.failures[kind] > KEPT:
@@ -294,6 +313,12 @@ class Fuzz:
         print(f"FAILED {label}: {'; '.join(wrong)}\n  again: {again}\n  files: {kept}", flush=True)
         print("".join(f"  | {line}\n" for line in end.said.splitlines()[-4:]), end="", flush=True)
         return wrong
+
+
+def contents(folder: Path) -> dict[Path, bytes | str]:
+    """What lies in a folder, links as what they name."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
+    return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 def prepare() -> None:
@@ -343,7 +368,13 @@ def report(fuzz: Fuzz, seconds: float) -> None:
     print(f"largest: {fuzz.largest[0] >> 20} MiB, {fuzz.largest[1]}")
     for kind, count in fuzz.failures.most_common():
         print(f"FAILED {count} times: {kind}")
-    total = sum(fuzz.outcomes.values())
+    cases, total = {outcome.split()[0] for outcome in fuzz.outcomes}, sum(fuzz.outcomes.values())
+    named = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
+    print(
+        f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:",
+        end=" ",
+    )
+    print(f"{MOST_CPU:g} s of work, {MOST_WAIT:g} s by the clock, {MOST_GROWTH >> 20} MiB")
     print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
 
 

@@ -1,0 +1,93 @@
+"""Files that are small on disk and large when read: sparse ones behind indices, bombs of gzip and zstd."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import fuzz_gguf
+import fuzz_safetensors
+import fuzz_texts
+import fuzz_tokens
+import fuzz_trace
+import numpy as np
+
+COUNTS = (0, 1, 50, 10**5, 10**7, 2 * 10**8, 10**9, 2**31, 2**40, 2**62, 2**64 - 1)
+SIZES = (0, 1 << 20, 1 << 30, 8 << 30)
+BLOCK = 4 << 20  # bytes before they are packed
+ENDLESS = (b"\0", b" ", b"a", b"[", b'{"text": "' + b"a" * 4096, b'{"a": ')
+SHORT = (b"a", b" ", b"\n", b"{}\n", b'{"text": "a"}\n', b"\xff\n")
+LARGE_PARTS = ("--part-mb", "1")
+
+
+def sparse(path: Path, head: bytes, size: int) -> None:
+    """A file of which only the head was written."""
+    path.write_bytes(head)
+    os.truncate(path, max(size, len(head)))
+
+
+def megatron(random: Random, folder: Path) -> list[str]:
+    """An index of very many documents, of nothing, beside ids of nothing."""
+    count = random.choice(COUNTS)
+    head = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + random.choice([b"\x08", b"\x04", b"\x01"])
+    head += struct.pack("<QQ", count, random.choice([count, (count + 1) % 2**64, 0]))
+    whole = 34 + 12 * count + 8 * (count + 1)
+    sparse(folder / "ids.idx", head, random.choice([whole, whole, *SIZES]) if whole < 8 << 30 else 8 << 30)
+    sparse(folder / "ids.bin", b"", random.choice(SIZES))
+    return fuzz_tokens.command(folder, random, "ids.bin")
+
+
+def headers(random: Random, folder: Path) -> list[str]:
+    """Headers before gigabytes of nothing: of llm.c and NumPy, safetensors, GGUF."""
+    count, size, kind = random.choice(COUNTS), random.choice(SIZES), random.randrange(4)
+    if kind == 0:
+        sparse(folder / "ids.bin", struct.pack("<3i", 20240520, 1, min(count, 2**31 - 1)), size)
+        return fuzz_tokens.command(folder, random, random.choice(["ids.bin", "nanogpt:ids.bin"]))
+    if kind == 1:
+        head = fuzz_tokens.header(fuzz_tokens.usual(shape=(count,)))
+        sparse(folder / "ids.npy", head, len(head) + 2 * count if count < 2**32 else size)
+        return fuzz_tokens.command(folder, random)
+    if kind == 2:
+        place, *_ = fuzz_safetensors.write(random, folder)
+        name = random.choice(
+            ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
+        )
+        sparse(place / name, struct.pack("<Q", count) + b"{" if name.endswith("tensors") else b"{", size)
+        return fuzz_gguf.command(random, folder, "m")
+    file = fuzz_gguf.model(random)
+    type_of = random.choice([0, 4, 7, 8, 9, 12])
+    file.keys.append(("odd", struct.pack("<IIQ", fuzz_gguf.ARRAY, type_of, count)))
+    file.tensors = []
+    sparse(folder / "x.gguf", file.bytes(), size)
+    return fuzz_gguf.command(random, folder)
+
+
+@cache
+def member(unit: bytes) -> bytes:
+    """BLOCK bytes that repeat a few, packed; many of these one after the other are a file of gzip."""
+    return gzip.compress((unit * (BLOCK // len(unit) + 1))[:BLOCK], 9)
+
+
+def bombs(random: Random, folder: Path) -> list[str]:
+    """Half a gigabyte of what is no line or no text, or some of what is, packed once or twice."""
+    endless = random.random() < 0.6  # a line without an end, or zeros, which need not be read to the end
+    unit = random.choice(ENDLESS if endless else SHORT)
+    many = random.choice([1, 16, 128]) if endless else 1
+    name = random.choice(["t.jsonl", "t.jsonl", "t.txt" if unit == b"\0" or not endless else "t.jsonl"])
+    if random.random() < 0.3:
+        zipped = fuzz_texts.zstd(unit * (BLOCK // len(unit))) * many
+        return [*fuzz_texts.tokenize(random, folder, f"{name}.zst", zipped), *LARGE_PARTS]
+    raw = random.choice([b"", gzip.compress(fuzz_texts.GOOD)]) + member(unit) * many
+    if random.random() < 0.2:
+        raw = gzip.compress(raw)
+    if random.random() < 0.2:
+        (folder / "trace.json.gz").write_bytes(raw)
+        return [*fuzz_trace.COMMAND, "trace.json.gz"]
+    return [*fuzz_texts.tokenize(random, folder, f"{name}.gz", raw), *LARGE_PARTS]
+
+
+CASES = {"megatron": megatron, "headers": headers, "bombs": bombs}

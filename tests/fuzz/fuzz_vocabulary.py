@@ -1,0 +1,122 @@
+"""Vocabularies whose tokens, merges or spellings are long, and texts that meet them at every place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import bpe_files
+import numpy as np
+import sentencepiece_files
+import wild
+
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.data import tokenizer_from_metadata
+from zero_mpi.data.tokenizers.byte import byte_characters
+
+MOST = 20 << 20  # letters of all tokens of a file
+KINDS = ("llama", "t5")
+
+
+def run(folder: Path, keys: dict[str, Any], text: str) -> list[str]:
+    """The command that encodes a text with these keys."""
+    with GGUFStream(folder / "m.gguf", "llama", keys, []):
+        pass
+    (folder / "t.txt").write_text(text)
+    return ["-m", "zero_mpi.tokenize", "t.txt", "--tokenizer", "m.gguf", "--out", "tokens"]
+
+
+def lengths(random: Random) -> list[int]:
+    """Lengths of tokens: one that is long, all up to one, doubled ones, random ones."""
+    kind, most = random.randrange(4), random.choice([100, 3000, 70_000, 1 << 20])
+    found = {
+        0: lambda: [most],
+        1: lambda: list(range(2, min(most, 3000))),
+        2: lambda: [1 << power for power in range(1, most.bit_length())],
+        3: lambda: [random.randint(2, most) for _ in range(50)],
+    }[kind]()
+    while sum(found) > MOST:
+        found.pop()
+    return found
+
+
+def text(random: Random, letter: str) -> str:
+    """A text that is one letter, or nearly."""
+    size = random.choice([10, 5000, 200_000])
+    end = random.choice(["", "b", " b\n"])
+    return random.choice([letter * size + end, (letter * random.choice([3, 99]) + end) * (size // 50 + 1)])
+
+
+def words(random: Random, letter: str) -> list[str]:
+    """Tokens that begin alike: a letter again and again, at times with another one behind it."""
+    end = random.choice(["", "", "c"])
+    return list(dict.fromkeys(letter * size + end for size in lengths(random)))
+
+
+def merges(random: Random, folder: Path) -> list[str]:
+    """Byte-level BPE whose merges join ever longer halves."""
+    letters, letter = byte_characters(), "a"
+    sizes, halves = {1}, list[str]()
+    for size in sorted(set(lengths(random))):
+        one = max(s for s in sizes if s < size) if size > 1 else 0
+        rest = size - one
+        if rest in sizes and rest:
+            halves.append(f"{letter * one} {letter * rest}")
+            sizes.add(size)
+    halves += [f"{letter} {letter}"] * (not halves)
+    if random.random() < 0.3:
+        random.shuffle(halves)
+    tokens = [*letters, *dict.fromkeys(pair.replace(" ", "") for pair in halves)]
+    keys = bpe_files.keys_of(tokens, halves, pre=random.choice(["gpt-2", "qwen2"]), eos_token_id=np.uint32(0))
+    return run(folder, keys, text(random, letter))
+
+
+def spelt(random: Random, folder: Path) -> list[str]:
+    """A control token or one of a person's that is long, of which the text has beginnings."""
+    tokens = list(dict.fromkeys([*byte_characters(), "aa", *words(random, "a")]))
+    types = [1] * 257 + [random.choice([1, 3, 4]) for _ in tokens[257:]]
+    keys = bpe_files.keys_of(tokens, ["a a"], types=types, eos_token_id=np.uint32(0))
+    return run(folder, keys, text(random, "a"))
+
+
+def keys_of(random: Random, more: list[str], types: tuple[int, ...] = (1,), **keys: Any) -> dict[str, Any]:
+    """Keys of SentencePiece of either kind: the bytes, some letters, and more tokens."""
+    tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *sentencepiece_files.BYTES]
+    words = dict.fromkeys([*"abestx", sentencepiece_files.SPACE, "te", "text", *more])
+    tokens += [(word, random.choice(types)) for word in words]
+    scores = [random.choice([0.0, -1.0, -float(place)]) for place in range(len(tokens))]
+    return sentencepiece_files.keys_of(
+        random.choice(KINDS), tokens, scores, eos_token_id=np.uint32(2), **keys
+    )
+
+
+def pieces(random: Random, folder: Path) -> list[str]:
+    """SentencePiece whose tokens are long."""
+    letter, spelling = random.choice([("a", "a"), (sentencepiece_files.SPACE, " "), ("é", "é")])
+    keys = keys_of(random, words(random, letter), (1, 1, 1, 4))
+    return run(folder, keys, text(random, spelling))
+
+
+def spellings(random: Random, folder: Path) -> list[str]:
+    """A charsmap that makes much of little, or whose array or texts lie."""
+    long = "b" * random.choice([10, 3000, 60_000])
+    prefix = "a" * random.choice([1, 50, 150])
+    raw = sentencepiece_files.charsmap({"a": long, prefix: "", "é": "e", "x" * 9: long}).tobytes()
+    if random.random() < 0.6:
+        raw = wild.edited(random, raw)
+    if random.random() < 0.2:
+        raw = random.choice([b"", raw[:3], raw[: random.randrange(len(raw))], b"\xff\xff\xff\x7f" + raw[4:]])
+    keys = keys_of(random, [], precompiled_charsmap=np.frombuffer(raw, np.uint8))
+    return run(folder, keys, text(random, "a"))
+
+
+def sound(random: Random, folder: Path) -> list[str]:
+    """Vocabularies of short tokens."""
+    return run(folder, keys_of(random, []), "a text\n" * 20)
+
+
+CASES = {"sound": sound, "merges": merges, "spelt": spelt, "pieces": pieces, "spellings": spellings}
+
+for seed in range(8):  # both kinds: what compiles does so once, before anything is forked
+    tokenizer_from_metadata(keys_of(Random(seed), ["texts"])).encode(b"a text")
