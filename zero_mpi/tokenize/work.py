@@ -12,7 +12,7 @@ from zero_mpi.data.text_documents import separator_notes
 from zero_mpi.data.text_files import named
 from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_folder import UNFINISHED
-from zero_mpi.errors import UsageError, writing
+from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.folder_hold import Hold
@@ -136,7 +136,8 @@ def finish_folder(folder: WorkFolder, work: Work, about: Table, seconds: float) 
     """Write the manifest, and say what there is now. Raises UsageError where there is nothing."""
     records = [folder.record(each.name) for each in work.parts]
     found = [record for record in records if record is not None]
-    assert len(found) == len(records), "all parts are complete"
+    if len(found) < len(records):
+        raise JobError(f"{shown(work.encoding.out)}: parts are gone that were complete: start again")
     counts = {name: sum(each[name] for each in found) for name in COUNTS}
     say_found(work.encoding, found)
     if not counts["documents"]:
