@@ -136,8 +136,8 @@ def finish_folder(folder: WorkFolder, work: Work, about: Table, seconds: float) 
     """Write the manifest, and say what there is now. Raises UsageError where there is nothing."""
     records = [folder.record(each.name) for each in work.parts]
     found = [record for record in records if record is not None]
-    if len(found) < len(records):
-        raise JobError(f"{shown(work.encoding.out)}: parts are gone that were complete: start again")
+    if len(found) != len(records):
+        raise JobError(f"{shown(work.encoding.out)}: the records of parts were removed under the job")
     counts = {name: sum(each[name] for each in found) for name in COUNTS}
     say_found(work.encoding, found)
     if not counts["documents"]:
