@@ -6,6 +6,7 @@ as it is, whatever a command writes to. A folder moves when the command opens a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -100,7 +101,10 @@ def write(folder: Path) -> Path:
 
 def put(random: Random, path: Path, kind: str) -> None:
     """Something else in the place of a file or folder that is there or will be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.resolve() != path.parent or not path.parent.is_dir():
+        return  # another one was put there
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -122,15 +126,16 @@ def put(random: Random, path: Path, kind: str) -> None:
 
 def command(random: Random) -> list[str]:
     """One that reads or writes a run folder."""
-    others = [GOES_ON, [*GOES_ON, "--resume", "never"], ["-m", "zero_mpi.inspect", "run"], TOKENIZE]
-    return random.choice([*others, fuzz_run_folder.command(random)])
+    others = [["-m", "zero_mpi.inspect", "run"], fuzz_run_folder.command(random)]
+    return random.choice([GOES_ON, GOES_ON, [*GOES_ON, "--resume", "never"], TOKENIZE, *others])
 
 
 def links(random: Random, folder: Path) -> list[str]:
-    """Links, pipes and folders in the place of one file or two."""
+    """Links, pipes and folders in the place of one file or some."""
     write(folder)
-    for name in random.sample(NAMES, random.choice([1, 1, 1, 2])):
-        put(random, (folder / name).absolute(), random.choice(LINKS))
+    kinds = random.choice([LINKS, LINKS[:2]])
+    for name in random.sample(NAMES, random.choice([1, 2, 6])):
+        put(random, (folder / name).absolute(), random.choice(kinds))
     return command(random)
 
 

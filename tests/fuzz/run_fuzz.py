@@ -342,7 +342,10 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="each run in an interpreter of its own")
     options = parser.parse_args()
     prepare()
-    cases = find_cases(options.only, options.cases.absolute())
+    found = list(find_cases(options.only, options.cases.absolute()).items())
+    cases = dict(
+        Random(options.seed).sample(found, len(found))
+    )  # any of them may be those that time is left for
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed, options.alone), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))

@@ -574,6 +574,12 @@ def test_a_wrong_value_anywhere_in_a_file_of_ours_is_one_line_or_of_no_use(name,
         assert "out" in refused or tokens(files(tmp_path / "out")) == tokens(whole), (where, value)
 
 
+def test_parts_that_are_gone_at_the_end_are_one_line(long, monkeypatch):
+    monkeypatch.setattr("zero_mpi.tokenize.work_folder.read_record", lambda out, name: None)
+    with pytest.raises(JobError, match="out"):
+        tokenize(long, *SMALL)
+
+
 def test_a_disk_that_is_full_is_one_line_and_no_end_of_the_work(long, tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
