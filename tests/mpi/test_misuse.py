@@ -361,6 +361,11 @@ def test_wrong_use_is_refused(kit, case):
     fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
 
 
+@several
+def test_roots_that_are_all_different(comm):
+    fails(comm, lambda: DDP(MODEL.stages(), comm).broadcast_parameters(RANK), "the ranks differ in .*root is")
+
+
 @pytest.mark.parametrize("root", [-1, SIZE, "0", None, 0.0])
 def test_no_rank_to_broadcast_from(comm, root):
     replicas = DDP(MODEL.stages(), comm)
@@ -491,6 +496,7 @@ DIFFERENT = {
         r"betas is \(0.9, 0.99\)",
     ),
     "seed": (lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, 1)), "seed is 1"),
+    "root": (lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, ODD)), f"root is {ODD}"),
 }
 
 
@@ -509,6 +515,7 @@ def test_ranks_that_differ_all_learn_of_it(comm, case):
         lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, "4")),
         lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, None)),
         lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, "0")),
+        lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, SIZE)),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(comm, call):

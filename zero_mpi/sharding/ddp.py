@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zero_mpi.arguments import whole
 from zero_mpi.comm import Comm
+from zero_mpi.comm.agree import agreed
 from zero_mpi.nn.layer import Stage
 from zero_mpi.sharding.layout import BUCKET_MB
 from zero_mpi.sharding.module import ShardedModule
@@ -24,8 +25,9 @@ class DDP(ShardedModule):
         super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Give every rank the parameters of `root`. Collective; raises ValueError for a rank out of range."""
-        root = whole("broadcast_parameters: root", root, 0, self.comm.size)
+        """Give every rank the parameters of `root`. Collective; ValueError if that is no rank or differs."""
+        what, size = "broadcast_parameters", self.comm.size
+        root = agreed(self.comm, what, lambda: (whole(f"{what}: root", root, 0, size), {"root": root}))
         handles = [
             self.comm.broadcast(unit.parameters.kept[0], root, f"parameters {unit.name}")
             for unit in self.units
