@@ -36,7 +36,7 @@ TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 6
 QUESTIONS = [
     {"question": "Two and two are", "answers": [" four", " five", " naïve"], "right": 0},
     {"context": "The fox jumps over", "answers": [" it", " the lazy dog"], "right": 1},
-    {"question": "", "answers": ["a", "bc"], "right": 0},
+    {"question": "", "answers": ["a", "bcd"], "right": 0},
 ]
 
 
@@ -218,7 +218,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
     model, tokenizer, found = TextModel(folder / "new.gguf"), ByteTokenizer(), figures["models"][0]["choices"]
     right = dict.fromkeys(scores.BY, 0)
     for number, line in enumerate(QUESTIONS):
-        question = tokenizer.encode_prompt(line.get("question", line.get("context"))).tolist()
+        question = [*line.get("question", line.get("context")).encode()] or [tokenizer.bos]
         nats = []
         for answer in line["answers"]:
             ids = [*question, *answer.encode()]
@@ -237,11 +237,25 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
 
 def test_of_equally_likely_answers_the_first_counts():
     ids = [np.arange(3), np.arange(4), np.arange(3), np.arange(3)]
-    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [9, 3, 5, 5])
+    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [" нетъ", "abc", " five", " nine"])
     found = scores.choice_figures(np.array([6.0, 6.0, 1.0, 1.0]), choices)
     assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 1}
     assert found["accuracy"]["log_likelihood"] == 0.5
     assert found["log_likelihoods"] == [[-6.0, -6.0], [-1.0, -1.0]]
+    assert [found[name] for name in scores.ACC] == [0.5, 0.5, 0.5]
+
+
+def test_letters_and_bytes_are_those_without_the_space_in_front():
+    """Section 2 of the facts of evaluation, and the two answers that a space in front parts."""
+    for answers, nats, expected in (
+        ([" four", " twenty-four"], [0.9163, 1.2040], (1, 0, 0)),
+        ([" ice", " été"], [0.9, 1.0], (1, 1, 0)),
+        ([" да", " yes ok"], [3.0, 6.2], (1, 0, 1)),
+    ):
+        choices = EncodedChoices([np.arange(3)] * 2, [1, 1], [2], [0], answers)
+        found = scores.choice_figures(np.array(nats), choices)
+        assert tuple(found[name] for name in scores.ACC) == expected
+    assert found["right"]["per_byte"] == 1, "with the space"
 
 
 def test_the_targets_of_an_answer_are_its_own_tokens(folder):
@@ -344,7 +358,7 @@ BAD = {
     "no folder": ([*TEXT_OF, "--json", "none/x.json"], "--json none/x.json: cannot be written"),
     "long answer": (
         ["new.gguf", "--choices", "long.jsonl"],
-        r"long\.jsonl, line 1: .* 41 tokens, the answer 40",
+        r"long\.jsonl, line 1: .* 40 of 41 tokens, expected 1 to 32",
     ),
     "bad line": (["new.gguf", "--choices", "bad.jsonl"], r"bad\.jsonl, line 2: right: expected the number"),
     "damaged": (["damaged.gguf", "--data", "text"], "blk.0.ffn_up.weight holds values that are not finite"),

@@ -1,13 +1,15 @@
 """Questions with several answers, of which one is right: a file of JSON lines, and its tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers` and `right`, the number
-of the right one, from 0. The answer follows the question as they stand there: who wants a space between them
-begins the answer with it. Each is encoded by itself, so the tokens that count are those of the answer alone.
+of the right one, from 0; or it is of a published form (`task_forms`). The answer follows the question as they
+stand there, and both are encoded as one text; white space between them counts with the answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from numpy.typing import NDArray
 
 from zero_mpi.data import Tokenizer
 from zero_mpi.errors import FileError
+from zero_mpi.evaluate.task_forms import (
+    ANSWERS,
+    COMMON,
+    CORE,
+    DIFFERING,
+    TEXT,
+    Question,
+    published,
+    with_shots,
+)
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 
@@ -24,40 +36,39 @@ QUESTION = ("question", "context")  # names of what an answer follows: one of th
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 
-@dataclass(frozen=True)
-class MultipleChoice:
-    """A question, its answers and the number of the right one; line: of the file, from 1."""
-
-    line: int
-    question: str
-    answers: tuple[str, ...]
-    right: int
-
-
-@dataclass(frozen=True)
+@dataclass
 class EncodedChoices:
     """Questions as tokens.
 
-    sequences   an array of ids for each answer of each question: those of the question, then the answer's
-    starts      where in each the answer begins
-    counts      answers of each question
+    sequences   an array of ids for each answer of each question, or for each window of a text
+    starts      where in each the tokens begin that count
+    counts      sequences of each question
     right       number of the right one of each
-    nbytes      of each answer, in UTF-8
+    answers     the texts of all; of further windows of a text nothing
+    span        what counts, as `task_forms` has it
+    cut         sequences whose beginnings are left out, for they are longer than the context
     """
 
-    sequences: list[Ids]
-    starts: list[int]
-    counts: list[int]
-    right: list[int]
-    nbytes: list[int]
+    sequences: list[Ids] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    span: str = ANSWERS
+    cut: int = 0
 
     @property
     def tokens(self) -> list[int]:
         """How many tokens each answer has."""
         return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each answer in UTF-8."""
+        return [len(answer.encode()) for answer in self.answers]
 
-def read_choices(path: Path) -> list[MultipleChoice]:
+
+def read_choices(path: Path) -> list[Question]:
     """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
     found = list(each_line(path, "--choices", one_choice))
     if not found:
@@ -65,10 +76,12 @@ def read_choices(path: Path) -> list[MultipleChoice]:
     return found
 
 
-def one_choice(line: int, value: Any) -> MultipleChoice:
+def one_choice(line: int, value: Any) -> Question:
     """The question of a line; raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
+    if (found := published(line, value)) is not None:
+        return found
     names = [name for name in QUESTION if name in value]
     if len(names) != 1:
         has = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
@@ -85,28 +98,67 @@ def one_choice(line: int, value: Any) -> MultipleChoice:
         raise ValueError(
             f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
         )
-    return MultipleChoice(line, question, tuple(answers), right)
+    return Question([question], answers, right, line=line)
 
 
-def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:
-    """The questions of a file as tokens. Raises FileError for one that `context` positions are too few for.
+def encode_choices(
+    path: Path, tokenizer: Tokenizer, context: int, bos: int | None = None, shots: int = 0
+) -> EncodedChoices:
+    """The questions of a file as tokens, control tokens read as such. What is too long loses its beginning.
 
-    What a model asks for before a text (bos) stands before a question, in which control tokens count as such.
+    `bos` comes before each, bos or eos before CORE's and where else nothing would. Raises FileError for an
+    answer that is longer than `context` positions, or has no token.
     """
-    read, found = read_choices(path), EncodedChoices([], [], [], [], [])
-    for choice in read:
-        question = tokenizer.encode_prompt(choice.question)
-        for answer, ids in zip(choice.answers, tokenizer.encode_batch(choice.answers), strict=True):
-            length = len(question) + len(ids)
-            if not len(ids) or length > context + 1:
-                problem = f"question and answer {show(answer, 40)} are {length} tokens, the answer {len(ids)}"
-                raise FileError(
-                    f"--choices {shown(path)}, line {choice.line}: {problem}; expected at least one of the "
-                    f"answer and at most {context + 1} together, by the model's context"
-                )
-            found.sequences.append(np.concatenate((question, ids)).astype(np.int64))
-            found.starts.append(len(question))
-            found.nbytes.append(len(answer.encode()))
-        found.counts.append(len(choice.answers))
-        found.right.append(choice.right)
+    read = with_shots(read_choices(path), shots)
+    found = EncodedChoices(span=read[0].span)
+    edge = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
+    for each in read:
+        where = f"--choices {shown(path)}, line {each.line}"
+        if each.span != found.span:
+            raise FileError(f"{where}: expected the same form as in the first line")
+        first = edge if each.span in CORE else [] if bos is None else [bos]
+        rows = list(rows_of(each, tokenizer, first, edge, context))
+        for ids, start in rows:
+            over = max(0, len(ids) - context - 1)
+            if not 0 < start - over < len(ids) - over:
+                told = f"an answer is {len(ids) - start} of {len(ids)} tokens"
+                raise FileError(f"{where}: {told}, expected 1 to {context}, the model's context")
+            found.sequences.append(ids[over:])
+            found.starts.append(start - over)
+            found.cut += over > 0
+        found.answers += [*each.answers, *[""] * (len(rows) - len(each.answers))]
+        found.counts.append(len(rows))
+        found.right.append(each.right)
     return found
+
+
+def rows_of(
+    each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
+) -> Iterator[tuple[Ids, int]]:
+    """Ids for each answer, `first` or at least `edge` in front, and where those begin that count."""
+    texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
+    texts += [text.rstrip() for text in each.contexts]
+    every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
+    every = [ids if ids[:1].tolist() == first else np.append(first, ids).astype(np.int64) for ids in every]
+    rows, alone = every[: len(each.answers)], every[len(each.answers) :]
+    same = in_common(rows) if each.span == DIFFERING else 0
+    last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
+    for ids, question in zip(rows, cycle(alone), strict=False):
+        start = same or (len(ids) - last if last else in_common([ids, question]))
+        if each.span == TEXT:  # each token once, the first behind `edge`
+            ids = np.append(edge, ids).astype(np.int64)
+            for place in range(1, len(ids), context):
+                end = min(place + context, len(ids))
+                begin = max(0, end - context - 1)
+                yield ids[begin:end], place - begin
+        elif start or ids[:1].tolist() == edge:
+            yield ids, max(1, start)
+        else:
+            yield np.append(edge, ids).astype(np.int64), 1
+
+
+def in_common(rows: Sequence[Ids]) -> int:
+    """How many ids all rows begin with."""
+    least = min(map(len, rows))
+    same = np.logical_and.reduce([row[:least] == rows[0][:least] for row in rows])
+    return int(np.append(same, False).argmin())

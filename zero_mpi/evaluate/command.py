@@ -59,7 +59,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     notes += map(log.Caution, bos_notes(task, opened))
     for note in notes if world.rank == 0 else ():
         log.tell(note)
-    sets = [found for found in (material.windows, material.answers) if found is not None]
+    sets = [found for found in (material.windows, *material.answers) if found is not None]
     models = [
         figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog))
         for candidate in opened.candidates
@@ -79,7 +79,7 @@ def figures_of(task: Task, candidate: Candidate, material: Material, losses: lis
     if material.windows is not None:
         found["text"] = text_figures(left.pop(0), material.tokens, material.text["bytes"])
     if material.choices is not None:
-        found["choices"] = choice_figures(left.pop(0), material.choices)
+        found["choices"] = choice_figures(left[0], material.choices, *left[1:])
     return found
 
 
@@ -104,6 +104,7 @@ def about_choices(material: Material) -> dict[str, Any]:
         "questions": len(choices.counts),
         "answers": len(choices.sequences),
         "right": choices.right,
+        "cut": choices.cut,
         "answer_tokens": grouped(choices.tokens, choices.counts),
         "answer_bytes": grouped(choices.nbytes, choices.counts),
     }

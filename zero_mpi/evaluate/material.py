@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
+from zero_mpi.data.bos import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
@@ -16,6 +17,7 @@ from zero_mpi.evaluate.candidate import Opened
 from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.evaluate.task import Task
+from zero_mpi.evaluate.task_forms import GREEDY
 from zero_mpi.launch.world import World
 from zero_mpi.session.resolve import read_corpus
 from zero_mpi.session.shared_corpus import share_corpus
@@ -27,13 +29,14 @@ class Material:
     """What the models are given to read.
 
     windows   over the text, if there is one; text: what is known of it, for --json; tokens: of each window
-    answers   of the questions, if there are any; choices: the questions
+    answers   of the questions, if there are any, once more where the likeliest ids are asked for
+    choices   the questions
     """
 
     windows: WindowSet | None
     text: dict[str, Any]
     tokens: np.ndarray[Any, Any]
-    answers: AnswerSet | None
+    answers: list[AnswerSet]
     choices: EncodedChoices | None
 
 
@@ -50,7 +53,10 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
             log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
         text, tokens = about(cut, windows, corpus, opened)
-    answers = None if choices is None else AnswerSet(choices, opened.config.micro_batch)
+    answers = []
+    if choices is not None:
+        scales = (1.0, 0.0) if choices.span == GREEDY else (1.0,)
+        answers = [AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
     return Material(windows, text, tokens, answers, choices)
 
 
@@ -60,7 +66,8 @@ def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
         return None
     assert opened.tokenizer is not None, "questions are text"
     context = min(candidate.model.context_length for candidate in opened.candidates)
-    return encode_choices(task.choices, opened.tokenizer, context)
+    bos = bos_of(opened.tokenizer, task.config.bos)
+    return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots)
 
 
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:

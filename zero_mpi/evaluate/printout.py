@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_mpi.cli.text import plural
-from zero_mpi.evaluate.scores import BY, Figures
+from zero_mpi.evaluate.scores import BY, OF_TASKS, Figures
 from zero_mpi.files.foreign import shown
 
 NO_NUMBER = "-"
@@ -29,8 +29,13 @@ def lines(figures: Figures) -> Iterator[str]:
         yield from (f"{name:{width}} {text_row(row)}" for name, row in zip(names, rows, strict=True))
     if "choices" in figures:
         yield from ("", about_choices(figures["choices"]), "")
-        yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
-        yield from (f"{name:{width}} {choice_row(row)}" for name, row in zip(names, rows, strict=True))
+        if "right" in rows[0]["choices"]:
+            yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
+            yield from (f"{name:{width}} {choice_row(row)}" for name, row in zip(names, rows, strict=True))
+        found = [name for name in OF_TASKS if name in rows[0]["choices"]]
+        yield f"{'':{width}}" + "".join(f" {each:>16}" for each in found)
+        for name, row in zip(names, rows, strict=True):
+            yield f"{name:{width}}" + "".join(f" {number(row['choices'][each], 4):>16}" for each in found)
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
@@ -61,7 +66,12 @@ def text_row(row: Figures) -> str:
 
 def about_choices(choices: dict[str, Any]) -> str:
     """How many questions there were."""
-    return f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}"
+    cut = (
+        f", {choices['cut']:,} without their beginnings, which are beyond the context"
+        if choices["cut"]
+        else ""
+    )
+    return f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
 
 
 def choice_row(row: Figures) -> str:

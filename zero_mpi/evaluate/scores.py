@@ -6,6 +6,7 @@ All are plain numbers in dictionaries, as `--json` writes them; None is a number
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.evaluate.choices import EncodedChoices
 from zero_mpi.evaluate.sequences import grouped
+from zero_mpi.evaluate.task_forms import CORE, TEXT
 from zero_mpi.sharding.grad_accum import ordered_total
 
 BY = ("log_likelihood", "per_token", "per_byte")  # how answers are compared
+ACC = ("acc", "acc_norm", "acc_bytes")  # shares of right answers, by lm-evaluation-harness's rules
+OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 Figures = dict[str, Any]
 
 
@@ -60,26 +64,43 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
     return math.sqrt(apart * len(nats) / (len(nats) - 1)) / count
 
 
-def choice_figures(losses: Array, choices: EncodedChoices) -> Figures:
+def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
     """Which answers are preferred: by log-likelihood, and by that divided by the answer's tokens or bytes.
 
+    acc                of CORE's by log-likelihood a token, else by log-likelihood
+    acc_norm           by log-likelihood a letter, without the space in front; acc_bytes: a byte of the same
     right              questions whose right answer is the likeliest, of equally likely ones the first
     accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
+    likelihoods = grouped((-losses).tolist(), choices.counts)
+    if choices.span == TEXT:
+        texts, nats = [text for text in choices.answers if text], ordered_total(losses)
+        words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
+        found = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
+        return {**found, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
+    if missed is not None:
+        found = {"acc": float((missed == 0).mean()), "perplexity": perplexity(float(losses.mean()))}
+        return {**found, "log_likelihoods": likelihoods}
+    bare = [answer.removeprefix(" ") for answer in choices.answers]
     divisors = {
         "log_likelihood": np.ones(len(losses)),
         "per_token": choices.tokens,
         "per_byte": choices.nbytes,
+        "acc_norm": [max(1, len(answer)) for answer in bare],
+        "acc_bytes": [max(1, len(answer.encode())) for answer in bare],
     }
     right = {
         name: right_ones(-losses / np.asarray(divisor, np.float64), choices)
         for name, divisor in divisors.items()
     }
+    shares = {name: count / len(choices.counts) for name, count in right.items()}
     return {
-        "right": right,
-        "accuracy": {name: count / len(choices.counts) for name, count in right.items()},
-        "log_likelihoods": grouped((-losses).tolist(), choices.counts),
+        "right": {name: right[name] for name in BY},
+        "accuracy": {name: shares[name] for name in BY},
+        "acc": shares["per_token" if choices.span in CORE else "log_likelihood"],
+        **{name: shares[name] for name in ACC[1:]},
+        "log_likelihoods": likelihoods,
     }
 
 
@@ -105,8 +126,9 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
         found["text"]["standard_error"] = standard_error(nats, tokens)
     if "choices" in model:
         ours, theirs = model["choices"], base["choices"]
-        for name in ("right", "accuracy"):
-            found.setdefault("choices", {})[name] = {by: ours[name][by] - theirs[name][by] for by in BY}
+        found["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
+        for name in ("right", "accuracy") if "right" in ours else ():
+            found["choices"][name] = {by: ours[name][by] - theirs[name][by] for by in BY}
     return found
 
 

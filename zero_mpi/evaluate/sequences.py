@@ -55,8 +55,8 @@ class AnswerSet:
     Shorter sequences of a micro-batch are filled up at their ends, which no position before them sees.
     """
 
-    def __init__(self, choices: EncodedChoices, micro_batch: int) -> None:
-        self._choices, self._micro_batch = choices, micro_batch
+    def __init__(self, choices: EncodedChoices, micro_batch: int, scale: float = 1.0) -> None:
+        self._choices, self._micro_batch, self._scale = choices, micro_batch, scale
         self.count = len(choices.sequences)
         self.micro_batches = -(-self.count // micro_batch)
 
@@ -72,7 +72,7 @@ class AnswerSet:
             for place, (row, start) in enumerate(zip(rows, starts, strict=True))
         ]
         x, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
-        return PartedBatch(x, targets, parts, here.start)
+        return PartedBatch(x, targets, parts, here.start, self._scale)
 
 
 def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int64]:

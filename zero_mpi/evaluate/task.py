@@ -43,7 +43,8 @@ class Task:
     config    the settings that training has as well; `init` is the model, and none of it is trained
     lora      an adapter of the first model
     against   a second model
-    choices   a file of questions with several answers
+    choices   a file of questions with several answers, or of a published task
+    shots     solved questions before each
     context   tokens of a window, None: the model's, at most MOST_CONTEXT
     stride    tokens from a window to the next, None: as many as a window has
     windows   how many at most, None: all
@@ -54,6 +55,7 @@ class Task:
     lora: str | None = None
     against: str | None = None
     choices: Path | None = None
+    shots: int = 0
     context: int | None = None
     stride: int | None = None
     windows: int | None = None
@@ -78,7 +80,16 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
     parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
-    parser.add_argument("--choices", metavar="FILE", help="questions with several answers, as JSON lines")
+    parser.add_argument(
+        "--choices",
+        "--task",
+        metavar="FILE",
+        help="questions with several answers, or a published task "
+        "(HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="solved questions of FILE before each (default: 0)"
+    )
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
     parser.add_argument(
         "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
@@ -105,4 +116,6 @@ def read_task(arguments: Sequence[str]) -> Task:
         if name in own and not config.data:
             raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
         within(name, own.get(name, 1), 1)
+    if "shots" in own and "choices" not in own:
+        raise UsageError(f"--shots {own['shots']}: of no questions: give --task FILE as well")
     return Task(config, **own)

@@ -26,12 +26,14 @@ class PartedBatch:
     x, targets   (b, T) ids
     parts        indices of targets, such as (row, slice(3, 9)); what no part has does not count
     first        the place of the first part's loss among those of all micro-batches
+    scale        times the loss; 0: the number of targets that are not the likeliest ids
     """
 
     x: Any
     targets: Any
     parts: Sequence[Any]
     first: int
+    scale: float = 1.0
 
 
 def evaluate(
@@ -58,8 +60,8 @@ def part_losses(
 
     def compute(number: int, losses: Array) -> None:
         batch = read(number)
-        for place, loss in enumerate(module.part_losses(batch.x, batch.targets, batch.parts), batch.first):
-            losses[place] = loss
+        found = module.part_losses(batch.x, batch.targets, batch.parts, batch.scale)
+        losses[batch.first : batch.first + len(found)] = found
 
     return dealt_out(module, micro_batches, count, compute)
 

@@ -1,0 +1,339 @@
+"""Published task files: log-likelihoods and shares by the rules of lm-evaluation-harness and of CORE.
+
+The rules are written here once more, after lm_eval/api and nanochat/core_eval.py, over logits of generation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece_files
+from bpe_files import TINY
+from jobs import run_job
+from oracles import smollm2
+from test_command_bits import needs_mpiexec
+from test_evaluate import surprises
+from test_generate import write_model
+
+from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.evaluate.choices import encode_choices, read_choices
+from zero_mpi.generate.text_model import TextModel
+
+QA = "Question: {}\nAnswer:"
+# name: (line, contexts, choices, right) of each question, as lm_eval/tasks has them.
+TASKS: dict[str, list[tuple[dict[str, Any], list[str], list[str], int]]] = {
+    "hellaswag": [
+        (
+            {"activity_label": "Making tea", "ctx_a": "A woman [title] boils water.", "ctx_b": "SHE then",
+             "ctx": "unused", "endings": ["pours it  into a cup.", "[step] flies away."], "label": "0"},
+            ["Making tea: A woman. boils water. She then"], ["pours it into a cup.", " flies away."], 0,
+        ),
+        (
+            {"ctx": "The dog sees a cat and", "endings": ["barks loudly.", "reads."], "label": 1},
+            ["The dog sees a cat and"], ["barks loudly.", "reads."], 1,
+        ),
+    ],
+    "arc": [
+        (
+            {"question": "What do plants need?", "answerKey": "2",
+             "choices": {"text": ["Sand", "Light from the sun", "Iron"], "label": ["1", "2", "3"]}},
+            [QA.format("What do plants need?")], ["Sand", "Light from the sun", "Iron"], 1,
+        ),
+        (
+            {"question": "Which is cold?", "answerKey": "A",
+             "choices": {"text": ["Ice", "Fire"], "label": ["A", "B"]}},
+            [QA.format("Which is cold?")], ["Ice", "Fire"], 0,
+        ),
+    ],
+    "piqa": [
+        (
+            {"goal": "Open a jar.", "sol1": "Turn the lid.", "sol2": "Été: wait for it to turn.", "label": 0},
+            [QA.format("Open a jar.")], ["Turn the lid.", "Été: wait for it to turn."], 0,
+        ),
+    ],
+    "openbookqa": [
+        (
+            {"question_stem": "The sun is a", "answerKey": "B",
+             "choices": {"text": ["dog", "star"], "label": ["A", "B"]}},
+            ["The sun is a"], ["dog", "star"], 1,
+        ),
+    ],
+    "winogrande": [
+        (
+            {"sentence": "The cup fell as _ was wet.", "option1": "the cup", "option2": "a cow",
+             "answer": "1"},
+            ["The cup fell as the cup", "The cup fell as a cow"], ["was wet."] * 2, 0,
+        ),
+    ],
+    "boolq": [
+        (
+            {"passage": "Snow is white.", "question": "is snow white", "label": 1},
+            ["Snow is white.\n" + QA.format("is snow white?")], ["no", "yes"], 1,
+        ),
+    ],
+}  # fmt: skip
+
+
+def evaluate(folder: Path, model: Path, lines: Sequence[Any], *flags: str) -> tuple[dict[str, Any], str]:
+    """The figures of a task file, and what is printed."""
+    (folder / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (str(model), "--task", "task.jsonl", *flags, "--json", "x.json")
+    status, printed, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder, timeout=200)
+    assert (status, errors) == (0, ""), errors
+    return json.loads((folder / "x.json").read_text())["models"][0]["choices"], printed
+
+
+class Harness:
+    """The rules of lm-evaluation-harness."""
+
+    def __init__(self, path: Path) -> None:
+        self.model, tokenizer = TextModel(path), tokenizer_of(path)
+        self.first = [tokenizer.bos] if tokenizer.add_bos else []
+        self.bos, self.encode = tokenizer.bos, lambda text: tokenizer.encode(text, special=True).tolist()
+
+    def span(self, before: Sequence[int], ids: Sequence[int]) -> float:
+        return -surprises(self.model, [*before, *ids])[len(before) - 1 :].sum()
+
+    def log_likelihood(self, context: str, continuation: str) -> float:
+        bare = context.rstrip()
+        continuation, context = context[len(bare) :] + continuation, bare
+        before = self.first + self.encode(context)
+        whole = self.first + self.encode(context + continuation)
+        return self.span(before or [self.bos], whole[len(before) :])
+
+    def rolling(self, text: str, most: int) -> float:
+        """As get_rolling_token_windows with a context_len of 1."""
+        tokens = self.first + self.encode(text)
+        total = self.span([self.bos], tokens[:most])
+        done = min(most, len(tokens))
+        while done < len(tokens):
+            new = min(len(tokens) - done, most)
+            end = done + new
+            total += self.span(tokens[end - most - 1 : end - new], tokens[end - new : end])
+            done = end
+        return total
+
+
+def tokenizer_of(path: Path) -> Any:
+    from zero_mpi.checkpoint.gguf.reader import GGUFFile
+
+    return tokenizer_from_metadata(GGUFFile.open(path).metadata)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with SentencePiece's vocabulary, that asks for bos."""
+    keys = sentencepiece_files.merged(600)
+    config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]), context_length=96)
+    return write_model(tmp_path_factory.mktemp("small") / "small.gguf", config, keys)
+
+
+@needs_mpiexec
+@pytest.mark.timeout_seconds(300)
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("which", ["small", "SmolLM2"])
+def test_shares_and_log_likelihoods_are_lm_evals(small, tmp_path, which, name):
+    path = small if which == "small" else Path(smollm2())
+    figures, printed = evaluate(tmp_path, path, [line for line, *_ in TASKS[name]])
+    harness, norms = (
+        Harness(path),
+        {"acc": lambda text: 1, "acc_norm": len, "acc_bytes": lambda t: len(t.encode())},
+    )
+    hits = dict.fromkeys(norms, 0)
+    for (_, contexts, choices, right), found in zip(TASKS[name], figures["log_likelihoods"], strict=True):
+        pairs = zip(contexts * (len(choices) // len(contexts)), choices, strict=True)
+        expected = [harness.log_likelihood(context, " " + choice) for context, choice in pairs]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        for figure, size in norms.items():
+            hits[figure] += (
+                int(np.argmax([ll / size(t) for ll, t in zip(expected, choices, strict=True)])) == right
+            )
+    for figure, count in hits.items():
+        assert figures[figure] == count / len(TASKS[name])
+        assert f" {figures[figure]:.4f}" in printed
+
+
+TEXTS = ["The lazy dog jumps  over the fox. " * 12, "Une école d'été\n\nand more.", "a"]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("which", ["small", "SmolLM2"])
+def test_rolling_perplexity_is_lm_evals(small, tmp_path, which):
+    path, texts = (small, TEXTS) if which == "small" else (Path(smollm2()), TEXTS[1:])
+    figures, _ = evaluate(tmp_path, path, [{"text": text} for text in texts])
+    harness, most = Harness(path), 96 if which == "small" else 2048
+    assert which != "small" or len(harness.encode(texts[0])) > 96, "several windows"
+    each = [harness.rolling(text, most) for text in texts]
+    np.testing.assert_allclose(
+        [sum(found) for found in figures["log_likelihoods"]], each, rtol=1e-4, atol=1e-4
+    )
+    words, nbytes = sum(len(text.split()) for text in texts) + 1, sum(len(text.encode()) for text in texts)
+    words -= which != "small"  # only the first text ends in a space, which lm-eval takes for a word more
+    assert figures["word_perplexity"] == pytest.approx(math.exp(-sum(each) / words), rel=1e-4)
+    assert figures["byte_perplexity"] == pytest.approx(math.exp(-sum(each) / nbytes), rel=1e-4)
+    assert figures["bits_per_byte"] == pytest.approx(-sum(each) / nbytes / math.log(2), rel=1e-4)
+
+
+CORE = {
+    "multiple choice": [
+        {"query": f"The {name} is", "choices": ["a dog", "the sun", "a dog indeed"], "gold": gold}
+        for name, gold in [("fox", 0), ("star", 1), ("hound", 2), ("moon", 1)]
+    ],
+    "schema": [
+        {
+            "context_options": [f"The cup fell as {a}", f"The cup fell as {b}"],
+            "continuation": "was wet.",
+            "gold": gold,
+        }
+        for a, b, gold in [("it", "the sun", 0), ("a dog", "he", 1), ("they", "the cup", 1)]
+    ],
+    "language modeling": [
+        {"context": f"  The lazy dog jumps {place} ", "continuation": what}
+        for place, what in [("over", "the fox"), ("under", "a"), ("to", "the"), ("in", "it")]
+    ],
+}
+
+
+def core(harness: Harness, items: list[Any], kind: str, shots: int) -> tuple[float, list[list[float]]]:
+    """The accuracy and the log-likelihoods as nanochat/core_eval.py has them."""
+    order = list(range(len(items)))
+    random.Random(1337).shuffle(order)
+    hits, nats = 0, dict[int, list[float]]()
+    for number, place in enumerate(order):
+        others = [i for i in range(len(order)) if i != number]
+        drawn = random.Random(1234 + number).sample(others, shots) if shots else []
+        item, solved = items[place], [items[order[i]] for i in drawn]
+        if kind == "multiple choice":
+            front = "".join(f"{s['query']} {s['choices'][s['gold']]}\n\n" for s in solved)
+            prompts = [f"{front}{item['query']} {choice}" for choice in item["choices"]]
+        elif kind == "schema":
+            front = "".join(f"{s['context_options'][s['gold']]} {s['continuation']}\n\n" for s in solved)
+            prompts = [f"{front}{context} {item['continuation']}" for context in item["context_options"]]
+        else:
+            front = "".join(f"{s['context'].strip()} {s['continuation']}\n\n" for s in solved)
+            without = f"{front}{item['context'].strip()}"
+            prompts = [without, f"{without} {item['continuation']}"]
+        rows = [[harness.bos, *harness.encode(prompt)] for prompt in prompts]
+        if kind == "language modeling":
+            before, row = rows
+            assert row[: len(before)] == before
+            harness.model.reset()
+            likeliest = harness.model.logits(row[:-1]).argmax(-1)[len(before) - 1 :]
+            hits += likeliest.tolist() == row[len(before) :]
+            nats[place] = [harness.span(before, row[len(before) :])]
+            continue
+        ends = rows if kind == "multiple choice" else [row[::-1] for row in rows]
+        same = next(i for i in range(999) if len({row[i] if i < len(row) else -i for row in ends}) > 1)
+        starts = [same if kind == "multiple choice" else len(row) - same for row in rows]
+        found = [harness.span(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]
+        means = [ll / (len(row) - start) for ll, row, start in zip(found, rows, starts, strict=True)]
+        hits += int(np.argmax(means)) == item["gold"]
+        nats[place] = found
+    return hits / len(items), [nats[place] for place in range(len(items))]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("kind", CORE)
+def test_core_is_nanochats(small, tmp_path, kind, shots):
+    figures, _ = evaluate(tmp_path, small, CORE[kind], "--shots", str(shots))
+    share, nats = core(Harness(small), CORE[kind], kind, shots)
+    assert figures["acc"] == share
+    for found, expected in zip(figures["log_likelihoods"], nats, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_mpiexec
+def test_the_likeliest_continuation_is_right(small, tmp_path):
+    """A word that the model itself goes on with, and another."""
+    harness, tokens = Harness(small), tokenizer_of(small).tokens
+    for context in (token[1:] for token in tokens if token.startswith("▁") and token[1:].isalpha()):
+        harness.model.reset()
+        ids = [harness.bos, *harness.encode(context)]
+        best = int(harness.model.logits(ids)[-1].argmax())
+        word = tokens[best].removeprefix("▁")
+        if word.isalpha() and harness.encode(f"{context} {word}") == [*ids[1:], best]:
+            break
+    else:
+        pytest.fail("no context is gone on with a word")
+    figures, _ = evaluate(tmp_path, small, [{"context": context, "continuation": x} for x in (word, "zq")])
+    assert figures["acc"] == 0.5
+
+
+# One rule for all: question and answer are one text.
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "bos"),
+    [(tokenizer_from_metadata(sentencepiece_files.merged(600)), 1), (ByteTokenizer(), None)],
+    ids=["SentencePiece", "bytes"],
+)
+def test_question_and_answer_are_encoded_as_one_text(tmp_path, tokenizer, bos):
+    lines = [
+        {"question": "Two and two are", "answers": [" four", " five"], "right": 0},
+        {"question": "Two and two are ", "answers": ["four", "five"], "right": 0},
+        {"question": "pre", "answers": ["dict", "fix"], "right": 1},
+        {"question": "", "answers": ["a", "bc"], "right": 1},
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found, place, front = encode_choices(path, tokenizer, 64, bos), 0, [] if bos is None else [bos]
+    for line in lines:
+        for answer in line["answers"]:
+            whole = [*front, *tokenizer.encode(line["question"] + answer).tolist()]
+            alone = [*front, *tokenizer.encode(line["question"].rstrip()).tolist()]
+            ids, start = found.sequences[place].tolist(), found.starts[place]
+            if line["question"] or bos:
+                assert ids == whole
+                assert whole[:start] == alone[:start]
+                assert start == len(alone) or whole[start] != alone[start]
+            else:
+                assert (ids, start) == ([256, *whole], 1)
+            place += 1
+    assert found.tokens[0:2] == found.tokens[2:4]
+
+
+def test_long_sequences_lose_their_beginnings(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "a" * 40, "answers": [" b", "c" * 8], "right": 0}))
+    found = encode_choices(path, ByteTokenizer(), 8)
+    assert [bytes(ids.tolist()) for ids in found.sequences] == [b"aaaaaaa b", b"acccccccc"]
+    assert (found.starts, found.cut) == ([7, 1], 2)
+    with pytest.raises(FileError, match="line 1"):
+        encode_choices(path, ByteTokenizer(), 7)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"ctx": 1, "endings": ["a"], "label": 0}, {"ctx": "a", "endings": ["a", "b"], "label": "x"},
+     {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}, {"text": 1},
+     {"query": "q", "choices": ["a", "b"], "gold": 2}, {"query": "q", "choices": None, "gold": 0},
+     {"sentence": "no place", "option1": "a", "option2": "b", "answer": "1"}, {"text": "\ud800"},
+     {"context_options": [], "continuation": "a", "gold": 0},
+     {"goal": "g", "sol1": "a", "sol2": 2, "label": 0}],
+    ids=str,
+)  # fmt: skip
+def test_damaged_fields_are_named(tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"text": "sound"}) + "\n" + json.dumps(line))
+    with pytest.raises(FileError, match=rf"bad\.jsonl, line 2: .*{next(iter(line))}"):
+        read_choices(path)
+
+
+def test_lines_of_two_forms_and_too_many_shots_are_refused(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"text": "a"}\n{"context": "b", "continuation": "c"}')
+    with pytest.raises(FileError, match="line 2"):
+        encode_choices(path, ByteTokenizer(), 8)
+    for shots in (2, -1):
+        with pytest.raises(UsageError, match=f"--shots {shots}"):
+            encode_choices(path, ByteTokenizer(), 8, None, shots)
