@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import ByteTokenizer, Windows
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.evaluate import scores
-from zero_mpi.evaluate.choices import EncodedChoices, encode_choices, read_choices
+from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.evaluate.task import read_task
 from zero_mpi.generate.text_model import TextModel
@@ -236,8 +236,8 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
 
 
 def test_of_equally_likely_answers_the_first_counts():
-    ids = [np.arange(3), np.arange(4), np.arange(3), np.arange(3)]
-    choices = EncodedChoices(ids, [1, 1, 2, 2], [2, 2], [0, 1], [9, 3, 5, 5])
+    ids = [(np.arange(question), np.arange(answer)) for question, answer in ((1, 2), (1, 3), (2, 1), (2, 1))]
+    choices = EncodedChoices(ids, [2, 2], [0, 1], [9, 3, 5, 5])
     found = scores.choice_figures(np.array([6.0, 6.0, 1.0, 1.0]), choices)
     assert found["right"] == {"log_likelihood": 1, "per_token": 0, "per_byte": 1}
     assert found["accuracy"]["log_likelihood"] == 0.5
@@ -260,7 +260,7 @@ BAD_LINES = {
     '{"answers": ["a", "b"], "right": 0}': "with one of question and context, found 'answers', 'right'",
     '{"question": "a", "context": "b", "answers": ["a", "b"], "right": 0}': "found question and context",
     '{"question": 1, "answers": ["a", "b"], "right": 0}': "question: expected a text, found 1",
-    '{"question": "q", "answers": ["a"], "right": 0}': "answers: expected a list of at least two texts",
+    '{"question": "q", "answers": ["a"], "right": 0}': "answers: expected a list of 2 to 1000 texts, found 1",
     '{"question": "\\ud800", "answers": ["a", "b"], "right": 0}': "question: expected a text, found",
     '{"question": "q", "answers": ["a", ""], "right": 0}': "expected texts that are not empty, found ''",
     '{"question": "q", "answers": ["a", "b"], "right": 2}': "right: expected the number of an answer, 0 to 1",
@@ -274,7 +274,7 @@ def test_a_bad_line_is_named_with_what_was_expected(tmp_path, line):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(QUESTIONS[0]) + "\n\n" + line)
     with pytest.raises(FileError, match=f"--choices .*bad.jsonl, line 3: .*{BAD_LINES[line]}"):
-        read_choices(path)
+        encode_choices(path, ByteTokenizer(), CONTEXT)
 
 
 # ---------------------------------------------------------------------------------------- figures

@@ -19,34 +19,23 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 
-Ids = NDArray[np.int64]
+Ids = NDArray[np.unsignedinteger[Any]]
+MOST_ANSWERS = 1000  # of a question
 QUESTION = ("question", "context")  # names of what an answer follows: one of them
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
-
-
-@dataclass(frozen=True)
-class MultipleChoice:
-    """A question, its answers and the number of the right one; line: of the file, from 1."""
-
-    line: int
-    question: str
-    answers: tuple[str, ...]
-    right: int
 
 
 @dataclass(frozen=True)
 class EncodedChoices:
     """Questions as tokens.
 
-    sequences   an array of ids for each answer of each question: those of the question, then the answer's
-    starts      where in each the answer begins
+    sequences   for each answer of each question the ids of the question, which its answers share, and its own
     counts      answers of each question
     right       number of the right one of each
     nbytes      of each answer, in UTF-8
     """
 
-    sequences: list[Ids]
-    starts: list[int]
+    sequences: list[tuple[Ids, Ids]]
     counts: list[int]
     right: list[int]
     nbytes: list[int]
@@ -54,19 +43,39 @@ class EncodedChoices:
     @property
     def tokens(self) -> list[int]:
         """How many tokens each answer has."""
-        return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
+        return [len(answer) for _, answer in self.sequences]
 
 
-def read_choices(path: Path) -> list[MultipleChoice]:
-    """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
-    found = list(each_line(path, "--choices", one_choice))
-    if not found:
+def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:
+    """Return the questions of a file as tokens.
+
+    What a model asks for before a text (bos) stands before a question, in which control tokens count as such.
+    Raises FileError that names file, line, what was expected and what came.
+    """
+    found = EncodedChoices([], [], [], [])
+
+    def encode(line: int, value: Any) -> None:
+        text, answers, right = one_choice(value)
+        question = tokenizer.encode_prompt(text)
+        for answer, ids in zip(answers, tokenizer.encode_batch(answers), strict=True):
+            length = len(question) + len(ids)
+            if not len(ids) or length > context + 1:
+                raise ValueError(
+                    f"question and answer {show(answer, 40)} are {length} tokens, the answer {len(ids)}; "
+                    f"expected at least one of the answer and at most {context + 1} together, by the context"
+                )
+            found.sequences.append((question, ids))
+            found.nbytes.append(len(answer.encode()))
+        found.counts.append(len(answers))
+        found.right.append(right)
+
+    if not list(each_line(path, "--choices", encode)):
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
     return found
 
 
-def one_choice(line: int, value: Any) -> MultipleChoice:
-    """The question of a line; raises ValueError for anything else."""
+def one_choice(value: Any) -> tuple[str, list[str], int]:
+    """Return question, answers and the number of the right one; raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     names = [name for name in QUESTION if name in value]
@@ -76,8 +85,9 @@ def one_choice(line: int, value: Any) -> MultipleChoice:
     question, answers, right = value[names[0]], value.get("answers"), value.get("right")
     if not is_text(question):
         raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
-    if not isinstance(answers, list) or len(answers) < 2:
-        raise ValueError(f"answers: expected a list of at least two texts, found {quoted(answers)}")
+    if not isinstance(answers, list) or not 2 <= len(answers) <= MOST_ANSWERS:
+        found = len(answers) if isinstance(answers, list) else quoted(answers)
+        raise ValueError(f"answers: expected a list of 2 to {MOST_ANSWERS} texts, found {found}")
     for answer in answers:
         if not is_text(answer) or not answer:
             raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")
@@ -85,28 +95,4 @@ def one_choice(line: int, value: Any) -> MultipleChoice:
         raise ValueError(
             f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
         )
-    return MultipleChoice(line, question, tuple(answers), right)
-
-
-def encode_choices(path: Path, tokenizer: Tokenizer, context: int) -> EncodedChoices:
-    """The questions of a file as tokens. Raises FileError for one that `context` positions are too few for.
-
-    What a model asks for before a text (bos) stands before a question, in which control tokens count as such.
-    """
-    read, found = read_choices(path), EncodedChoices([], [], [], [], [])
-    for choice in read:
-        question = tokenizer.encode_prompt(choice.question)
-        for answer, ids in zip(choice.answers, tokenizer.encode_batch(choice.answers), strict=True):
-            length = len(question) + len(ids)
-            if not len(ids) or length > context + 1:
-                problem = f"question and answer {show(answer, 40)} are {length} tokens, the answer {len(ids)}"
-                raise FileError(
-                    f"--choices {shown(path)}, line {choice.line}: {problem}; expected at least one of the "
-                    f"answer and at most {context + 1} together, by the model's context"
-                )
-            found.sequences.append(np.concatenate((question, ids)).astype(np.int64))
-            found.starts.append(len(question))
-            found.nbytes.append(len(answer.encode()))
-        found.counts.append(len(choice.answers))
-        found.right.append(choice.right)
-    return found
+    return question, answers, right

@@ -63,13 +63,14 @@ class AnswerSet:
     def micro(self, i: int) -> PartedBatch:
         """Micro-batch i: a part for each answer."""
         here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
-        rows, starts = self._choices.sequences[here], self._choices.starts[here]
+        pairs = self._choices.sequences[here]
+        rows = list(map(np.concatenate, pairs))
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for place, row in enumerate(rows):
             ids[place, : len(row)] = row
         parts = [
-            (place, slice(start - 1, len(row) - 1))
-            for place, (row, start) in enumerate(zip(rows, starts, strict=True))
+            (place, slice(len(question) - 1, len(question) + len(answer) - 1))
+            for place, (question, answer) in enumerate(pairs)
         ]
         x, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
         return PartedBatch(x, targets, parts, here.start)
