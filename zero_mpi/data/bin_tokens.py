@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.token_file import TokenLayout, check_length, exactly
+from zero_mpi.data.token_file import BLOCK, TokenLayout, blocks, check_length, exactly
 from zero_mpi.files.open import open_file
 
 LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
@@ -75,16 +75,22 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
             found = MEGATRON_NAMES.get(code, f"type {code}")
             raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {found} in its index")
         check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
-        sizes = np.frombuffer(exactly(index, 4 * sequences), "<i4").astype(np.int64)
+        count = sum(int(sizes.sum(dtype=np.int64)) for sizes in blocks(index, sequences, np.dtype("<i4")))
+        check_length(file, count * dtype.itemsize)
+        if max(sequences, documents) > count + BLOCK:  # of a sparse file, which may tell of any number
+            raise ValueError(
+                f"expected about as many sequences as ids in its index, {count}, found {sequences}"
+            )
+        index.seek(MEGATRON_HEAD)
+        sizes = np.frombuffer(exactly(index, 4 * sequences), "<i4")
         places = np.frombuffer(exactly(index, 8 * sequences), "<i8")
         borders = np.frombuffer(exactly(index, 8 * documents), "<i8")
-    stops = np.concatenate([[0], np.cumsum(sizes)])
+    stops = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     if (sizes < 0).any() or not np.array_equal(places, stops[:-1] * dtype.itemsize):
         raise ValueError("expected sequences one behind the other in its index, found others")
     if not documents or borders[0] or borders[-1] != sequences or (np.diff(borders) < 0).any():
         raise ValueError(f"expected borders of documents from 0 to {sequences} in its index, found others")
-    check_length(file, int(stops[-1]) * dtype.itemsize)
-    return TokenLayout([(0, int(stops[-1]))], dtype, stops[borders[1:]])
+    return TokenLayout([(0, count)], dtype, stops[borders[1:]])
 
 
 def megatron_dtype(vocab: int) -> np.dtype[Any]:

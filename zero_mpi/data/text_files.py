@@ -32,17 +32,15 @@ def named(paths: Sequence[str], most: int = _NAME) -> str:
 
 
 def stdlib_files() -> list[Path]:
-    """Python's own .py sources in the order of their names, without tests and installed packages."""
-    root = stdlib_root()
-    names = [name for name in _walk(root, _NOT_LIBRARY) if name.endswith(".py")]
-    # _sysconfigdata* is written by the build and differs from machine to machine.
-    return [root / name for name in names if not name.startswith("_sysconfigdata")]
+    """Return Python's own .py sources in the order of their names, without tests and installed packages."""
+    return [path for _, path in library_files()]
 
 
 def library_files() -> list[tuple[str, Path]]:
-    """(name, path) of the same files, as `collect_files` gives them."""
-    root = stdlib_root()
-    return [(path.relative_to(root).as_posix(), path) for path in stdlib_files()]
+    """Return (name, path) of the same files, as `collect_files` does."""
+    # _sysconfigdata* is written by the build and differs from machine to machine.
+    names = [name for name in _walk(stdlib_root(), _NOT_LIBRARY) if not name.startswith("_sysconfigdata")]
+    return [(name, stdlib_root() / name) for name in names if name.endswith(".py")]
 
 
 def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:

@@ -55,8 +55,8 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     Raises UsageError if only some are.
     """
     tokens = [file for file in files if format_of(*file) is not None]
-    chosen = set(tokens)
-    texts = [file for file in files if file not in chosen and not (tokens and _is_beside(file[1], chosen))]
+    chosen = {path for _, path in tokens}
+    texts = [file for file in files if file[1] not in chosen and not (tokens and _is_beside(file[1], chosen))]
     if tokens and texts:
         raise UsageError(
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0][1]} is not"
@@ -90,8 +90,8 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
     return Document(name, spans, hashlib.sha256(digest + ends.tobytes()).digest(), ends=ends)
 
 
-def _is_beside(path: Path, tokens: set[tuple[str, Path]]) -> bool:
+def _is_beside(path: Path, tokens: set[Path]) -> bool:
     """Whether a file only describes token files."""
     if path.suffix == ".idx":
-        return any(path.with_suffix(".bin") == other for _, other in tokens)
+        return path.with_suffix(".bin") in tokens
     return path.name in _BESIDE

@@ -32,6 +32,7 @@ from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 
 Ids = NDArray[np.int64]
+MOST_ANSWERS = 1000  # of a question
 QUESTION = ("question", "context")  # names of what an answer follows: one of them
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
@@ -89,8 +90,9 @@ def one_choice(line: int, value: Any) -> Question:
     question, answers, right = value[names[0]], value.get("answers"), value.get("right")
     if not is_text(question):
         raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
-    if not isinstance(answers, list) or len(answers) < 2:
-        raise ValueError(f"answers: expected a list of at least two texts, found {quoted(answers)}")
+    if not isinstance(answers, list) or not 2 <= len(answers) <= MOST_ANSWERS:
+        came = len(answers) if isinstance(answers, list) else quoted(answers)
+        raise ValueError(f"answers: expected a list of 2 to {MOST_ANSWERS} texts, found {came}")
     for answer in answers:
         if not is_text(answer) or not answer:
             raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")

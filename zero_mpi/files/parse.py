@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -81,8 +82,7 @@ def _values(raw: bytes | str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"expected {show(twice)} once, found it twice")
     return found
 

@@ -18,14 +18,13 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file as read_whole
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
-NUMBER = re.compile(r"0*[1-9][0-9]{0,8}")
-SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
+NUMBER = re.compile(r"0{0,99}[1-9][0-9]{0,8}")
 MOST_BYTES = 16 << 20  # of a hostfile
 SLOTS, MOST = "slots", "max-slots"
 FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HostEntry:
     """A host and its ranks: how many it takes (`slots`), and how many at most where it is asked for more."""
 
@@ -65,9 +64,10 @@ def read_host(text: str, place: str) -> HostEntry:
 
 def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
     """What stands after the name: `slots` and `max-slots`, each once, and nothing else."""
-    found = {key.lower().replace("_", "-"): value for key, value in SETTING.findall(rest)}
+    words = rest.lower().replace("_", "-").replace("=", " = ").split()
+    found = dict(zip(words[::3], words[2::3], strict=False))
     sound = all(key in (SLOTS, MOST) and NUMBER.fullmatch(value) for key, value in found.items())
-    if SETTING.sub("", rest).strip() or not sound or len(found) < len(SETTING.findall(rest)):
+    if not sound or len(words) != 3 * len(found) or set(words[1::3]) != {"="}:
         raise UsageError(f"{place}: {FORMS}, got {show(text)}")
     return {key: int(value) for key, value in found.items()}
 
@@ -79,21 +79,11 @@ def merged(first: HostEntry, again: HostEntry) -> HostEntry:
     return replace(first, slots=first.slots + again.slots, most=most)
 
 
-def for_mpich(host: HostEntry) -> str:
-    """A line for MPICH's mpiexec -f."""
-    return f"{host.name}:{host.slots}"
-
-
-def for_openmpi(host: HostEntry) -> str:
-    """A line for Open MPI's mpirun --hostfile."""
-    return f"{host.name} {SLOTS}={host.slots}" + ("" if host.most is None else f" {MOST}={host.most}")
-
-
 # Intel MPI heeds the ranks of a host in a file of -machinefile alone.
-LINES: Mapping[str, Callable[[HostEntry], str]] = {
-    "mpich": for_mpich,
-    "openmpi": for_openmpi,
-    "impi": for_mpich,
+LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
+    "mpich": lambda host: f"{host.name}:{host.slots}",
+    "openmpi": lambda host: f"{host.name} {SLOTS}={host.slots}" + f" {MOST}={host.most}" * bool(host.most),
+    "impi": lambda host: f"{host.name}:{host.slots}",
 }
 
 

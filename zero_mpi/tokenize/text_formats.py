@@ -27,6 +27,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.tokenize.text_streams import MOST_UNPACKED, TextStream, length_of, line_number, packing_named
 
 ROWS = 256  # of Parquet, read together
+DENSEST, ALWAYS = 50, 8 << 20  # bytes of an unpacked text: for each of the packed file's; in any case
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _is_text_file(file: InputFile, reading: Reading) -> bool:
 
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
     packed = packing_named(file.path.name) is not None
-    most = MOST_UNPACKED if packed else MEGATRON_MOST
+    most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
     with TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:

@@ -5,80 +5,128 @@ text of all messages before it ends, with what stands before an answer when one 
 the first token that ends a turn behind what it says. Templates may write a turn otherwise when more follows
 (they leave out earlier thoughts, or move the system's message). Then the text is made a second time with
 another content for the turn, and its content lies where the two texts differ.
+
+Texts for each turn would take the square of their number. So the template's loop over messages tells where
+each begins, and what stands before an answer is looked up once for each role that spoke before. Only for a
+template without such a loop there are texts for each turn, and at most `MOST_TURNS` turns.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
 
-from zero_mpi.data.conversations.chat_template import ChatTemplate
+from zero_mpi.data.conversations.chat_template import ChatTemplate, RenderedText
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, Message
 
 Span = tuple[int, int]  # of letters: the first, and the one behind the last
+Spans = dict[int, Span | None]  # by the number of the message
+Messages = Sequence[Message]
+MOST_TURNS = 64
+BLANKS = re.compile(r"\s*")
 
 
 class AnswerFinder:
-    """Finds answers in the texts of a template. ends: how tokens are spelt that end a turn."""
+    """Finder of answers in the texts of a template. ends: how tokens are spelt that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self._template = template
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where in it the answers are; ValueError as the template raises it.
+        """Return the text of a conversation, and where in it the answers are; raises ValueError.
 
         A turn that the template leaves out is not among them.
         """
         messages = conversation.messages
-        text, marked, _ = self._template.render(messages)
-        if marked:
-            return text, marked
-        turns = [
-            place
-            for place, message in enumerate(messages)
-            if message["role"] == ASSISTANT and place >= conversation.answers
-        ]
-        spans = [
-            self._by_prompt(text, messages, turn) or self._by_content(text, messages, turn) for turn in turns
-        ]
-        return text, [span for span in spans if span is not None]
+        whole = self._template.render(messages)
+        if whole.marked:
+            return whole.text, whole.marked
+        turns = [n for n, m in enumerate(messages) if m["role"] == ASSISTANT and n >= conversation.answers]
+        spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
+        return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
-    def _by_prompt(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
-        """What follows the text before a turn; None if that is written otherwise when more follows."""
+    def by_loop(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+        """Return the answer of each turn by the template's loop; none where it does not tell of all."""
+        places, spans, leads = segments(whole), Spans(), dict[object, tuple[str, int] | None]()
+        if not places.keys() >= set(turns):
+            return {}
+        for turn in reversed(turns):  # what stands before the last ones depends on no later message
+            start, stop = places[turn]
+            speaker = messages[turn - 1]["role"] if turn else None
+            if speaker not in leads:
+                leads[speaker], before = None, self._text(messages[:turn], generation_prompt=True)
+                if before is not None and whole.text.startswith(before):
+                    leads[speaker] = before[start:], len(before) - start
+            lead = leads[speaker]
+            if lead is not None and whole.text.startswith(lead[0], start, stop):
+                start += lead[1]  # which is less if an answer takes in what stands behind the message before
+                spans[turn] = start, self._end_of_turn(whole.text, start, stop)
+        if rest := set(turns) - spans.keys():
+            other = self._instead(whole, messages, rest)
+            others = segments(other)
+            if not others.keys() >= rest:
+                return {}
+            for turn in rest:
+                spans[turn] = self._differing(whole.text, places[turn], other.text, others[turn])
+        return spans
+
+    def by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+        """Return the answer of each turn by texts of its own."""
+        if len(turns) > MOST_TURNS:
+            raise ValueError(
+                f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
+                "over messages; mark answers in it by {% generation %}"
+            )
+        text, spans = whole.text, Spans()
+        for turn in turns:
+            before, known = self._text(messages[:turn], True), self._text(messages[: turn + 1])
+            if before is not None and known is not None and known.startswith(before):
+                stop = self._end_of_turn(known, len(before), len(known))
+                if text.startswith(known[:stop]):
+                    spans[turn] = len(before), stop
+                    continue
+            other = self._instead(whole, messages, {turn}).text
+            spans[turn] = self._differing(text, (0, len(text)), other, (0, len(other)))
+        return spans
+
+    def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
+        """Return the text of a part of a conversation; None where the template takes no such part."""
         try:
-            before = self._template.render(messages[:turn], generation_prompt=True).text
-            known = self._template.render(messages[: turn + 1]).text
-        except ValueError:  # not all templates take a part of a conversation
+            return self._template.render(messages, generation_prompt).text
+        except ValueError:
             return None
-        start, stop = len(before), self._end_of_turn(known, len(before))
-        return (start, stop) if known.startswith(before) and text.startswith(known[:stop]) else None
 
-    def _end_of_turn(self, text: str, start: int) -> int:
-        """The end of what is said from `start` on: of the first token that ends a turn of all at the end."""
-        at, found = len(text), None
+    def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
+        """Render messages in which these turns say one letter that the text does not have."""
+        letters = set(whole.text)
+        other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
+        return self._template.render([m | other if n in turns else m for n, m in enumerate(messages)])
+
+    def _end_of_turn(self, text: str, start: int, at: int) -> int:
+        """Return the end of what is said from `start` on: of the first of its tokens that end turns."""
+        found = None
         while True:
-            at = start + len(text[start:at].rstrip())
+            while at > start and text[at - 1].isspace():
+                at -= 1
             end = next((end for end in self._ends if text.endswith(end, start, at)), None)
             if end is None:
                 return at if found is None else found
             found, at = at, at - len(end)
 
-    def _by_content(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
-        """Where the text differs if a turn says something else, with the token that ends a turn after it."""
-        content = messages[turn]["content"]
-        letter = next(letter for letter in map(chr, count(ord("A"))) if letter not in content)
-        other = [*messages[:turn], messages[turn] | {"content": letter}, *messages[turn + 1 :]]
-        instead = self._template.render(other).text
-        if instead == text:
+    def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
+        """Return where two texts of a turn differ, with the token that ends a turn after it."""
+        mine, instead = text[slice(*place)], other[slice(*other_place)]
+        if mine == instead:
             return None
-        start = common(text, instead)
-        stop = len(text) - common(text[start:][::-1], instead[start:][::-1])
-        behind = stop + len(text[stop:]) - len(text[stop:].lstrip())
+        start = common(mine, instead)
+        stop = place[1] - common(mine[start:][::-1], instead[start:][::-1])
+        behind = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # it always matches
         ends = (*self._ends, self._closing)
         end = next((end for end in ends if text.startswith(end, behind)), "")
-        return start, behind + len(end) if end else stop
+        return place[0] + start, behind + len(end) if end else stop
 
     @cached_property
     def _closing(self) -> str:
@@ -92,13 +140,19 @@ class AnswerFinder:
         return behind.strip().partition("\n")[0].rstrip()
 
 
+def segments(rendered: RenderedText) -> dict[int, Span]:
+    """Return where each message stands by the template's loop; nothing where the loop cannot be believed.
+
+    A loop inside a macro, whose text is held back, seems to write all messages in one place.
+    """
+    begins = {place: begin for place, begin in enumerate(rendered.begins) if begin is not None}
+    starts = list(begins.values())
+    if starts != sorted(starts) or 1 == len(set(starts)) < len(starts):
+        return {}
+    return dict(zip(begins, zip(starts, [*starts[1:], len(rendered.text)], strict=False), strict=True))
+
+
 def common(one: str, other: str) -> int:
-    """How many letters two texts have in common at their beginnings."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # texts are compared by the interpreter, not letter by letter here
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Return how many letters two texts have in common at their beginnings."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -89,9 +89,8 @@ def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str
         status = ended(process)  # or its next answer would be that of this request
         if not isinstance(error, BrokenPipeError | EOFError):
             raise
-        found = {"error": f"its process ended with status {status}"}
-        if status == -signal.SIGPROF:
-            found = {"error": f"it takes more than {SECONDS:g} s of CPU time"}
+        late = f"it takes more than {SECONDS:g} s of CPU time"
+        found = {"error": late if status == -signal.SIGPROF else f"its process ended with status {status}"}
     if "error" in found:
         raise ValueError(f"the chat template: {shown(found['error'])}")
     return found

@@ -95,11 +95,6 @@ def one_conversation(name: str, value: Any) -> Conversation:
     return Conversation(name, (*earlier, *messages), len(earlier))
 
 
-def by_messages(value: Message) -> tuple[list[Message], list[Message]]:
-    """OpenAI's form: (nothing, all messages)."""
-    return [], messages_of("messages", value["messages"])
-
-
 def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
     """A prompt and what completes it; of texts, the user's message and the assistant's."""
     kinds = {type(value[name]) for name in ("prompt", "completion")}
@@ -136,7 +131,7 @@ def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], list[Message]]]], ...] = (
-    (("messages",), by_messages),
+    (("messages",), lambda value: ([], messages_of("messages", value["messages"]))),  # OpenAI's form
     (("conversations",), by_speakers),
     (("prompt", "completion"), by_prompt),
     (("instruction", "output"), by_instruction),

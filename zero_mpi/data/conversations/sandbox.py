@@ -63,11 +63,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
-        self.filters.pop("random")
+        del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
             value, ensure_ascii=ensure_ascii, **options
         )  # as Transformers has it: nothing is made safe for HTML
-        self.globals.pop("lipsum")
         self.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
 
     def compiled(self, source: str) -> Template:
@@ -87,10 +86,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def rendered(self, template: Template, variables: dict[str, Any], most: int) -> dict[str, Any]:
         """Return the text of a template, of at most `most` letters, and the places in it."""
-        messages = variables["messages"]
-        self._places = {id(message): place for place, message in enumerate(messages)}
+        self._places = {id(message): place for place, message in enumerate(variables["messages"])}
         self.written, self.marked = 0, list[tuple[int, int]]()
-        self.begins: list[int | None] = [None] * len(messages)
+        self.begins: list[int | None] = [None] * len(variables["messages"])
         parts = list[str]()
         for part in template.generate(**variables):
             parts.append(part)
@@ -123,12 +121,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it does
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     sandbox, template = Sandbox(), Template("")
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         request = marshal.loads(sys.stdin.buffer.read(size))
-        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # ends the process, whatever it does
         try:
             if "source" in request:
                 template, found = sandbox.compiled(request["source"]), {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, groupby, pairwise, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
 ANSWERS, ALL = "answers", "all"
 LOSSES = (ANSWERS, ALL)
-GROUP = 256  # conversations that are encoded together
+GROUP = 1 << 20  # letters of conversations that are encoded together
 
 
 class TokenizedConversation(NamedTuple):
@@ -73,8 +73,11 @@ class ConversationReader:
 
     def read(self, files: Iterable[tuple[str, Path]]) -> Iterator[TokenizedConversation]:
         """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
-        found = chain.from_iterable(read_conversations(name, path, self.render) for name, path in files)
-        while group := list(islice(found, GROUP)):
+        read = (read_conversations(name, path, self.render) for name, path in files)
+        found, measured = tee(chain.from_iterable(read))
+        ends = accumulate(len(each.text) for each in measured)
+        for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
+            group = [each for _, each in pairs]
             encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
             for each, (ids, lengths) in zip(group, encoded, strict=True):
                 yield marked(each, ids, lengths)
@@ -100,10 +103,10 @@ def marked(
             f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
             f"{lengths.sum()} of {size} bytes in its tokens"
         )
-    counted = np.zeros(len(ids), bool)
+    counted, begins = np.zeros(len(ids), bool), ends - lengths
     for start, stop in in_bytes(each.text, each.spans):
         if start < stop:
-            counted[np.searchsorted(ends, start, "right") : np.searchsorted(ends - lengths, stop)] = True
+            counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
     return TokenizedConversation(each.name, each.text, ids, counted, lengths)
 
 
@@ -111,4 +114,7 @@ def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
     """Places of letters as places of bytes in UTF-8."""
     if text.isascii():
         return list(spans)
-    return [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
+    places = sorted({place for span in spans for place in span})
+    sizes = accumulate(len(text[start:stop].encode()) for start, stop in pairwise([0, *places]))
+    found = dict(zip(places, sizes, strict=True))
+    return [(found[start], found[stop]) for start, stop in spans]
