@@ -65,7 +65,9 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "gemma3, linear": GEMMA3
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
+    "mistral": {"model_type": "mistral", **SIZES, "head_dim": 10, "sliding_window": None},
     "phi3": {"model_type": "phi3", **SIZES},
+    "phi3, partial": {"model_type": "phi3", **SIZES, "partial_rotary_factor": 0.7},
     "phi3, long": {
         "model_type": "phi3",
         **SIZES,
@@ -192,6 +194,7 @@ def rms_norm(x, weight, eps):
 
 def frequencies(config, D, T):
     """Rotary frequencies (D / 2,) for a text of T tokens, scaled as the configuration asks for it."""
+    D = turned_width(config, D)
     freqs = config["rope_theta"] ** (-np.arange(0, D, 2) / D)
     scaling = config.get("rope_scaling")
     if scaling is None or scaling["rope_type"] == "default":
@@ -242,12 +245,19 @@ def magnitude(config):
     return 1 + 0.1 * np.log(scaling["factor"]) if scaling.get("rope_type") == "yarn" else 1
 
 
-def rotate(x, freqs):
-    """rotate_half: element j is paired with j + D / 2. x (heads, T, D)."""
+def turned_width(config, D):
+    """Elements of a head that are turned: Phi 3's class has the setting inside or beside."""
+    inside = config.get("rope_scaling") or {}
+    return int(D * inside.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)))
+
+
+def rotate(x, freqs, times=1):
+    """rotate_half: element j is paired with j + P of P pairs; what is behind them stays. x (heads, T, D)."""
+    x, rest = x[..., : 2 * len(freqs)], x[..., 2 * len(freqs) :]
     angles = np.arange(x.shape[1])[:, None] * np.concatenate([freqs, freqs])
     half = x.shape[-1] // 2
     turned = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    return x * np.cos(angles) + turned * np.sin(angles)
+    return np.concatenate([times * (x * np.cos(angles) + turned * np.sin(angles)), rest], axis=-1)
 
 
 def rotary_logits(config, tensors, ids):
@@ -305,7 +315,7 @@ def self_attention(config, w, i, x):
     if window is not None:
         config = config | {"rope_theta": 10000.0, "rope_scaling": None}
     if kind != "smollm3" or (i + 1) % config.get("no_rope_layer_interval", 4):
-        q, k = (magnitude(config) * rotate(y, frequencies(config, D, T)) for y in (q, k))
+        q, k = (rotate(y, frequencies(config, D, T), magnitude(config)) for y in (q, k))
     return linear(w, f"{prefix}.o_proj", attend(q, k, v, config.get("attention_multiplier"), window))
 
 

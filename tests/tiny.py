@@ -37,6 +37,7 @@ OTHERS = {  # further architectures: what is shown of several models is shown of
     for arch in architectures.ROWS
     if arch not in MODELS
 }
+OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
 
 
 def micro_batch(step, number, config, rows=2):

@@ -169,10 +169,13 @@ def embedding_case(b: int, t: int, vocabulary: int, width: int) -> dict[str, Cal
 
 
 def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
-    """Both orders of pairs."""
+    """Both orders of pairs, of all of a head and of a part."""
     angle = numbers(shape[1], shape[3] // 2)
     x, cos, sin = numbers(*shape), np.cos(angle), np.sin(angle)
+    few = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
     return {
+        "rope, interleaved, partial": lambda: [x, *few, True],
+        "rope, halves, partial": lambda: [x, *few, False],
         "rope, interleaved": lambda: [x, cos, sin, True],
         "rope, halves": lambda: [x, cos, sin, False],
     }

@@ -263,7 +263,7 @@ EOS, EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "e
     [
         (CHATML, {}, "<|im_end|>", None),
         (OWN, {}, "<|user|>", None),
-        (OWN, {EOT: "<|system|>"}, "<|user|>", "<|system|>"),
+        (OWN, {EOT: "<|system|>"}, "<|system|>", "<|user|>"),
         (ZEPHYR, {}, None, None),
         (SPELT, {}, None, None),
         ("{% for", {}, None, None),

@@ -47,7 +47,8 @@ SCALED = replace(LLAMA, rope_factors=(1.0, 4.0))
 LONG = replace(
     MODELS["phi3"], long_factors=(3.0,), short_factors=(0.5,), original_context=5, rope_magnitude=1.5
 )
-CONFIGS = MODELS | {"llama, rope factors": SCALED, "phi3, long": LONG}
+PARTIAL = replace(LLAMA, rope_dimension_count=2)
+CONFIGS = MODELS | {"llama, rope factors": SCALED, "llama, partial": PARTIAL, "phi3, long": LONG}
 PROMPT = list(b"def f(")
 
 

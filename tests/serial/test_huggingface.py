@@ -69,13 +69,15 @@ def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> Non
     np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
 
-PERMUTED = ("llama", "smollm3", "granite")  # whose converter brings neighbours of q and k together
+PERMUTED = ("llama", "mistral", "smollm3", "granite")  # whose converter brings neighbours of q and k together
 
 
 def expected_tensors(name: str) -> dict[str, np.ndarray]:
     """What the gguf package's table of names and the published permutation make of a folder's tensors."""
     config = hf_models.CONFIGS[name]
-    arch = getattr(gguf.MODEL_ARCH, config["model_type"].removesuffix("_text").upper())
+    arch = getattr(
+        gguf.MODEL_ARCH, config["model_type"].removesuffix("_text").replace("mistral", "llama").upper()
+    )
     names, found = gguf.get_tensor_name_map(arch, 9), {}
     for theirs, array in hf_models.random_tensors(config).items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
@@ -306,6 +308,9 @@ REFUSED: list[tuple[str, Edit, str]] = [
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}},
         "rope_theta: expected 10000",
     ),
+    ("mistral", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
+    ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected an even part .*found 3"),
+    ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor: expected an even part .*found 12"),
     ("phi3", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     (
         "phi3",

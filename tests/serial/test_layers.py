@@ -133,6 +133,8 @@ CASES = [
     Case("window", nn.CausalAttention(0.5, 3), qkv(GROUPED)),
     Case("swiglu, bias", nn.SwiGLU("a", 7, 5, bias=True), SEQUENCES),
     Case("rope, interleaved", nn.RoPE(100.0, interleaved=True), qkv(GROUPED)),
+    Case("rope, partial, interleaved", nn.RoPE(100.0, interleaved=True, width=2), qkv(GROUPED)),
+    Case("rope, partial", nn.RoPE(100.0, interleaved=False, width=2), qkv(GROUPED)),
     Case("rope, neox", nn.RoPE(100.0, interleaved=False), qkv(GROUPED)),
     Case("rope, magnitude", nn.RoPE(100.0, interleaved=False, magnitude=1.5), qkv(GROUPED)),
     Case("rope, factors", nn.RoPE(100.0, interleaved=False, factors=(0.5, 8.0)), qkv(GROUPED)),
@@ -386,6 +388,20 @@ def test_rope_turns_by_position_times_a_falling_frequency(interleaved, factors):
         a, b = (after[..., 0::2], after[..., 1::2]) if interleaved else np.split(after, 2, axis=-1)
         np.testing.assert_allclose(a + 1j * b, expected, rtol=0, atol=1e-14)
     assert turned[2] is v
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_of_a_part_of_a_head_leaves_the_rest(interleaved):
+    """The first elements are as heads of their width are turned, the others as they came."""
+    q, k, v = qkv(GROUPED)(np.random.default_rng(0), np.float32)
+    narrow = [np.ascontiguousarray(x[..., :2]) for x in (q, k)]
+    expected = nn.RoPE(100.0, interleaved=interleaved).forward({}, (*narrow, v))[0]
+    for in_place in (False, True):
+        layer = nn.RoPE(100.0, interleaved=interleaved, width=2, in_place=in_place)
+        turned = layer.forward({}, (q.copy(), k.copy(), v))[0]
+        for before, after, part in zip((q, k), turned, expected, strict=False):
+            assert after[..., :2].tobytes() == part.tobytes()
+            assert after[..., 2:].tobytes() == before[..., 2:].tobytes()
 
 
 def test_qk_norm_is_of_each_head_alone_and_leaves_v():

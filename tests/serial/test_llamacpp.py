@@ -51,6 +51,7 @@ ROTARY = pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda con
 FLAGS = {"layers": 2, "dim": 24, "heads": 3, "kv_heads": 1, "context": 32, "vocab_size": SIZES["vocab_size"]}
 FACTORS = (0.75, 1.0, 8.0)
 LONG_FACTORS = {"long_factors": (9.0, 3.0, 2.0), "short_factors": (1.5, 2.0, 0.75), "rope_magnitude": 1.25}
+PAIRS = {"long_factors": (9.0, 3.0), "short_factors": (1.5, 0.75), "original_context": 8}
 PHI3 = replace(MODELS["phi3"], **LONG_FACTORS)
 YARN = replace(LLAMA, rope_freq_base=50.0, rope_scaling=RopeScaling("yarn", 4.0, 64))
 
@@ -80,6 +81,7 @@ CASES = [
     Case("qwen3, yarn", replace(QWEN3, rope_scaling=RopeScaling("yarn", 6.0, 8)), 1e-4),
     Case("phi3, long", replace(PHI3, original_context=8), 1e-4),
     Case("phi3, short", replace(PHI3, original_context=512), 1e-4),  # llama.cpp has at least 256 positions
+    Case("phi3, partial", replace(MODELS["phi3"], rope_dimension_count=4, **PAIRS), 1e-4),
     Case("qwen2, no biases", replace(QWEN2, biases=frozenset()), 1e-4),
     Case("qwen2, flags", Qwen2.from_flags(FLAGS), 1e-4),
     Case("qwen3, biases", replace(QWEN3, biases=QWEN2.biases), 1e-4),

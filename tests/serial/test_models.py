@@ -308,13 +308,13 @@ def test_a_size_that_is_none_is_refused(value):
     ("config", "changes", "message"),
     [
         (LLAMA, {"attention__head_count_kv": 4}, "6 heads over 4 key/value heads"),
-        (LLAMA, {"rope__dimension_count": 8}, "llama.rope.dimension_count must be the even head width 10"),
+        (LLAMA, {"rope__dimension_count": 12}, "llama.rope.dimension_count = 12: expected an even number"),
         (
             LLAMA,
             {"rope__dimension_count": 9, "attention__key_length": 9},
-            "llama.rope.dimension_count must be the even head width 9",
+            "llama.rope.dimension_count = 9: expected an even number",
         ),
-        (QWEN3, {"rope__dimension_count": 8}, "qwen3.rope.dimension_count must be the even head width 10"),
+        (QWEN3, {"rope__dimension_count": 5}, "qwen3.rope.dimension_count = 5: expected an even number"),
         (QWEN2, {"attention__head_count_kv": 4}, "6 heads over 4 key/value heads"),
         (
             QWEN2,

@@ -31,12 +31,13 @@ class MergedWeights:
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
         self._scale = np.float32(lora.alpha / lora.rank)
         self._specs = dict(base.tensors)
+        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes one of its own
         for name in lora.targets:
             self._specs[name] = self._adapted(name, lora.rank)
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
         """What the sum is; raises UsageError unless both factors fit the base's matrix."""
-        spec, tensors = self._base.tensors.get(self._stored(name)), self._adapter.tensors
+        spec, tensors = self._base.tensors.get(self._stored.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         if spec is None or shapes != [(rank, spec.shape[-1]), (spec.shape[0], rank)]:
             found = "none" if spec is None else spec.shape
@@ -45,10 +46,6 @@ class MergedWeights:
                 f"{self._base.path} has {found}: give the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
-
-    def _stored(self, name: str) -> str:
-        """Return the base's name of what is read: of a tied head the embedding, to which nothing is added."""
-        return EMBEDDING if name == HEAD and HEAD not in self._base.tensors else name
 
     @property
     def path(self) -> Path:
@@ -68,7 +65,7 @@ class MergedWeights:
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """As `WeightSource.read`."""
         stop = self._specs[name].size if stop is None else stop
-        values = self._base.read(self._stored(name), start, stop, out)
+        values = self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # what is not finite is refused
                 added = self._product(name, start, stop)

@@ -32,7 +32,7 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export.encode import FILE_TYPES, encoded, kind_of
-from zero_mpi.export.ends import turn_keys
+from zero_mpi.export.ends import ends_of
 from zero_mpi.export.peft_folder import write_peft
 from zero_mpi.export.safetensors_folder import COPIED, DTYPES, TOKENIZER, Kinds, write_folder
 from zero_mpi.files.foreign import show, shown
@@ -183,7 +183,7 @@ def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
         keys["general.quantization_version"] = np.uint32(2)
     if isinstance(source, HuggingFaceFolder):
         keys |= tokenizer_keys(source)
-    return keys | turn_keys(keys, str(source.path))
+    return keys | ends_of(keys, str(source.path))[1]
 
 
 def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:

@@ -18,27 +18,26 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 
 ANSWER = "the 17th answer"
 MESSAGES = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": ANSWER}]
-EOS, EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
-def ends_of(metadata: Metadata, place: str) -> list[int]:
-    """Return the tokens that end an answer, eos first; empty where the keys name none."""
-    tokenizer = tokenizer_of(metadata | turn_keys(metadata, place), place)
-    eos = tokenizer.eos if tokenizer else GGUFKeys(metadata, place).whole(EOS)
-    first = [] if eos is None else [eos]
-    return first + sorted(tokenizer.ends - set(first) if tokenizer else ())
+def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
+    """Return the tokens that end an answer, eos first, and the key of one that the chat template alone tells.
 
-
-def turn_keys(metadata: Metadata, place: str) -> dict[str, Any]:
-    """Return the key of the token by which the chat template ends an answer, where that is not eos.
-
-    Another token that has this key becomes the end of a message, which llama.cpp stops at as well.
+    Of a tokenizer that is not known here there are none.
     """
-    tokenizer = tokenizer_of(metadata, place)
-    end = turn_end(tokenizer) if tokenizer else None
-    if tokenizer is None or end in (None, tokenizer.eos, metadata.get(EOT)):
-        return {}
-    return {EOT: np.uint32(end)} | ({EOM: metadata[EOT]} if EOT in metadata and EOM not in metadata else {})
+    kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
+    try:
+        tokenizer = kind(metadata, place) if kind else None
+    except UsageError:  # a model may be exported without it
+        tokenizer = None
+    if tokenizer is None:
+        return [], {}
+    end, first = turn_end(tokenizer), [] if tokenizer.eos is None else [tokenizer.eos]
+    ends = first + sorted((tokenizer.ends if end is None else tokenizer.ends | {end}) - set(first))
+    if end in (None, tokenizer.eos) or (EOT in metadata and end in tokenizer.ends):
+        return ends, {}
+    return ends, {EOM if EOT in metadata else EOT: np.uint32(end)}
 
 
 def turn_end(tokenizer: GGUFTokenizer) -> int | None:
@@ -51,12 +50,3 @@ def turn_end(tokenizer: GGUFTokenizer) -> int | None:
     found = [token for token in tokenizer.tokens if behind.startswith(token)]
     ids = [tokenizer.ids[token] for token in sorted(found, key=len)]
     return next((token for token in reversed(ids) if tokenizer.types[token] in kinds), None)
-
-
-def tokenizer_of(metadata: Metadata, place: str) -> GGUFTokenizer | None:
-    """Return the tokenizer of a model's keys; None for one that is not of a known kind."""
-    kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
-    try:
-        return kind(metadata, place) if kind else None
-    except UsageError:  # a model may be exported without it
-        return None

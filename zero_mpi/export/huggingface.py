@@ -6,6 +6,7 @@ stream of pieces in the order of elements that belongs there. What those words c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from zero_mpi.checkpoint.huggingface.rope import (
     LLAMA3,
     LONG_FACTORS,
     LONGROPE,
+    PARTIAL,
     ROPE_FREQS,
     SLIDING,
     kept_scaling,
@@ -135,7 +137,7 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
         there: beside.get(there, keys.whole(f"tokenizer.ggml.{here}_token_id"))
         for there, here in TOKENS.items()
     }
-    ends = ends_of(source.metadata, keys.place)
+    ends, _ = ends_of(source.metadata, keys.place)
     return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
@@ -151,8 +153,10 @@ def gpt2_settings(keys: Keys) -> dict[str, Any]:
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     """What the class of a rotary model has."""
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
-    if keys.size("attention.value_length") not in (None, width):
-        raise FileError(f"{keys.source.path}: heads of q and v differ in width, which config.json cannot say")
+    turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
+    if value_width not in (None, width) or (turned != width and not kind.longrope):
+        problem = "heads of q and v differ in width, or are turned in part"
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
     scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
     if kind.longrope:
         scaling = longrope(keys)
@@ -170,6 +174,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": scaling,
         **former,
+        **({PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
         **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
         **window_settings(keys, kind),
         **bias_settings(keys.source, kind),

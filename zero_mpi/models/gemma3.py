@@ -67,7 +67,7 @@ class Gemma3(RotaryModel):
     def turn(self, block: int) -> list[Layer]:
         if self.window(block) is None:
             return super().turn(block)
-        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, in_place=True)]
+        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, in_place=True, width=self.turned_width)]
 
     def embedding(self) -> Layer:
         return Chain(super().embedding(), Multiply(float(np.float32(self.embedding_length) ** 0.5)))

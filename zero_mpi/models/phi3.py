@@ -46,7 +46,8 @@ class Phi3(RotaryModel):
 
     @classmethod
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        count = cls.read_heads(keys, keys.size("embedding_length")).key_width // 2
+        width = cls.read_heads(keys, keys.size("embedding_length")).key_width
+        count = keys.size("rope.dimension_count", width) // 2
         found = {"long_factors": LONG, "short_factors": SHORT}
         factors = {
             field: read_factors(tensors, read, count, name)

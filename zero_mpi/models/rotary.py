@@ -55,7 +55,8 @@ QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
 class RotaryModel(ModelConfig):
     """Sizes of such a model; `biases` names the projections that have one ("attn_q", "ffn_up", ...).
 
-    `rope_factors` (D / 2 of them, or none) divide the rotary frequencies; each is a float32.
+    `rope_factors` (one a pair, or none) divide the rotary frequencies; each is a float32. Positions turn the
+    first `rope_dimension_count` elements of a head; 0: all.
     """
 
     interleaved: ClassVar[bool]
@@ -92,6 +93,7 @@ class RotaryModel(ModelConfig):
     biases: frozenset[str] = frozenset()
     rope_factors: tuple[float, ...] = ()
     rope_scaling: RopeScaling | None = None
+    rope_dimension_count: int = 0
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
@@ -124,6 +126,7 @@ class RotaryModel(ModelConfig):
         if not cls.may_tie and "output.weight" not in tensors:
             raise UsageError(f"output.weight is missing: a file of {cls.arch} has a head of its own")
         heads = cls.read_heads(keys, keys.size("embedding_length"))
+        turned = keys.size("rope.dimension_count", heads.key_width)
         factors = cls.takes_rope_factors and ROPE_FREQS in tensors
         return cls(
             vocab_size=vocabulary(metadata, keys),
@@ -139,8 +142,9 @@ class RotaryModel(ModelConfig):
             rope_freq_base=keys.number("rope.freq_base", 10000.0, least=1.0),
             tied="output.weight" not in tensors,
             biases=frozenset(name for name in cls.possible_biases if f"blk.0.{name}.bias" in tensors),
-            rope_factors=read_factors(tensors, read, heads.key_width // 2) if factors else (),
+            rope_factors=read_factors(tensors, read, turned // 2) if factors else (),
             rope_scaling=RopeScaling.from_gguf(keys),
+            rope_dimension_count=turned % heads.key_width,
             **cls.own_fields(keys, tensors, read),
         )
 
@@ -159,9 +163,11 @@ class RotaryModel(ModelConfig):
                 f"the GGUF keys say {query} heads over {kv} key/value heads, which do not divide them"
             )
         key_width = keys.size("attention.key_length", width // query)
-        if keys.size("rope.dimension_count", key_width) != key_width or key_width % 2:
+        turned = keys.size("rope.dimension_count", key_width)
+        if turned > key_width or turned % 2 or key_width % 2:
             raise UsageError(
-                f"the GGUF key {cls.arch}.rope.dimension_count must be the even head width {key_width}"
+                f"the GGUF key {cls.arch}.rope.dimension_count = {turned}: expected an even number, at most "
+                f"the even head width {key_width}"
             )
         value_width = keys.size("attention.value_length", width // query)
         if not cls.any_head_width and not query * key_width == query * value_width == width:
@@ -177,7 +183,7 @@ class RotaryModel(ModelConfig):
             "attention.layer_norm_rms_epsilon": np.float32(self.rms_epsilon),
             "attention.key_length": np.uint32(self.key_length),
             "attention.value_length": np.uint32(self.value_length),
-            "rope.dimension_count": np.uint32(self.key_length),
+            "rope.dimension_count": np.uint32(self.turned_width),
             "rope.freq_base": np.float32(self.rope_freq_base),
         }
         if self.rope_scaling is not None:
@@ -237,6 +243,7 @@ class RotaryModel(ModelConfig):
                 interleaved=self.interleaved,
                 factors=self.divisors,
                 magnitude=self.magnitude,
+                width=self.turned_width,
                 in_place=True,  # projections and norms of heads keep what they are given, not what they give
             )
         ]
@@ -246,11 +253,16 @@ class RotaryModel(ModelConfig):
         return None
 
     @property
+    def turned_width(self) -> int:
+        """Elements of a head that positions turn."""
+        return self.rope_dimension_count or self.key_length
+
+    @property
     def divisors(self) -> tuple[float, ...]:
         """What rotary frequencies are divided by; empty: by nothing."""
         if self.rope_scaling is None:
             return self.rope_factors
-        scaled = self.rope_scaling.divisors(self.key_length, self.rope_freq_base)
+        scaled = self.rope_scaling.divisors(self.turned_width, self.rope_freq_base)
         own = self.rope_factors or (1.0,) * len(scaled)
         return tuple(a * b for a, b in zip(own, scaled, strict=True))
 

@@ -156,7 +156,7 @@ class JointQKNorm(QKNorm):
 
 @dataclass(frozen=True)
 class Frequencies:
-    """base^(-2 j / D) / factors[j] for pair j of D / 2; without factors the division is left out.
+    """base^(-2 j / W) / factors[j] for pair j of W / 2; without factors the division is left out.
 
     What is turned is multiplied by `magnitude` as well.
     """
@@ -185,8 +185,9 @@ def rope_table(
 class RoPE(Layer):
     """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (D / 2 of them, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
-    multiplies what is turned by a `magnitude` as well (Peng et al., 2023).
+    `factors` (one a pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
+    multiplies what is turned by a `magnitude` as well (Peng et al., 2023). `width`: of the elements of a head
+    that are turned, the first ones; None: all.
     `in_place`: in the arrays that it is given, which saves memory and a pass; for a chain in which neither
     the layer before nor the one after keeps what it hands over.
     """
@@ -201,7 +202,9 @@ class RoPE(Layer):
         factors: tuple[float, ...] = (),
         magnitude: float = 1.0,
         in_place: bool = False,
+        width: int | None = None,
     ) -> None:
+        self.width = width
         self.frequencies = Frequencies(base, factors, magnitude)
         self.interleaved, self.in_place = interleaved, in_place
 
@@ -211,7 +214,7 @@ class RoPE(Layer):
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
-        cos, sin = rope_table(rounded, q.shape[-1], self.frequencies, sign, kind, on_gpu)
+        cos, sin = rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
         found = documents()
         if found is not None:
             return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v

@@ -174,20 +174,23 @@ def layer_norm_backward(
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, D/2).
+    """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, P), P <= D/2.
 
-    `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + D/2]), its
-    NEOX order. Backward is the same with -sin. `out` takes the result and may be x itself.
+    `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + P]), its
+    NEOX order. What is behind the P pairs stays. Backward is the same with -sin. `out` takes the result and
+    may be x itself.
     Su et al., "RoFormer", 2021.
     """
     y = namespace(x).empty_like(x) if out is None else out
-    half = x.shape[-1] // 2
-    first, second = slice(half), slice(half, None)
+    half = cos.shape[-1]
+    first, second = slice(half), slice(half, 2 * half)
     if interleaved:
-        first, second = slice(0, None, 2), slice(1, None, 2)
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     a, b = x[..., first], x[..., second]
     c, s = cos[:, None, :], sin[:, None, :]
     y[..., first], y[..., second] = a * c - b * s, b * c + a * s
+    if y is not x:
+        y[..., 2 * half :] = x[..., 2 * half :]
     return y
 
 

@@ -45,7 +45,7 @@ SIGNATURES = {
     "swiglu_backward": "dy ..., gate ..., up ...",
     "geglu": "gate ..., up ...",
     "geglu_backward": "dy ..., gate ..., up ...",
-    "rope": "x B T H D, cos T E wide, sin T E wide, out? B T H D; D == 2 * E",
+    "rope": "x B T H D, cos T E wide, sin T E wide, out? B T H D; 2 * E <= D",
     "causal_attention": "q B T H D, k B S K D, v B S K E, begins? B T int64" + GROUPED,
     "causal_attention_backward": "dy B T H E, q B T H D, k B S K D, v B S K E" + GROUPED,
     "cross_entropy": "logits ... V, targets ... whole",

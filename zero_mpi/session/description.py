@@ -19,6 +19,8 @@ from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.models import ModelConfig
 from zero_mpi.session.resume import ResumePoint
 
+PART = "rope_dimension_count"  # 0 is left out: checkpoints are as they were before there was such a size
+
 
 def describe(
     config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
@@ -85,8 +87,9 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """The model's sizes by name; of its adapters the flags tell."""
-    return {name: value for name, value in dataclasses.asdict(model).items() if name != "lora"}
+    """The model's sizes by name, but for a part of heads that is none; of its adapters the flags tell."""
+    found = dataclasses.asdict(model).items()
+    return {name: value for name, value in found if name != "lora" and (value or name != PART)}
 
 
 def as_json(value: Any) -> Any:

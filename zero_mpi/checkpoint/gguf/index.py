@@ -257,8 +257,7 @@ def _placed(
 ) -> dict[str, TensorInfo]:
     """Return the table with places in the file.
 
-    `whole`: refuse bytes behind the last tensor, since a checkpoint's digests do not cover them. Other
-    programs pad their files, and llama.cpp does not read that.
+    `whole`: refuse bytes behind the last tensor, which digests of a checkpoint do not cover; others may pad.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():

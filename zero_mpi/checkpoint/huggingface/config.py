@@ -24,6 +24,7 @@ from zero_mpi.checkpoint.huggingface.rope import (
     longrope_keys,
     rope_of,
     scaling_keys,
+    turned_width,
 )
 from zero_mpi.files.foreign import shown
 
@@ -45,10 +46,7 @@ GPT2_SIZES = {
 
 # What is computed whatever the configuration says: a setting may only say this, or be absent.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
-ONLY_ROTARY = ONLY | {
-    "partial_rotary_factor": (None, 1.0),
-    "use_bidirectional_attention": (None, False),
-}
+ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
     "activation_function": (None, "gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (None, True),
@@ -65,6 +63,7 @@ DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop
 def architecture(settings: Settings) -> str:
     """The GGUF name of the architecture."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
+    types |= {"mistral": "llama"}  # as llama.cpp's converter has it
     found = settings.values.get("model_type")
     if not isinstance(found, str) or found not in types:
         raise settings.fault("model_type", f"one of {', '.join(types)}")
@@ -121,7 +120,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
         "attention.layer_norm_rms_epsilon": np.float32(settings.number("rms_norm_eps", kind.epsilon)),
         "attention.key_length": width,
         "attention.value_length": width,
-        "rope.dimension_count": width,
+        "rope.dimension_count": np.uint32(turned_width(arch, settings)),
         "rope.freq_base": np.float32(rope_of(settings).number("rope_theta", kind.theta)),
         **scaling_keys(settings),
         **(longrope_keys(settings) if kind.longrope else {}),
@@ -181,9 +180,9 @@ def refuse_windows(settings: Settings) -> None:
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer (only)")
     window = settings.values.get("sliding_window", 4096)
-    if settings.values.get("model_type") == "phi3":
-        usual, context = settings.values.get("sliding_window"), settings.size("max_position_embeddings")
-        if usual is not None and settings.size("sliding_window") < context:
+    if settings.values.get("model_type") in ("phi3", "mistral"):
+        context = settings.size("max_position_embeddings")
+        if window is not None and settings.size("sliding_window", context) < context:
             raise settings.fault(
                 "sliding_window", f"null or at least {context}, since llama.cpp has no window"
             )

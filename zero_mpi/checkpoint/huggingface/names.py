@@ -8,7 +8,7 @@ shapes may agree, and the model speaks nonsense.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zero_mpi.errors import FileError
@@ -56,34 +56,24 @@ _ROTARY = Family(
     dropped=r"(model\.)?(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq",
     orders={},
 )
-_LLAMA = Family(
-    prefix=_ROTARY.prefix,
-    blocks=_ROTARY.blocks,
-    outer=_ROTARY.outer,
+_LLAMA = replace(
+    _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("_norm")},
-    dropped=_ROTARY.dropped,
     orders={"attn_q": Order.HALVES, "attn_k": Order.HALVES},
 )
-_OLMO2 = Family(
-    prefix=_ROTARY.prefix,
-    blocks=_ROTARY.blocks,
-    outer=_ROTARY.outer,
+_OLMO2 = replace(
+    _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
     | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-    dropped=_ROTARY.dropped,
-    orders={},
 )
-_GEMMA3 = Family(
-    prefix=_ROTARY.prefix,
-    blocks=_ROTARY.blocks,
-    outer=_ROTARY.outer,
+_GEMMA3 = replace(
+    _ROTARY,
     inner=_ROTARY.inner
     | {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
-    dropped=_ROTARY.dropped,
     orders=dict.fromkeys(
         (
             "attn_norm",
@@ -97,10 +87,8 @@ _GEMMA3 = Family(
         Order.LESS_ONE,
     ),
 )
-_PHI3 = Family(
-    prefix=_ROTARY.prefix,
-    blocks=_ROTARY.blocks,
-    outer=_ROTARY.outer,
+_PHI3 = replace(
+    _ROTARY,
     inner={
         "input_layernorm": "attn_norm",
         "self_attn.qkv_proj": "attn_qkv",
@@ -109,8 +97,6 @@ _PHI3 = Family(
         "mlp.gate_up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
     },
-    dropped=_ROTARY.dropped,
-    orders={},
 )
 _GPT2 = Family(
     prefix="transformer.",

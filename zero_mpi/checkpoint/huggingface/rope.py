@@ -27,7 +27,7 @@ FORMER = "original_max_position_embeddings"  # the context of the first training
 FORMER_PHI3 = 4096  # where a configuration of Phi 3 does not say
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
 SCALINGS = ("linear", "yarn")  # which are keys
-LONGROPE = "longrope"
+LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
 OLDER_LONGROPE = ("su", "yarn")  # its older names in a configuration of Phi 3
 ROPE_FREQS = "rope_freqs.weight"
 LONG_FACTORS = {  # tensor of a GGUF -> setting
@@ -63,11 +63,22 @@ def head_width(arch: str, settings: Settings) -> int:
     return width
 
 
+def turned_width(arch: str, settings: Settings) -> int:
+    """Return how many elements of a head are turned, the first ones; FileError unless they make pairs."""
+    width = int(head_width(arch, settings) * rope_of(settings).number(PARTIAL, 1.0))
+    if not 0 < width <= head_width(arch, settings) or width % 2:
+        raise FileError(f"{PARTIAL}: expected an even part of the width of a head, found {width} elements")
+    return width
+
+
 def of_one_kind(arch: str, settings: Settings) -> Settings:
     """The settings with one for rotary positions, that of layers that see all positions.
 
-    Layers with a window have their own, which may only be gemma3's: the base 10000, not scaled.
+    Layers with a window have their own, which may only be gemma3's: the base 10000, not scaled. What mistral
+    does not say is given as llama's classes take it.
     """
+    if settings.values.get("model_type") == "mistral":
+        return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
     if arch != "gemma3":
         return settings
     found = object_of(settings, "rope_parameters")
@@ -93,14 +104,15 @@ def rope_of(settings: Settings) -> Settings:
     As in transformers the older one goes first, and the first context beside it before the one in it.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
-    found = {"rope_theta": settings.values.get("rope_theta")} | (older or newer)
+    found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
     former, inside = settings.values.get(FORMER), found.get(FORMER)
     if former is None and settings.values.get("model_type") == "phi3":
         former = FORMER_PHI3
         if inside not in (None, former):
             raise settings.fault(FORMER, f"{inside} beside rope_scaling too, where transformers looks for it")
     rope = Settings(found if former is None else found | {FORMER: former})
-    rope.only({"partial_rotary_factor": (None, 1.0)})
+    if settings.values.get("model_type") != "phi3":
+        rope.only({PARTIAL: (None, 1.0)})
     if any(isinstance(value, dict) for value in found.values()):
         raise settings.fault("rope_parameters", "one setting for all layers (only)")
     return rope
@@ -181,7 +193,7 @@ def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.floa
     """The tensors of divisors of the rotary frequencies, (D / 2,) each, by name; none where keys say all."""
     numbers = llama3_settings(arch, settings)
     if arch != "gpt2" and rope_type(settings) == LONGROPE:
-        return longrope_factors(settings, head_width(arch, settings) // 2)
+        return longrope_factors(settings, turned_width(arch, settings) // 2)
     if numbers is None:
         return {}
     base = rope_of(settings).number("rope_theta", ROTARY_CLASSES[arch].theta)

@@ -55,7 +55,13 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     metadata |= _special(path, content, added)
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
-    ends = [token for token in _listed_ends(path) if token < len(tokens) and token not in tokenizer.ends]
+    lists = (_beside(path, name).get("eos_token_id") for name in ("config", "generation_config"))
+    listed = [token for ends in lists for token in _list(ends) if type(token) is int]
+    ends = [
+        token
+        for token in dict.fromkeys(listed)
+        if token in range(len(tokens)) and token not in tokenizer.ends
+    ]
     more = {f"{_KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
     return BPETokenizer(metadata | more, place) if more else tokenizer
 
@@ -264,13 +270,6 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
         keys[f"{_KEY}add_{name}_token"] = asked and f"{_KEY}{name}_token_id" in keys
     keys[_KEY + "add_space_prefix"] = False
     return keys | _chat_template(path, config)
-
-
-def _listed_ends(path: Path) -> list[int]:
-    """All tokens that the model's configurations call an end, in their order."""
-    lists = (_beside(path, name).get("eos_token_id") for name in ("config", "generation_config"))
-    listed = [token for ends in lists if isinstance(ends, list) for token in ends]
-    return list(dict.fromkeys(token for token in listed if type(token) is int and token >= 0))
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:

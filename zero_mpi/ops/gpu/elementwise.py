@@ -114,7 +114,9 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
     y = take(x.shape, x.dtype) if out is None else out
     if y.strides[-1] != y.itemsize:
         raise ValueError("rope: on a GPU the last axis of out must be contiguous; pass such an array")
-    (b, t, heads, width), half = x.shape, x.shape[-1] // 2
+    (b, t, heads, width), half = x.shape, min(cos.shape[-1], x.shape[-1] // 2)
+    if 2 * half < width and y is not x:
+        y[..., 2 * half :] = x[..., 2 * half :]
     pairs = PACK // x.itemsize // (2 if interleaved else 1)
     packs = heads * -(-half // pairs)
     steps = [stride // x.itemsize for stride in (*x.strides[:3], *y.strides[:3])]
