@@ -47,9 +47,10 @@ from zero_mpi.doctor import command as doctor
 from zero_mpi.doctor.links import Measurement, fit
 from zero_mpi.doctor.ranks import Ranks, told_apart
 from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
+from zero_mpi.environment.control_groups import group_limits
 from zero_mpi.files.file_systems import KINDS, StripeLayout, file_system
 from zero_mpi.launch.consistency import is_first
-from zero_mpi.launch.limits import Limits, group_limits
+from zero_mpi.launch.limits import Limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import Llama
 from zero_mpi.plan.machine import Link
@@ -194,8 +195,8 @@ def test_progress_threads_of_the_library_are_a_note(name):
     assert mpi_library.progress([{}, {name: "0"}]).verdict == OK
 
 
-def seat(cores=range(8), threads=1, chosen=False, yields=False):
-    return binding.Seat(tuple(cores), threads, chosen, yields)
+def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
+    return binding.Seat(tuple(cores), threads, chosen, yields, quota)
 
 
 def node(*seats, name="a", first=0):
@@ -213,6 +214,23 @@ def test_more_ranks_than_cores():
     assert (yielding.verdict, "hands its core over" in yielding.value) == (NOTE, True)
     assert "at most 2 a host" in yielding.remedy
     assert binding.crowding([node(*[seat()] * 8)], "MPICH 5.0").verdict == OK
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "quota", "verdicts", "number"),
+    [
+        (1, 1, 1.5, (OK, OK), ""),  # no advice to start more
+        (1, 2, 1.5, (OK, NOTE), "--threads 1"),
+        (2, 1, 1.5, (NOTE, OK), "at most 1 a host"),
+        (2, 1, 4.0, (OK, NOTE), "2 of 4"),
+        (2, 1, 0.5, (NOTE, OK), "at most 1 a host"),
+    ],
+)
+def test_a_quota_counts_as_so_many_cores(ranks, threads, quota, verdicts, number):
+    found = [node(*[seat(threads=threads, yields=True, quota=quota)] * ranks)]
+    rows = binding.crowding(found, "MPICH 5.0"), binding.threads(found)
+    assert tuple(row.verdict for row in rows) == verdicts
+    assert number in " ".join(row.value + row.remedy for row in rows)
 
 
 def test_whether_a_rank_yields_is_what_its_library_reads():

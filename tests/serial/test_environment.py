@@ -22,6 +22,7 @@ def before_numpy(monkeypatch):
     monkeypatch.setattr(sys, "prefix", "/nonexistent")
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 4)
+    monkeypatch.setattr(environment, "quota", lambda: None)
 
 
 def prepared(**environ):
@@ -175,5 +176,17 @@ def test_cores_of_a_rank_that_may_be_bound(monkeypatch, environ, own, parents, r
     environ = environ | {"MPI_LOCALNRANKS": str(ranks)}
     assert environment.node_cores(environ) == together
     assert environment.cores_per_rank(environ) == each
+    environment.prepare(environ)
+    assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in environ) == (ranks > together)
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "together", "each"),
+    [(None, 2, 4, 2), (1.0, 1, 1, 1), (1.0, 2, 1, 1), (3.9, 2, 3, 1), (0.5, 1, 1, 1), (64.0, 1, 4, 4)],
+)
+def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, quota, ranks, together, each):
+    monkeypatch.setattr(environment, "quota", lambda: quota)
+    environ = {"MPI_LOCALNRANKS": str(ranks)}
+    assert (environment.node_cores(environ), environment.cores_per_rank(environ)) == (together, each)
     environment.prepare(environ)
     assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in environ) == (ranks > together)

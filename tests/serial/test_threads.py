@@ -9,8 +9,11 @@ from test_command_bits import assert_same_run, needs_mpiexec, train_compiled
 from test_cpu_ops import close, numbers
 
 from zero_mpi import ops
+from zero_mpi.config.settings import Config
+from zero_mpi.environment import LOCAL_RANKS, control_groups
 from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
+from zero_mpi.session.resolve import set_threads
 
 # Places among the trial's results: gradients of biases and norms, and losses, which are sums over rows.
 SUMS = {"products": range(4, 42, 6), "norms": (3, 8, 9), "losses": (0, 2, 5)}
@@ -125,6 +128,21 @@ def test_an_error_of_any_part_is_raised(of_threads):
 
     with pytest.raises(ValueError, match="of the first part"):
         threads.in_parts((2, 64), work)
+
+
+def test_threads_auto_under_the_quota_of_a_group(monkeypatch, tmp_path):
+    """Two cores, of which the control group allows the time of one."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "own").write_text("0::/job\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    for name in LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(control_groups.group_limits, "__defaults__", (tmp_path, tmp_path / "own"))
+    try:
+        assert set_threads(Config(threads="auto")) == 1
+    finally:
+        ops.use_threads(1)
 
 
 @needs_mpiexec

@@ -30,12 +30,13 @@ BIND = (
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs: the cores that it may use, its threads, who chose them, whether it yields."""
+    """Place of a rank: its cores and threads, who chose these, whether it yields, the CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
     threads_were_set: bool
     yields: bool
+    quota: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class NodeSeats:
         """All cores of its ranks."""
         return sorted({core for seat in self.seats for core in seat.cores})
 
+    @property
+    def usable(self) -> int:
+        """The number of cores whose time its ranks may use: all of them, or the CPU quota."""
+        quotas = [int(seat.quota) for seat in self.seats if seat.quota is not None]
+        return max(1, min([len(self.cores), *quotas]))
+
     def by_cores(self) -> dict[tuple[int, ...], list[int]]:
         """The ranks that are bound to the same cores."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -60,8 +67,8 @@ class NodeSeats:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether there are more ranks than cores."""
-        return len(self.ranks) > len(self.cores)
+        """Whether there are more ranks than usable cores."""
+        return len(self.ranks) > self.usable
 
 
 def yielding(library: str) -> dict[str, str]:
@@ -74,7 +81,8 @@ def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
     """This rank's seat."""
     threads = ops.use_threads()
     yields = all(set_in(environ, name) for name in yielding(library))
-    return Seat(tuple(sorted(os.sched_getaffinity(0))), threads, environment.threads_were_set, yields)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Seat(cores, threads, environment.threads_were_set, yields, environment.quota())
 
 
 def hosts(found: list[NodeSeats]) -> Iterator[Row]:
@@ -109,10 +117,10 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
-    told = [f"{plural(len(n.ranks), 'rank')} on {plural(len(n.cores), 'core')} of {n.name}" for n in crowded]
+    told = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
     text = ", ".join(few(told))
     if all(seat.yields for node in crowded for seat in node.seats):
-        most = min(len(node.cores) for node in crowded)
+        most = min(node.usable for node in crowded)
         remedy = f"fine for a trial; for speed start at most {most} a host"
         return Row(title, f"{text}; a rank that waits hands its core over", NOTE, remedy)
     value = f"{text}, and a rank that waits keeps its core: 10 to 100 times slower"
@@ -138,7 +146,7 @@ def threads(found: list[NodeSeats]) -> Row:
     """Whether the threads of a host's ranks fit its cores."""
     value = f"{span(seat.threads for node in found for seat in node.seats)} for each rank"
     for node in found:
-        room = min([max(1, len(node.cores) // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
+        room = min([max(1, node.usable // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
         if max(seat.threads for seat in node.seats) > room:
             cores = f"{plural(room, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
             chosen = any(seat.threads_were_set for seat in node.seats)  # by somebody who asked for them
@@ -147,9 +155,9 @@ def threads(found: list[NodeSeats]) -> Row:
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {room}")
     for node in found:
-        free = len(node.cores) - sum(seat.threads for seat in node.seats)
+        free = node.usable - sum(seat.threads for seat in node.seats)
         if free > 0:
-            value += f"; {free} of {plural(len(node.cores), 'core')} of {node.name} idle"
+            value += f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
             more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
             return Row("threads", value, NOTE, more)
     return Row("threads", value)

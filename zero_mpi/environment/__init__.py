@@ -8,9 +8,12 @@ has more ranks than cores, the MPI library must hand a core over instead of spin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+
+from zero_mpi.environment.control_groups import group_limits
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 LOCAL_RANKS = (  # ranks on this node, as launchers tell it
@@ -58,6 +61,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def quota() -> float | None:
+    """Return the cores whose time the control group of this process allows; None: no limit."""
+    return group_limits()[2]
+
+
+def within_quota(count: int) -> int:
+    """Return `count` cores, or the whole cores of the quota where these are fewer; at least 1."""
+    limit = quota()
+    return count if limit is None else max(1, min(count, int(limit)))
+
+
 def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The variables, as NAME=N, that ask for more threads than this process has cores."""
     asked = {name: environ.get(name, "") for name in THREADS}
@@ -65,19 +79,17 @@ def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
-    """Cores that all ranks of this node may run on together.
+    """Return the number of cores that all ranks of this node may use together, at most the CPU quota.
 
     A rank that is bound sees its own only; its launcher's process on the node, or Slurm, knows of all.
     """
-    told = environ.get("SLURM_CPUS_ON_NODE", "")
+    told, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
     if told.isdigit():
-        return max(cores(), int(told))
-    if not under_launcher(environ):
-        return cores()
-    try:
-        return max(cores(), len(os.sched_getaffinity(os.getppid())))
-    except OSError:
-        return cores()
+        count = max(count, int(told))
+    elif under_launcher(environ):
+        with contextlib.suppress(OSError):
+            count = max(count, len(os.sched_getaffinity(os.getppid())))
+    return within_quota(count)
 
 
 def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -66,7 +66,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Print prompts and continuations, byte by byte as they come, each up to a token that ends a text."""
     options = make_parser().parse_args(arguments)
     check(options)
-    ops.use_threads(None if environment.threads_were_set else environment.cores())
+    ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
     model = TextModel(open_merged(options.model, options.lora))
     tokenizer = with_template(tokenizer_of(model.file, model.config), options.chat_template)
     speaker = Speaker(model, tokenizer, options)

@@ -203,10 +203,16 @@ def flops(count: float) -> str:
 def cautions(start: Start) -> Iterator[str]:
     """What the person who started this should know, and may want to change."""
     config, ranks_here = start.session.config, start.hosts[0][1]
+    quota, busy = environment.quota(), ranks_here * start.threads
+    if quota is not None and busy > max(1, quota):
+        yield (
+            f"{busy} threads of all ranks on this node, under a CPU quota of {quota:g}: the kernel stops "
+            "them in turn; start fewer ranks or threads, or raise the quota (containers: --cpus)"
+        )
     chosen = config.threads is not None or environment.threads_were_set
     if chosen or device.in_use() is not device.HOST or config.reduction != "exact":
         return
-    cores, busy = environment.node_cores(), ranks_here * start.threads
+    cores = environment.node_cores()
     if busy < cores:
         yield (
             f"{cores - busy} of {cores} cores stand idle, for exact mode computes with one thread a rank: "

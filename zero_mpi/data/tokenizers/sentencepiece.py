@@ -8,7 +8,6 @@ long texts are cut there and go through all threads.
 
 from __future__ import annotations
 
-import os
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi import environment
 from zero_mpi.data.tokenizers.gguf_tokenizer import (
     BYTE,
     KEY,
@@ -75,7 +75,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
         """The ids of each piece."""
-        threads = min(len(os.sched_getaffinity(0)), len(pieces))
+        threads = min(environment.within_quota(environment.cores()), len(pieces))
         if threads == 1:
             return [self.segment(piece) for piece in pieces]
         with ThreadPoolExecutor(threads) as pool:
