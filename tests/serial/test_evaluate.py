@@ -274,7 +274,7 @@ BAD_LINES = {
     '{"answers": ["a", "b"], "right": 0}': "with one of question and context, found 'answers', 'right'",
     '{"question": "a", "context": "b", "answers": ["a", "b"], "right": 0}': "found question and context",
     '{"question": 1, "answers": ["a", "b"], "right": 0}': "question: expected a text, found 1",
-    '{"question": "q", "answers": ["a"], "right": 0}': "answers: expected a list of at least two texts",
+    '{"question": "q", "answers": ["a"], "right": 0}': "answers: expected a list of 2 to 1000 texts",
     '{"question": "\\ud800", "answers": ["a", "b"], "right": 0}': "question: expected a text, found",
     '{"question": "q", "answers": ["a", ""], "right": 0}': "expected texts that are not empty, found ''",
     '{"question": "q", "answers": ["a", "b"], "right": 2}': "right: expected the number of an answer, 0 to 1",

@@ -32,7 +32,7 @@ from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS = 1000  # of a question
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # of a question, and of all its answers each behind it
 QUESTION = ("question", "context")  # names of what an answer follows: one of them
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
@@ -118,6 +118,11 @@ def encode_choices(
         where = f"--choices {shown(path)}, line {each.line}"
         if each.span != found.span:
             raise FileError(f"{where}: expected the same form as in the first line")
+        letters = sum(map(len, each.answers)) + len(each.answers) * max(map(len, each.contexts))
+        if letters > MOST_LETTERS:
+            raise FileError(
+                f"{where}: question and answers have {letters} letters, expected {MOST_LETTERS} at most"
+            )
         first = edge if each.span in CORE else [] if bos is None else [bos]
         rows = list(rows_of(each, tokenizer, first, edge, context))
         for ids, start in rows:
