@@ -63,9 +63,10 @@ class RunLock:
             self._mutex.release()
 
     def _forget(self) -> None:
-        """Close the file; also in a child, which would keep the lock when this process is dead."""
-        if self._handle >= 0:
-            handle, self._handle = self._handle, -1
+        """Close file and folder; also in a child, which would keep the lock when this process is dead."""
+        handles = [handle for handle in (self._handle, self._kept) if handle >= 0]
+        self._handle = self._kept = -1
+        for handle in handles:
             with contextlib.suppress(OSError):
                 os.close(handle)
 

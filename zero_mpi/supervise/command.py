@@ -36,7 +36,7 @@ def make_parser() -> Parser:
         "  zero-mpi supervise --hostfile hosts --spare 1 -- \\\n"
         "      mpirun -f {hostfile} -n {ranks} python -m zero_mpi.train --out runs/long\n"
         "  zero-mpi supervise -- \\\n"
-        "      srun -w {hosts} -N {nodes} -n {ranks} python -m zero_mpi.train --out runs/long",
+        "      srun -w {hosts} -N {nodes} -n {ranks} python -m zero_mpi.train",
     )
     texts: dict[str, tuple[float, str]] = {
         "--restarts": (usual.restarts, "most restarts without a new checkpoint in between"),
