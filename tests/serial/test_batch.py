@@ -295,6 +295,16 @@ OWN_OF_ARRAY = {  # lines that no other script has
 }
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
+@pytest.mark.parametrize("cores", ["4", ""])
+def test_srun_hears_of_the_cores_of_a_task(path, cores):
+    """From Slurm 22.05 on srun reads SRUN_CPUS_PER_TASK, which sbatch does not set."""
+    environ = {"PATH": os.environ["PATH"], "LAUNCH": "printenv SRUN_CPUS_PER_TASK"}
+    environ |= {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+    done = subprocess.run(["bash", str(path)], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [cores] * bool(cores)
+
+
 @pytest.mark.parametrize("kind", OWN_OF_ARRAY)
 def test_scripts_differ_in_header_and_end_only(kind):
     bodies = {path.stem: body(path) for path in SCRIPTS if path.parent.name == kind}

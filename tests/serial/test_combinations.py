@@ -150,6 +150,28 @@ def test_more_threads_than_cores(monkeypatch):
         threads_within(5)
 
 
+@pytest.mark.parametrize(
+    ("variables", "flags"),
+    [
+        ([], ["--map-by slot:PE=5", "-bind-to core:5", "--cpus-per-task 5"]),
+        (["OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS"], ["--map-by slot:PE=5"]),
+        (["SLURM_STEP_NUM_TASKS", "PMI_RANK"], ["--cpus-per-task 5"]),
+        (["HYDI_CONTROL_FD", "SLURM_STEP_NUM_TASKS", "PMI_RANK"], ["-bind-to core:5"]),
+        (["I_MPI_HYDRA_UUID", "HYDI_CONTROL_FD", "PMI_RANK"], ["I_MPI_PIN_DOMAIN=5"]),
+    ],
+)
+def test_the_launcher_s_flag_for_more_cores_is_named(variables, flags, monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: 4)
+    for name in environment.BINDING:
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError) as error:
+        threads_within(5)
+    known = ["--map-by slot:PE=5", "-bind-to core:5", "--cpus-per-task 5", "I_MPI_PIN_DOMAIN=5"]
+    assert [flag for flag in known if flag in str(error.value)] == flags
+
+
 def test_variables_of_more_threads_than_cores(monkeypatch):
     for name in environment.THREADS:
         monkeypatch.delenv(name, raising=False)

@@ -32,8 +32,8 @@ def threads_within(wanted: int | None) -> int | None:
     """`wanted`, if it is no more than this rank has cores; raises UsageError."""
     if wanted is not None and wanted > environment.cores():
         raise UsageError(
-            f"--threads {wanted}: this rank may run on {cores()}: give as many or less, or auto, or let the "
-            "launcher bind each rank to more cores"
+            f"--threads {wanted}: this rank may run on {cores()}: give as many or less, or auto, or bind "
+            f"each rank to more cores: {environment.binding(wanted)}"
         )
     return wanted
 

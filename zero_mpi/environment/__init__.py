@@ -32,6 +32,18 @@ LOCAL_RANK = (  # what launchers call a rank's number on its node
     "SLURM_LOCALID",
 )
 LAUNCHER = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+CORES_FLAGS = OPEN_MPI, MPICH, SRUN = (
+    "mpirun --map-by slot:PE={n} (Open MPI)",
+    "mpiexec -bind-to core:{n} (MPICH)",
+    "srun --cpus-per-task {n}",
+)
+BINDING = {  # by the first variable that is set; inside an allocation Slurm's are always there
+    "OMPI_COMM_WORLD_RANK": OPEN_MPI,
+    "I_MPI_HYDRA_UUID": "I_MPI_PIN_DOMAIN={n} (Intel MPI)",
+    "HYDI_CONTROL_FD": MPICH,
+    "SLURM_STEP_NUM_TASKS": SRUN,
+    "PMI_RANK": MPICH,
+}
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline is many hand-overs
@@ -115,6 +127,12 @@ def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)
+
+
+def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the launcher's flag that binds each rank to so many cores; without a launcher, all flags."""
+    found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
+    return found.replace("{n}", str(count))
 
 
 def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:

@@ -39,6 +39,8 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
         return
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
+        if controllers and not {"cpu", "memory"} & set(controllers.split(",")):
+            continue
         roots = [groups / controllers] if controllers else [groups, groups / "unified"]
         for root in roots:
             inside = root / path.strip("/")
