@@ -31,7 +31,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama
 STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # what is read in a text
 KEY = "tokenizer.ggml."
 PIECE = 1 << 16  # characters that are worked on as one text
-LONGEST = 1 << 12  # characters of a token
+LONGEST = 1 << 10  # characters of a token; those of models have up to 256
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Tokens that end a text, and are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
 _ENDS = frozenset(
@@ -50,12 +50,13 @@ class GGUFTokenizer(ABC):
     """
 
     usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file does not name them
+    longest: ClassVar = LONGEST
     run_batch = Batches()
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         self._metadata = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
         self._keys = GGUFKeys(self._metadata, place)
-        self.tokens = _tokens(self._keys)
+        self.tokens = _tokens(self._keys, self.longest)
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
         self.given_types = self._keys.wholes(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
@@ -228,11 +229,13 @@ def as_text(data: bytes | str) -> str:
         return _NOT_UTF8.sub("\ufffd", raw.decode("utf-8", "surrogateescape"))
 
 
-def _tokens(keys: GGUFKeys) -> list[str]:
+def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
     """The tokens in the order of their ids; an empty one is named as llama.cpp names it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
         raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")
+    if len(token := max(tokens, key=len)) > longest:
+        raise keys.fault(TOKENS, f"tokens of at most {longest} characters, not {len(token):,}")
     if len(set(tokens)) < len(tokens):
         twice = show(Counter(tokens).most_common(1)[0][0])
         raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {twice} again")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +12,15 @@ from numpy.typing import NDArray
 FREE = -1
 BITS = 21  # of the right number, a letter of Unicode or a symbol; the left one may have 31
 MOST = 1 << BITS
-_LEFT, _RIGHT, _FOLD = 2654435761, 2246822519, 15  # odd constants that spread neighbours (Knuth; xxHash)
+MOST_SPELT = 256  # bytes of a spelling in a charsmap, and of what it replaces; those of NFKC have up to 33
+_LEFT, _FOLD = 2654435761, 15  # an odd constant that spreads neighbours (Knuth)
 
 
 class PairTable(NamedTuple):
     """Open addressing: where a pair lies, or the next free place, begins at its hash.
 
-    keys      (n,) int64, n a power of two: left << BITS | right, FREE where nothing lies
+    keys      (n + 1,) int64, n a power of two: left << BITS | right, FREE where nothing lies; then a factor
+              of the hash, drawn for each table, or a file could have pairs that all begin at one place
     values    (n,) int32
     """
 
@@ -27,9 +31,10 @@ class PairTable(NamedTuple):
 def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArray[np.int64]) -> PairTable:
     """A table of different pairs (m,) with their values, half of it free at least."""
     size = 1 << max(4, int(2 * len(left) - 1).bit_length())
-    table = PairTable(np.full(size, FREE, np.int64), np.zeros(size, np.int32))
+    table = PairTable(np.full(size + 1, FREE, np.int64), np.zeros(size, np.int32))
+    table.keys[size] = secrets.randbits(62) | 1
     wanted = left << BITS | right
-    slots = left * _LEFT + right * _RIGHT
+    slots = (left * _LEFT + right) * table.keys[size]
     slots = (slots ^ (slots >> _FOLD)) & (size - 1)
     pending = np.arange(len(wanted))
     while len(pending):
@@ -43,14 +48,26 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
     return table
 
 
+def trie(tokens: Mapping[str, int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Nodes of a trie, from 1 on, by node << BITS | letter; and the numbers of tokens by their last nodes."""
+    nodes, ends = dict[int, int](), dict[int, int]()
+    for token, number in tokens.items():
+        node = 0
+        for letter in token:
+            node = nodes.setdefault(node << BITS | ord(letter), len(nodes) + 1)
+        ends[node] = number
+    return nodes, ends
+
+
 def find(keys: NDArray[np.int64], values: NDArray[np.int32], left: int, right: int) -> int:
     """The value of a pair; FREE where there is none."""
     wide_left, wide_right = int(left), int(right)  # of 64 bits where they were read from an array of 32
-    slot = wide_left * _LEFT + wide_right * _RIGHT
-    slot = (slot ^ (slot >> _FOLD)) & (len(keys) - 1)
+    size = len(keys) - 1
+    slot = (wide_left * _LEFT + wide_right) * int(keys[size])
+    slot = (slot ^ (slot >> _FOLD)) & (size - 1)
     wanted = wide_left << BITS | wide_right
     while keys[slot] != wanted:
         if keys[slot] == FREE:
             return FREE
-        slot = (slot + 1) & (len(keys) - 1)
+        slot = (slot + 1) & (size - 1)
     return int(values[slot])

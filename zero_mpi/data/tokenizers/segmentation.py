@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.tokenizers import pair_table
-from zero_mpi.data.tokenizers.pair_table import FREE
+from zero_mpi.data.tokenizers.pair_table import FREE, MOST_SPELT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -255,7 +255,7 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
     if len(nodes) == 0:
         return 0, 0
     node: Any = base_of(nodes[0])
-    for place in range(len(text)):
+    for place in range(min(len(text), MOST_SPELT)):  # a table may lead back into itself
         letter = np.int64(text[place])
         node ^= letter
         if node >= len(nodes):

@@ -45,6 +45,7 @@ Letters = NDArray[np.int32]
 class SentencePieceTokenizer(GGUFTokenizer):
     """What both kinds have in common. UsageError for keys that do not fit together."""
 
+    longest = 512  # SentencePiece trains no longer ones
     usually_adds_space: ClassVar[bool] = False  # where the file does not say
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:

@@ -1,15 +1,18 @@
 """Tokens that stand in a text as they are spelt: found in one pass, and cut out as llama.cpp does it.
 
 It takes the longest token first and cuts it out everywhere, then the next. So of two tokens that overlap the
-longer one is read, wherever it begins, which a regex from left to right would not do. A regex says which
-tokens there are at all: a text with none, the usual one, is passed over once, whatever the number of tokens.
+longer one is read, wherever it begins, which a regex from left to right would not do.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
-_WHITE = " \t\n\v\f\r"  # of ASCII
+from zero_mpi.data.tokenizers.pair_table import BITS, trie
+
+_WHITE = frozenset(" \t\n\v\f\r")  # of ASCII
+_PLACE = 40  # bits of a place in a number that sorts by the rank of a token, the longest first, and by place
 
 
 class Spellings:
@@ -19,56 +22,61 @@ class Spellings:
     """
 
     def __init__(self, ids: Mapping[str, int], stripping: Collection[str] = ()) -> None:
-        longest_first = sorted(ids, key=lambda token: -len(token.encode()))
-        self._ids = {token: ids[token] for token in longest_first}
-        self._rank = {token: rank for rank, token in enumerate(longest_first)}
-        self._stripping = frozenset(stripping)
-        self._beginnings: dict[str, list[str]] = {}
+        self._ids, self._stripping = ids, frozenset(stripping)
+        self._tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
     def cut(self, text: str) -> list[int | str]:
         """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any."""
-        parts: list[int | str] = [text]
-        if self._start.search(text) is None:
-            return parts
-        for token in self._found(text):
-            strips = token in self._stripping
-            parts = [new for part in parts for new in _cut_out(part, token, self._ids[token], strips)]
-        return parts
+        starts = (match.start() for match in self._start.finditer(text))
+        ranked = [found for start in starts if (found := self._longest(text, start, len(text))) is not None]
+        parts, at = list[int | str](), 0
+        for start, stop, token in sorted(self._taken(text, ranked)):
+            parts += [text[at:start], self._ids[token]]
+            at = stop
+        return [part for part in (*parts, text[at:]) if part != ""] if parts else [text]
+
+    def _taken(self, text: str, ranked: list[int]) -> Iterator[tuple[int, int, str]]:
+        """(start, stop, token) of those that are cut out, with the white space that goes with them."""
+        taken, same = bytearray(len(text)), list[int]()  # letters; where the token of one rank starts
+        heapify(ranked)
+        while ranked:
+            rank, start = divmod(heappop(ranked), 1 << _PLACE)
+            token = self._tokens[rank]
+            covered = taken.find(1, start, start + len(token))
+            if covered < 0:
+                taken[start : start + len(token)] = b"\1" * len(token)
+                same.append(start)
+            elif (shorter := self._longest(text, start, covered)) is not None:
+                heappush(ranked, shorter)
+            if not (ranked and ranked[0] >> _PLACE == rank):
+                for start in same:
+                    stop = start + len(token)
+                    while token in self._stripping and text[stop : stop + 1] in _WHITE and not taken[stop]:
+                        taken[stop] = 1
+                        stop += 1
+                    yield start, stop, token
+                same.clear()
+
+    def _longest(self, text: str, start: int, stop: int) -> int | None:
+        """Rank and place of the longest token that begins at a place and ends at `stop` or before."""
+        nodes, ends = self._trie
+        node, found = 0, None
+        for at in range(start, stop):
+            node = nodes.get(node << BITS | ord(text[at]), 0)
+            if not node:
+                break
+            if node in ends:
+                found = ends[node] << _PLACE | start
+        return found
+
+    @cached_property
+    def _trie(self) -> tuple[dict[int, int], dict[int, int]]:
+        return trie({token: rank for rank, token in enumerate(self._tokens)})
 
     @cached_property
     def _start(self) -> re.Pattern[str]:
-        """Matches where a token begins; made where it is used: a vocabulary may have very many of them."""
-        return _start_of_any(self._ids)
-
-    def _found(self, text: str) -> list[str]:
-        """The tokens that stand anywhere in `text`, also within another one, longest first."""
-        longest = {match[0] + match[match.lastindex or 0] for match in self._start.finditer(text)}
-        return sorted({t for token in longest for t in self._begins(token)}, key=self._rank.__getitem__)
-
-    def _begins(self, token: str) -> list[str]:
-        """The tokens with which a token begins; it is one of them."""
-        if token not in self._beginnings:
-            self._beginnings[token] = [other for other in self._ids if token.startswith(other)]
-        return self._beginnings[token]
-
-
-def _start_of_any(longest_first: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first letter of each place where a token stands; the last group is the rest of the longest.
-
-    Only a letter is consumed, so tokens that overlap are all found; by it the regex skips over other text.
-    """
-    rests: dict[str, list[str]] = {}
-    for token in longest_first:
-        rests.setdefault(token[0], []).append(re.escape(token[1:]))
-    places = [f"{re.escape(first)}(?=({'|'.join(rest)}))" for first, rest in rests.items()]
-    return re.compile("|".join(places) or "(?!)")
-
-
-def _cut_out(part: int | str, token: str, place: int, strips: bool) -> list[int | str]:
-    """`part` with the id in the place of each occurrence of the token."""
-    if isinstance(part, int):
-        return [part]
-    first, *rest = part.split(token)
-    texts = [first, *(text.lstrip(_WHITE) if strips else text for text in rest)]
-    both: list[int | str] = [side for text in texts for side in (text, place)]
-    return [side for side in both[:-1] if side != ""]
+        """Matches where a token may begin, by its first two letters."""
+        longer = [token for token in self._ids if len(token) > 1]
+        letters = {t for t in self._ids if len(t) == 1}, {t[0] for t in longer}, {t[1] for t in longer}
+        alone, first, second = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in letters)
+        return re.compile(f"{first}(?={second})|{alone}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.data.tokenizers.bpe import BPETokenizer, build, tokenizers
-from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, STANDING, UNUSED, USER_DEFINED
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown
@@ -76,11 +76,10 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
     vocabulary = {token: place for token, place in bpe.ids.items() if token not in filler}
     tokenizer = build(vocabulary, bpe.merges, bpe.pre.regexes, bpe.pre.ignore_merges)
     lib = tokenizers()
-    for token, kind in zip(bpe.tokens, bpe.types, strict=True):
-        if kind in (UNKNOWN, CONTROL):
-            tokenizer.add_special_tokens([lib.AddedToken(token, special=True, normalized=False)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([lib.AddedToken(token, special=False, normalized=False)])
+    added = [(token, kind) for token, kind in zip(bpe.tokens, bpe.types, strict=True) if kind in STANDING]
+    tokenizer.add_tokens(  # all at once: each call looks at all that were added before
+        [lib.AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in added]
+    )
     if bpe.add_bos and bpe.bos is not None:
         bos = bpe.tokens[bpe.bos]
         tokenizer.post_processor = lib.processors.TemplateProcessing(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.tokenizers.gguf_tokenizer import KEY, NORMAL, UNUSED, USER_DEFINED
-from zero_mpi.data.tokenizers.pair_table import FREE, PairTable, pair_table
+from zero_mpi.data.tokenizers.pair_table import BITS, FREE, MOST, MOST_SPELT, PairTable, pair_table, trie
 from zero_mpi.data.tokenizers.sentencepiece import SPACE, Letters, SentencePieceTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE
@@ -72,20 +72,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
     @cached_property
     def _trie(self) -> _Trie:
         """Of the tokens that text may become; made where it is used."""
-        nodes, pairs, ends = {"": 0}, list[tuple[int, int, int]](), {}
-        for token, kind in zip(self.tokens, self.given_types, strict=True):
-            if kind not in (NORMAL, USER_DEFINED, UNUSED):
-                continue
-            for place, letter in enumerate(token):
-                prefix = token[: place + 1]
-                if prefix not in nodes:
-                    pairs.append((nodes[token[:place]], ord(letter), len(nodes)))
-                    nodes[prefix] = len(nodes)
-            ends[nodes[token]] = self.ids[token]
-        found = np.full(len(nodes), FREE, np.int32)
+        kinds = zip(self.ids.items(), self.given_types, strict=True)
+        nodes, ends = trie(dict(pair for pair, kind in kinds if kind in (NORMAL, USER_DEFINED, UNUSED)))
+        found = np.full(len(nodes) + 1, FREE, np.int32)
         found[list(ends)] = list(ends.values())
-        left, right, node = np.array(pairs, np.int64).reshape(-1, 3).T
-        return _Trie(pair_table(left, right, node), found)
+        pairs, node = np.fromiter(nodes, np.int64), np.fromiter(nodes.values(), np.int64)
+        return _Trie(pair_table(pairs >> BITS, pairs & (MOST - 1), node), found)
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
@@ -106,7 +98,11 @@ class UnigramTokenizer(SentencePieceTokenizer):
         if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
             raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
         nodes = np.frombuffer(given, "<u4", size // 4, 4).astype(np.int64)
-        return nodes, np.frombuffer(given, np.uint8, offset=4 + size)
+        spellings = np.frombuffer(given, np.uint8, offset=4 + size)
+        longest = np.diff(np.flatnonzero(spellings == 0), prepend=-1).max(initial=0) - 1
+        if longest > MOST_SPELT:
+            raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
+        return nodes, spellings
 
     def _respelt(self, text: str) -> str:
         """The text as the charsmap spells it."""
@@ -116,8 +112,10 @@ class UnigramTokenizer(SentencePieceTokenizer):
             return text
         given = np.frombuffer(text.encode(), np.uint8)
         out = np.empty(len(given) + len(given) // 8 + 64, np.uint8)
-        while (length := segmentation.respell(given, self._nodes, self._spellings, out)) > len(out):
+        most = 16 * len(given) + MOST_SPELT  # NFKC makes a text 11 times as long at most
+        while len(out) < (length := segmentation.respell(given, self._nodes, self._spellings, out)) <= most:
             out = np.empty(length, np.uint8)
-        if length == FREE:
-            raise self._keys.fault(CHARSMAP, "a table that points nowhere but into itself and the spellings")
+        if length == FREE or length > most:
+            expected = "a table that points nowhere but into itself and the spellings"
+            raise self._keys.fault(CHARSMAP, f"{expected}, and makes a text 16 times as long at most")
         return out[:length].tobytes().decode(errors="replace")

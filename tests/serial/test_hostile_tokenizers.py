@@ -1,0 +1,196 @@
+"""Tokenizers of strangers: what would take memory or time out of proportion is refused, or takes little."""
+
+import tracemalloc
+
+import bpe_files
+import numpy as np
+import pytest
+import sentencepiece_files as files
+
+from zero_mpi.data import tokenizer_from_json, tokenizer_from_metadata, tokenizer_json
+from zero_mpi.data.tokenizers import pair_table, segmentation, spellings
+from zero_mpi.data.tokenizers import tokenizer_json as json_module
+from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.pair_table import FREE, find
+from zero_mpi.data.tokenizers.spellings import Spellings
+from zero_mpi.errors import FileError
+
+pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Loops that are compiled: the compiler's memory is not looked at."""
+    for make in (files.merged, files.likely):
+        tokenizer_from_metadata(make(precompiled_charsmap=files.charsmap())).encode("ab")
+
+
+def with_token(keys, token, kind=NORMAL):
+    """Keys with one token more."""
+    found = keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"], token]}
+    found["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], np.int32(kind))
+    if "tokenizer.ggml.scores" in keys:
+        found["tokenizer.ggml.scores"] = np.append(keys["tokenizer.ggml.scores"], np.float32(-1))
+    return found
+
+
+def circle():
+    """A charsmap whose only letter leads back to the first node."""
+    nodes = np.zeros(256, "<u4")
+    nodes[97] = 97 << 10 | 97
+    return np.frombuffer((4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"x\0", np.uint8)
+
+
+def byte_level():
+    return bpe_files.keys_of([*byte_characters(), "he"], ["h e"])
+
+
+KEYS = {"bpe": byte_level, "merges": files.merged, "unigram": files.likely}
+REFUSED = {
+    f"{kind}: a token of {size:,} {name}": (
+        lambda make=make, size=size, letter=letter, of=of: with_token(make(), letter * size, of),
+        "abc",
+    )
+    for kind, make in KEYS.items()
+    for name, letter in (("letters", "a"), ("spaces", "▁"), ("signs", "日"))
+    for of in (NORMAL, USER_DEFINED)
+    for size in (5_000, 50_000, 400_000)
+}
+REFUSED |= {
+    f"a letter becomes {size:,} bytes{', without an end' * (1 - end)}": (
+        lambda size=size, end=end: files.likely(
+            precompiled_charsmap=files.charsmap({"a": "b" * size})[: None if end else -1]
+        ),
+        "a." * 9_999,
+    )
+    for size, end in ((50, 1), (250, 1), (1_000, 1), (100_000, 1), (10, 0), (100_000, 0))
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_out_of_proportion_is_refused(name):
+    make, text = REFUSED[name]
+    keys = make()
+    tracemalloc.start()
+    with pytest.raises(FileError, match=r"tokenizer\.ggml\.(tokens|precompiled_charsmap)") as caught:
+        tokenizer_from_metadata(keys).encode(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+    assert peak < 32 << 20
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("token", ["a" * 256, "▁" * 256, "日" * 128])
+def test_long_tokens_of_models_are_read(kind, token):
+    found = tokenizer_from_metadata(with_token(KEYS[kind](), token, USER_DEFINED))
+    assert found.encode(token).tolist()[-1:] == [found.vocab_size - 1]
+
+
+def test_a_long_charsmap_spells_as_it_says():
+    found = tokenizer_from_metadata(files.likely(precompiled_charsmap=files.charsmap({"a" * 200: "b" * 200})))
+    assert found.prepared("a" * 399) == found.prepared("b" * 200 + "a" * 199)
+
+
+def test_a_vocabulary_takes_memory_by_its_letters():
+    letters = "".join(map(chr, range(0x10000, 0x10200)))  # four bytes each in a text of Python
+    tokens = [letters[at:] + letters[:at] for at in range(100)]
+    keys = files.keys_of(
+        "t5", [("<unk>", 2), ("</s>", CONTROL), *((token, NORMAL) for token in tokens)], [0.0] * 102
+    )
+    found = tokenizer_from_metadata(keys | {"tokenizer.ggml.unknown_token_id": np.uint32(0)})
+    tracemalloc.start()
+    found._trie  # noqa: B018
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 400 * sum(map(len, tokens))
+
+
+@pytest.mark.parametrize("factors", [(2654435761, 2246822519), (2654435761, 1)])
+def test_pairs_that_a_file_has_chosen_lie_apart(factors):
+    """Pairs that begin at the same few places by a hash without a factor that is drawn for each table."""
+    right, chosen = np.arange(pair_table.MOST, dtype=np.int64), []
+    for left in range(4):
+        slots = left * factors[0] + right * factors[1]
+        places = (slots ^ slots >> 15) & (1 << 14) - 1
+        chosen += [(left, letter) for letter in right[places < 16].tolist()]
+    table = pair_table.pair_table(*np.array(chosen, np.int64).T, np.arange(len(chosen)))
+    free = np.flatnonzero(table.keys[:-1] == FREE)
+    assert np.diff(free).max() < 500, "the longest row of places that are taken"
+    assert [find(*table, *pair) for pair in chosen] == list(range(len(chosen)))
+
+
+MANY = {
+    "of two letters": [
+        a + b for a in map(chr, range(0x4E00, 0x4E60)) for b in map(chr, range(0x4E00, 0x4E60))
+    ],
+    "numbered": [f"<|s_{number}|>" for number in range(9000)],
+    "of one letter": list(map(chr, range(0x4E00, 0x6E00))),
+    "one within the other": ["a" * size for size in range(1, 100)],
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_added_tokens_are_looked_for_once(name, monkeypatch):
+    """Not once for each of them."""
+    tokens, looked, longest = MANY[name], [], Spellings._longest
+
+    def counted(self, text, start, stop):
+        looked.append(start)
+        return longest(self, text, start, stop)
+
+    monkeypatch.setattr(spellings.Spellings, "_longest", counted)
+    text = "".join(tokens[::-1][:2000]) + "<" * 1000
+    found = Spellings({token: number for number, token in enumerate(tokens)}).cut(text)
+    assert "".join(part if isinstance(part, str) else tokens[part] for part in found) == text
+    assert len(looked) <= 2 * len(text)
+
+
+def test_added_tokens_are_written_at_once(monkeypatch, tmp_path):
+    """The library looks at all that were added before, at each call."""
+    calls, build = [], json_module.build
+
+    class Counted:
+        def __init__(self, tokenizer):
+            object.__setattr__(self, "tokenizer", tokenizer)
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(self.tokenizer, name)
+
+    monkeypatch.setattr(json_module, "build", lambda *given: Counted(build(*given)))
+    names = [f"[s_{number}]" for number in range(500)]
+    kinds = [NORMAL] * 257 + [CONTROL, USER_DEFINED] * 250
+    keys = bpe_files.keys_of([*byte_characters(), "he", *names], ["h e"], types=kinds)
+    content = tokenizer_json(keys)
+    assert len([name for name in calls if name.startswith("add_")]) == 1
+    assert [each["special"] for each in content["added_tokens"]] == [True, False] * 250
+    assert tokenizer_from_json(bpe_files.write_json(tmp_path, content)).types == kinds
+
+
+class Counted:
+    """Nodes that count how often they are looked at."""
+
+    def __init__(self, nodes):
+        self.nodes, self.count = nodes, 0
+
+    def __len__(self):
+        return len(self.nodes)
+
+    def __getitem__(self, place):
+        self.count += 1
+        return self.nodes[place]
+
+
+def test_a_charsmap_in_a_circle_is_left_after_a_while():
+    nodes = Counted(circle()[4:1028].view("<u4").astype(np.int64))
+    walk = getattr(segmentation.longest_prefix, "py_func", segmentation.longest_prefix)
+    assert walk(np.full(100_000, 97, np.uint8), nodes) == (0, 0)
+    assert nodes.count < 2000
+    text = "a" * 1_000_000
+    assert (
+        tokenizer_from_metadata(files.likely(precompiled_charsmap=circle())).prepared(text)[-9:] == text[-9:]
+    )
