@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
+from typing import Any
 
 from zero_mpi.data.conversations.chat_template import ChatTemplate, RenderedText
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, Message
@@ -33,6 +34,7 @@ class AnswerFinder:
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self._template = template
+        self._tools: list[Any] | None = None  # of the conversation at hand
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -41,10 +43,11 @@ class AnswerFinder:
         A turn that the template leaves out is not among them.
         """
         messages = conversation.messages
-        whole = self._template.render(messages)
+        self._tools = conversation.tools
+        whole = self._template.render(messages, tools=self._tools)
+        turns = conversation.turns
         if whole.marked:
-            return whole.text, whole.marked
-        turns = [n for n, m in enumerate(messages) if m["role"] == ASSISTANT and n >= conversation.answers]
+            return whole.text, marks_of(whole, messages, turns)
         spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
@@ -95,7 +98,7 @@ class AnswerFinder:
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
         """Return the text of a part of a conversation; None where the template takes no such part."""
         try:
-            return self._template.render(messages, generation_prompt).text
+            return self._template.render(messages, generation_prompt, self._tools).text
         except ValueError:
             return None
 
@@ -103,7 +106,8 @@ class AnswerFinder:
         """Render messages in which these turns say one letter that the text does not have."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
-        return self._template.render([m | other if n in turns else m for n, m in enumerate(messages)])
+        instead = [m | other if n in turns else m for n, m in enumerate(messages)]
+        return self._template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
         """Return the end of what is said from `start` on: of the first of its tokens that end turns."""
@@ -138,6 +142,22 @@ class AnswerFinder:
         except ValueError:
             return ""
         return behind.strip().partition("\n")[0].rstrip()
+
+
+def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
+    """Return the template's marks in these turns, told by its loop, or else by their order; or ValueError."""
+    answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if len(turns) == len(answers):
+        return whole.marked
+    places = segments(whole)
+    if places.keys() >= set(answers):
+        inside = [places[n] for n in turns]
+        return [mark for mark in whole.marked if any(start <= mark[0] < stop for start, stop in inside)]
+    if len(whole.marked) == len(answers):
+        return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
+    raise ValueError(
+        "the chat template: expected a {% generation %} for each answer, as some are not trained"
+    )
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:

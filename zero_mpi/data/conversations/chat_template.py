@@ -55,12 +55,14 @@ class ChatTemplate:
         except (ValueError, OSError) as error:
             raise UsageError(str(error)) from None
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> RenderedText:
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool = False, tools: list[Any] | None = None
+    ) -> RenderedText:
         """Return the text of messages; `generation_prompt`: with what comes before an answer.
 
         Raises ValueError, in one line, for whatever goes wrong in the template.
         """
-        variables: dict[str, Any] = {"tools": None, "documents": None, **self._tokens}
+        variables: dict[str, Any] = {"tools": tools, "documents": None, **self._tokens}
         variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()

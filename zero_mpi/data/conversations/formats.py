@@ -5,7 +5,8 @@
     {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
     {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
 
-Other keys of a line are passed over; those of a message are handed to the template as they are.
+`tools` may stand beside each form. Other keys of a line are passed over; those of a message are handed to the
+template as they are. A key without a value is read as no key, for tables write all keys in each row.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 from zero_mpi.files.open import open_file, refusing
+from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
 SUFFIX = ".jsonl"
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
-ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
+ROLES = ("developer", SYSTEM, USER, ASSISTANT, TOOL)
+TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
 SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), USER),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bard", "bing", "model"), ASSISTANT),
@@ -43,15 +46,23 @@ KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said. name: of the file, and the number of the line; answers: from where turns are answers.
+    """Messages of a line. name: file and number of the line; answers: from where turns are answers.
 
     A message is a dictionary with `role` and `content`. Only turns of the assistant from number `answers` on
-    are to be learned.
+    that are not `silent` are to be learned. tools: what the template is told of tools.
     """
 
     name: str
     messages: tuple[Message, ...]
     answers: int = 0
+    silent: frozenset[int] = frozenset()
+    tools: list[Any] | None = None
+
+    @property
+    def turns(self) -> list[int]:
+        """The numbers of the messages to be learned."""
+        answers = range(self.answers, len(self.messages))
+        return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
@@ -86,13 +97,45 @@ def one_conversation(name: str, value: Any) -> Conversation:
     """The conversation of a line; ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
-    read = next((read for keys, read in FORMS if all(key in value for key in keys)), None)
+    value = without_nulls(value)
+    filled = {key for key, each in value.items() if each != []}
+    forms = (read for there in (filled, value) for keys, read in FORMS if all(key in there for key in keys))
+    read = next(forms, None)
     if read is None:
         raise ValueError(f"{EXPECTED}, found {', '.join(map(show, list(value)[:5])) or 'nothing'}")
     earlier, messages = read(value)
     if not messages:
         raise ValueError("expected at least one message, found none")
-    return Conversation(name, (*earlier, *messages), len(earlier))
+    everything = (*earlier, *messages)
+    silent = frozenset(place for place, message in enumerate(everything) if not is_trained(message))
+    return Conversation(name, everything, len(earlier), silent, tools_of(value.get("tools")))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys whose value is null."""
+    if isinstance(value, list):
+        return list(map(without_nulls, value))
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(each) for key, each in value.items() if each is not None}
+
+
+def is_trained(message: Message) -> bool:
+    """Return if no key of an assistant's message takes it out of the loss; ValueError for others."""
+    found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
+    for key, value in found.items():
+        if value not in (0, 1):
+            expected = "0 or 1" if key == "weight" else "true or false"
+            raise ValueError(f"{key} of a message: expected {expected}, found {quoted(value)}")
+    return all(found.values())
+
+
+def tools_of(value: Any) -> list[Any] | None:
+    """Return the tools of a line, a list or the JSON text of one; None for none, ValueError for others."""
+    found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
+    if found is not None and not isinstance(found, list):
+        raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
+    return found or None
 
 
 def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
@@ -126,7 +169,8 @@ def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
         if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
             names = ", ".join(SPEAKERS)
             raise ValueError(f"{where}: from: expected one of {names}, found {quoted(speaker)}")
-        found.append(said(SPEAKERS[speaker.lower()], turn, "value", f"{where}: "))
+        message = said(SPEAKERS[speaker.lower()], turn, "value", f"{where}: ")
+        found.append(message | {key: turn[key] for key in TRAINED if key in turn})
     return [], [*by_system(value), *found]
 
 
@@ -167,9 +211,11 @@ def one_message(where: str, value: Any) -> Message:
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     role, content = value["role"], value.get("content")
+    calls = "tool_calls" in value or "function_call" in value
+    kept: Message = {key: each for key, each in value.items() if each != []}
     if role not in ROLES:
         raise ValueError(f"{where}: role: expected one of {', '.join(ROLES)}, found {quoted(role)}")
-    if content is None and value.get("tool_calls"):
+    if content is None and calls and role == ASSISTANT:
         content = ""
     texts: list[Any] = list(map(text_of, content)) if isinstance(content, list) else [content]
     for place, text in enumerate(texts):
@@ -179,7 +225,7 @@ def one_message(where: str, value: Any) -> Message:
                 f'{where}: content: expected a text, or parts such as {{"type": "text", "text": "..."}}, '
                 f"found {quoted(found)}"
             )
-    return value | {"content": "\n".join(texts)}
+    return kept | {"content": "\n".join(texts)}
 
 
 def text_of(part: Any) -> Any:

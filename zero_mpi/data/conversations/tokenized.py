@@ -86,7 +86,7 @@ class ConversationReader:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
         if not self._all:
             return RenderedConversation(conversation.name, *self._finder.find(conversation))
-        text = self._template.render(conversation.messages).text
+        text = self._template.render(conversation.messages, tools=conversation.tools).text
         return RenderedConversation(conversation.name, text, [(0, len(text))])
 
 
