@@ -68,6 +68,7 @@ IDLE_WITH_TOKENS = {
     "--sample 9": ("--sample 9 has no effect: --data are token files", "--sample 0"),
     "--tokenizer byte": ("--tokenizer byte has no effect: --data are token files", ""),
     "--control-tokens parse": ("--control-tokens parse has no effect: --data are token files", ""),
+    "--bos always": ("--bos always has no effect: --data are token files", ""),
 }
 
 

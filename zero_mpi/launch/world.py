@@ -144,7 +144,7 @@ class World:
                 if self.rank == 0:
                     self.comm.broadcast_object(False)
 
-        return agree.results(self.comm, work)[0]
+        return self.comm.broadcast_object(agree.together(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
         """action() of every rank, in order of ranks; raises as `together`."""
