@@ -105,8 +105,10 @@ def test_what_is_for_text_does_nothing_for_tokens(flags):
 def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
     given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
     context = FlagContext(parse(given), is_text=True, are_ids=True)
-    (line,) = without_effect(context)
-    assert line.startswith(IDLE_WITH_TOKENS["--control-tokens parse"][0])
+    found = [*without_effect(context)]
+    assert len(found) == 2
+    for flag, line in zip(("--bos always", "--control-tokens parse"), found, strict=True):
+        assert line.startswith(IDLE_WITH_TOKENS[flag][0])
 
 
 def test_every_row_of_the_tables_has_a_case():

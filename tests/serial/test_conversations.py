@@ -518,7 +518,8 @@ NULLS = {
     "no calls": ({"messages": [m | {"tool_calls": []} for m in AB]}, AB),
     "arguments": (
         {"messages": [
-            CALLING | {"content": None, "tool_calls": [{"function": CALL | {"arguments": {"x": [], "y": None}}}]}
+            CALLING
+            | {"content": None, "tool_calls": [{"function": CALL | {"arguments": {"x": [], "y": None}}}]}
         ]},
         [CALLING | {"tool_calls": [{"function": CALL | {"arguments": {"x": []}}}]}],
     ),
