@@ -36,7 +36,6 @@ class MixedWindows:
         ]
 
     def counted(self, indices: ArrayLike) -> int:
-        """How many targets of these windows count."""
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
@@ -55,9 +54,7 @@ class MixedWindows:
         return Batch(inputs, targets, begins)
 
     def about(self) -> str:
-        """How the data of each part came into windows."""
         return "; ".join(filter(None, (part.about() for part in self.parts)))
 
     def notes(self) -> list[str]:
-        """What is left out of each part, for the user."""
         return [note for part in self.parts for note in part.notes()]

@@ -47,7 +47,6 @@ class FileSpan:
     length: int
 
     def part(self, first: int, stop: int) -> FileSpan:
-        """Ids first to stop - 1 of these."""
         start = self.start + first * self.dtype.itemsize
         return FileSpan(self.path, start, stop - first, self.dtype, self.length)
 
@@ -96,7 +95,6 @@ class TokenSpans:
 
     @property
     def size(self) -> int:
-        """The number of ids."""
         return int(self._ends[-1]) if self.spans else 0
 
     @property

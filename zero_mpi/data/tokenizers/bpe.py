@@ -54,11 +54,9 @@ class BPETokenizer(GGUFTokenizer):
         tokenizers()  # now, and not when only rank 0 encodes
 
     def adds_bos(self) -> bool:
-        """As llama.cpp ties it to the splitting."""
         return self.pre.add_bos
 
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """The ids of each document; one beyond the vocabulary gives nothing."""
         cut = [[piece for part in parts for piece in pieces(part)] for parts in documents]
         found = self._words([piece for each in cut for piece in each if isinstance(piece, str)])
         row = partial(np.array, dtype=np.uint32)

@@ -98,13 +98,11 @@ class GGUFTokenizer(ABC):
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
         cut = [self._cut(data, special=True) for data in documents]
         each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
         return [self._with_lengths(parts, behind, [next(each) for _ in parts]) for parts, behind in cut]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """How often the texts hold each token that is read as one by `special` only."""
         cut = (part for data in documents for part in self._standing[True].cut(as_text(data)))
         return Counter(
             self.tokens[part]
@@ -123,10 +121,7 @@ class GGUFTokenizer(ABC):
         return self._array(np.array(first + ids or edge, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
-        """The bytes behind `ids`, any shape, in C order; control and unused tokens give nothing.
-
-        Raises ValueError for an id outside the vocabulary.
-        """
+        """The bytes behind `ids`, any shape, in C order; ValueError for one outside the vocabulary."""
         flat = np.asarray(ids).ravel()
         strange = flat[(flat < 0) | (flat >= self.vocab_size)]
         if strange.size:
@@ -148,19 +143,16 @@ class GGUFTokenizer(ABC):
         return frozenset()
 
     def _types(self) -> list[int]:
-        """The type of each token."""
         given = zip(self.tokens, self.given_types, strict=True)
         return [CONTROL if token in _ENDS else kind for token, kind in given]
 
     def _ends(self) -> frozenset[int]:
-        """Tokens after which a text is over."""
         named = [self.eos, self.special_id("eot"), self.special_id("eom")]
         known = [self.ids[token] for token in _ENDS if token in self.ids]
         return frozenset(known + [i for i in named if i is not None])
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        """What each id stands for in a text."""
         return [self.spelling(token, kind) for token, kind in zip(self.tokens, self.types, strict=True)]
 
     @cached_property

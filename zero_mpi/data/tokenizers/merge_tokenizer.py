@@ -51,18 +51,15 @@ class MergeTokenizer(SentencePieceTokenizer):
             self._metadata[_NAME] = name
 
     def adds_bos(self) -> bool:
-        """Prompts begin with bos unless the file forbids it."""
         return True
 
     def stripping(self) -> frozenset[str]:
-        """In the family of Phi 3 all tokens that are read in a text, but for three."""
         if _NAME not in self._metadata:
             return frozenset()
         standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in STANDING}
         return frozenset(standing - {"<unk>", "<s>", "<|endoftext|>"})
 
     def prepared(self, text: str) -> str:
-        """A text with its spaces replaced, one before it where that is asked for."""
         return (" " + text if self.adds_space else text).replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:

@@ -43,7 +43,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self._nodes, self._spellings = self._charsmap()
 
     def adds_bos(self) -> bool:
-        """Prompts begin with bos only where the file asks for it."""
         return False
 
     def prepared(self, text: str) -> str:
@@ -71,7 +70,6 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _trie(self) -> _Trie:
-        """Of the tokens that text may become; made where it is used."""
         kinds = zip(self.ids.items(), self.given_types, strict=True)
         nodes, ends = trie(dict(pair for pair, kind in kinds if kind in (NORMAL, USER_DEFINED, UNUSED)))
         found = np.full(len(nodes) + 1, FREE, np.int32)
