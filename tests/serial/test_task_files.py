@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,8 @@ def test_core_is_nanochats(small, tmp_path, kind, shots):
 def test_the_likeliest_continuation_is_right(small, tmp_path):
     """A word that the model itself goes on with, and another."""
     harness, tokens = Harness(small), tokenizer_of(small).tokens
-    for context in (token[1:] for token in tokens if token.startswith("▁") and token[1:].isalpha()):
+    words = [token[1:] for token in tokens if token.startswith("▁") and token[1:].isalpha()]
+    for context in (*words, *map(" ".join, product(words, words))):
         harness.model.reset()
         ids = [harness.bos, *harness.encode(context)]
         best = int(harness.model.logits(ids)[-1].argmax())
