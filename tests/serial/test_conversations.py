@@ -26,6 +26,7 @@ from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationRead
 from zero_mpi.errors import UsageError
 from zero_mpi.files import json_lines
 from zero_mpi.files.gguf_keys import TEMPLATE
+from zero_mpi.generate.chat import Chat
 
 
 def said(*contents, system=None):
@@ -553,3 +554,20 @@ def test_tools_reach_the_template(tools, loss_on, tmp_path, oracle):
 def test_other_tools_are_refused(tools, tmp_path):
     with pytest.raises(UsageError, match=r"chat\.jsonl, line 1: "):
         read(tmp_path, "chatml", {"messages": AB, "tools": tools})
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama 3", "gemma"])
+@pytest.mark.parametrize("loss_on", [ANSWERS, ALL])
+def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
+    """As llama.cpp does; it moves no mark of the tokens behind it."""
+    tokenizer, path = chat_tokenizer(TEMPLATES[name]), written(tmp_path, {"messages": AB})
+    (bare,) = ConversationReader(tokenizer, loss_on).read([("x", path)])
+    (found,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])
+    writes = bare.ids[0] == tokenizer.bos
+    assert writes == (name != "chatml")
+    assert found.ids.tolist() == ([] if writes else [tokenizer.bos]) + bare.ids.tolist()
+    assert found.ids.tolist().count(tokenizer.bos) == 1
+    assert found.counted[-len(bare.ids) :].tolist() == bare.counted.tolist()
+    assert answers_in(found) == answers_in(bare)
+    asked = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).asked("a").tolist()
+    assert (asked[0], asked.count(tokenizer.bos)) == (tokenizer.bos, 1)

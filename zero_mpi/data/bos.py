@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 
@@ -18,3 +23,8 @@ def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
     if tokenizer.bos is None:
         raise UsageError(f"--bos {asked}: the tokenizer has no bos token: use --bos {NEVER}")
     return tokenizer.bos
+
+
+def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
+    """Return ids (n,) that begin with bos once: a chat template may have written it. None: as they are."""
+    return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)

@@ -76,7 +76,7 @@ class DocumentReader(NamedTuple):
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
         """What encodes files: conversations, or text."""
         if are_conversations(files):
-            return partial(_conversations, files, ConversationReader(text.tokenizer, self.loss_on))
+            return partial(_conversations, files, ConversationReader(text.tokenizer, self.loss_on, self.bos))
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
@@ -86,6 +86,7 @@ class DocumentReader(NamedTuple):
             "any bytes": self.any_bytes,
             "control tokens": text.asked,
             "loss on": self.loss_on,
+            "bos": self.bos,
             "named": named,
         }
 

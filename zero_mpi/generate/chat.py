@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zero_mpi.data import Tokenizer
+from zero_mpi.data.bos import AUTO, bos_of, with_bos
 from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -33,7 +34,7 @@ class Chat:
             rendered = self.template.render(self.messages, generation_prompt=True)
         except ValueError as error:
             raise UsageError(f"--chat: {error}") from None
-        return self.tokenizer.encode(rendered.text, special=True)
+        return with_bos(self.tokenizer.encode(rendered.text, special=True), bos_of(self.tokenizer, AUTO))
 
     def answered(self, answer: Reply) -> None:
         """What the model said becomes a part of the conversation."""

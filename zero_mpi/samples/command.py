@@ -22,6 +22,7 @@ from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.data import Tokenizer, collect_files, named
+from zero_mpi.data.bos import AUTO, bos_of
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
 from zero_mpi.errors import UsageError
@@ -89,7 +90,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
     tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
     totals = Totals()
-    for found in ConversationReader(tokenizer, options.loss_on or ANSWERS).read(files):
+    reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO))
+    for found in reader.read(files):
         totals.add(found, keep=totals.conversations < options.count)
     if options.json:
         write(json.dumps(asdict(totals), indent=2).replace("\x7f", "\\u007f").split("\n"))

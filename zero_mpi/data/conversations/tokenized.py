@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.data.bos import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.data.conversations.formats import Conversation, read_conversations
@@ -61,12 +62,13 @@ class ConversationReader:
     """Reads conversations by a tokenizer and the chat template that came with it.
 
     loss_on   what counts: "answers" of the assistant, or "all"
+    bos       the token that begins each, where the template does not write it
 
     Raises UsageError where there is no template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, loss_on: str = ANSWERS) -> None:
-        self._tokenizer, self._all = tokenizer, loss_on == ALL
+    def __init__(self, tokenizer: Tokenizer, loss_on: str = ANSWERS, bos: int | None = None) -> None:
+        self._tokenizer, self._all, self._bos = tokenizer, loss_on == ALL, bos
         self._template = template_of(tokenizer)
         self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
         self._finder = AnswerFinder(self._template, [self._spelt[place] for place in tokenizer.ends])
@@ -80,7 +82,15 @@ class ConversationReader:
             group = [each for _, each in pairs]
             encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
             for each, (ids, lengths) in zip(group, encoded, strict=True):
-                yield marked(each, ids, lengths)
+                yield self._begun(marked(each, ids, lengths))
+
+    def _begun(self, found: TokenizedConversation) -> TokenizedConversation:
+        """Return a conversation with bos in front, which stands for no bytes."""
+        ids = with_bos(found.ids, self._bos)
+        if len(ids) == len(found.ids):
+            return found
+        counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
+        return found._replace(ids=ids, counted=counted, lengths=lengths)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
