@@ -549,6 +549,20 @@ def test_a_busy_process_on_our_cores_is_named():
     assert other_processes.look(set(), tuple(range(os.cpu_count()))) == []  # we are not bound
 
 
+@pytest.mark.parametrize(
+    ("threads", "cores", "ranks", "others"),
+    [(17, 2, 2, 15), (3, 2, 2, 1), (2, 2, 2, None), (8, 2, 8, None), (9, 2, 8, 1), (1, 64, 2, None)],
+)
+def test_a_host_on_which_others_compute_is_a_note(threads, cores, ranks, others, tmp_path, monkeypatch):
+    monkeypatch.setattr(other_processes, "PROC", tmp_path)
+    assert other_processes.busy_threads() == 0
+    (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
+    assert other_processes.busy_threads() == threads
+    rows = other_processes.crowd(threads, cores, ranks, "h1")
+    assert [row.verdict for row in rows] == [NOTE] * (others is not None)
+    assert all(row.value.startswith(f"{others} ") and " h1, " in row.value for row in rows)
+
+
 # ------------------------------------------------------------------------------------------- run folder
 
 

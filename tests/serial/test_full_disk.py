@@ -102,6 +102,17 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
     assert_goes_on(out, flags, tmp_path)
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(mount, flags, tmp_path):
+    mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100k", "tmpfs")
+    for more in ([], ["--dry-run"]):
+        job = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "disk" / "out"), "--steps", "9", *more]
+        status, printed, errors = run_job(3, job, timeout=30)
+        assert (status, errors.count("\n")) == (2, 1), printed + errors
+        assert f"--out {tmp_path}/disk/out: " in errors
+        assert "step  1/9" not in printed
+    assert not list((tmp_path / "disk").rglob("metrics.jsonl"))
+
+
 # Runs `zero_mpi.train`; after some steps rank 0 may write no file as large as a checkpoint's.
 SMALL_FILES = """
 import resource
@@ -182,12 +193,23 @@ def test_a_run_is_not_begun_where_it_cannot_write(mount, flags, tmp_path):
     assert "Read-only file system" in line
 
 
+# Runs `zero_mpi.train` where a quota ends what may be written, which the file system does not tell.
+QUOTA = """
+import shutil
+from zero_mpi.train import command
+
+shutil.disk_usage = lambda place: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+command.main()
+"""
+
+
 @pytest.mark.parametrize("pages", thinned([0, 2, 4], 2))
-def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags):
+def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, tmp_path):
     """With room for nothing, for less than the settings, and for less than the first steps' records."""
+    (tmp_path / "script.py").write_text(QUOTA)
     out, filler = small_disk / "out", small_disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096 * pages))
-    job = ["-m", "zero_mpi.train", *flags, "--out", str(out), "--steps", "99", "--save-every", "0"]
+    job = [str(tmp_path / "script.py"), *flags, "--out", str(out), "--steps", "99", "--save-every", "0"]
     status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     (line,) = errors.splitlines()

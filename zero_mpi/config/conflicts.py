@@ -91,11 +91,6 @@ class FlagContext:
     is_text: bool
     are_ids: bool = False
 
-    @property
-    def holds_out(self) -> bool:
-        """Whether anything is evaluated."""
-        return self.config.holds_out
-
 
 class Idle(NamedTuple):
     """`name` does nothing where `when`. `why` and what to do, with settings in braces."""
@@ -116,8 +111,8 @@ IDLE = (
         "--strategy {strategy} gathers no parameters ahead",
     ),
     Idle("val_fraction", lambda s: bool(s.config.val_data), "what is held out is --val-data"),
-    Idle("eval_every", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
-    Idle("eval_windows", lambda s: not s.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle("eval_every", lambda s: not s.config.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle("eval_windows", lambda s: not s.config.holds_out, "--val-fraction 0 holds nothing out"),
     Idle(
         "writers_per_node",
         lambda s: s.config.checkpoint_io == "gather",

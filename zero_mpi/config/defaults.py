@@ -16,12 +16,6 @@ LENGTH = {"steps", "epochs"}  # settings that say the same
 STEPS: dict[str, Any] = {"steps": 440}  # of a model from nothing, where no epochs are asked for
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
 EPOCHS, MOST_CONTEXT = 3, 1024  # of conversations
-SAID = {  # in --help
-    "steps": f"440; {EPOCHS} epochs of conversations with --init",
-    "context": f"128; what the longest of these needs, up to {MOST_CONTEXT}",
-    "batch_size": "16; of few of these 8 or 4",
-    "warmup": ANY["warmup"],
-}
 FEW_WINDOWS = 214  # below which a batch of these is smaller, down to 4, so that three epochs are 40 steps
 
 
@@ -39,7 +33,9 @@ def batch_size(windows: int) -> int:
 
 def told(name: str) -> str:
     """What `--help` says of a setting in the tables above; empty for another."""
+    if name in ANY:
+        return f" (default: {ANY[name]}{'' if name == 'warmup' else '; with --init by the conversations'})"
     if name not in FROM_NOTHING:
-        return f" (default: {SAID[name]})" if name in SAID else ""
+        return ""
     lora = f", with --lora {ADAPTERS[name]} or {LR_TIMES_WIDTH} / width" if name in ADAPTERS else ""
     return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')}{lora})"

@@ -62,13 +62,13 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """The model with the adapters of the flags; UsageError for a pattern that names nothing, or no `init`.
+    """The model with the adapters of the flags; UsageError without an `init`.
 
     What is beside them stays in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora}: of what: give --init BASE.gguf, which stays as it is")
-    model = with_adapters(config, model)
+    model = replace(model, lora=config.adapters)
     names = model.params()
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
         return model
@@ -77,17 +77,12 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     return replace(model, lora=replace(model.lora, stored=stored))
 
 
-def with_adapters(config: Config, model: ModelConfig) -> ModelConfig:
-    """The model with the adapters of the flags; raises UsageError for a pattern that names nothing of it."""
-    if config.adapters is not None:
-        config.adapters.check(model.layers())
-    return replace(model, lora=config.adapters)
-
-
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Raise UsageError for a context that the model has not, and for frozen patterns that cannot be meant."""
+    """Raise UsageError for a context that the model has not, and for patterns that cannot be meant."""
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+    if model.lora is not None:
+        model.lora.check(model.layers())
     names = model.params()
     try:
         check_patterns(config.frozen, names)

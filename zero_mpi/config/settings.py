@@ -44,7 +44,7 @@ class Config:
     removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; no annotation: it is no field
 
     out: str = flag("runs/default", str, "run", "run directory")
-    steps: int = flag(None, int, "run", "optimizer steps")
+    steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
     epochs: int | None = flag(None, int, "run", "times through the data, instead of --steps")
     seed: int = flag(0, int, "run", "of the first weights and the order of data", fixed=True)
     resume: str = flag("auto", str, "run", "auto: newest in OUT; never; or a folder")
@@ -140,7 +140,7 @@ class Config:
 
     lr: float = flag(None, float, "optimizer", "learning rate after the warm-up")
     min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
-    warmup: int = flag(None, str, "optimizer", "steps of linear warm-up, or a share of all as 5%")
+    warmup: int = flag(None, str, "optimizer", "steps of linear warm-up, or a share of all")
     schedule: str = flag(
         "cosine",
         str,

@@ -130,10 +130,10 @@ class PackedWindows:
 
     def about(self) -> str:
         """How many documents are in how many windows, how full these are, and how many are cut."""
-        kind, cut = "documents and parts of long ones", ""
+        kind = "documents and parts of long ones"
         if self._stream.counted is not None:
-            kind, cut = "conversations", f", {self.pieces.cut:,} cut"
-        return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full{cut}"
+            kind = f"conversations ({self.pieces.cut:,} cut)"
+        return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def known(self, index: int) -> int:
         """How many of a window's targets windows before it have predicted: none, for they do not overlap."""

@@ -33,6 +33,15 @@ def look(ours: Collection[int], cores: tuple[int, ...]) -> list[Neighbour]:
     return sorted(neighbour for neighbour, times in seen.items() if times > LOOKS // 2)
 
 
+def busy_threads() -> int:
+    """Threads of the host that run or wait for a core, ours among them: the fewest in some looks."""
+    found = list[int]()
+    for _ in range(LOOKS):
+        found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
+        time.sleep(PAUSE)
+    return min(found)
+
+
 def running() -> Iterator[Neighbour]:
     """The processes that are on a core or wait for one."""
     for folder in PROC.glob("[0-9]*"):
@@ -55,9 +64,19 @@ def rows(found: list[list[Neighbour]], names: tuple[str, ...]) -> list[Row]:
     return [Row("neighbours", value, NOTE, remedy)] if busy else []
 
 
+def crowd(seen: tuple[int, int], ranks: int, name: str) -> list[Row]:
+    """The row of a host where more threads run than it has cores: `seen` are both numbers."""
+    threads, cores = seen
+    value = f"{threads - ranks} threads of others run on {name}, beside {ranks} of ours on {cores} cores"
+    remedy = "what follows is measured beside them: wait for their end, or take another host"
+    return [Row("load", value, NOTE, remedy)] if threads > max(cores, ranks) else []
+
+
 def section(where: Ranks) -> list[Row]:
     """Who is in the way. Collective."""
+    seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
+    crowds = [r for n, name in enumerate(where.names) for r in crowd(seen[n], len(where.nodes[n]), name)]
     seats = where.gather((os.getpid(), os.sched_getaffinity(0)))
     ours, bound = zip(*(seats[rank] for rank in where.nodes[where.node]), strict=True)
     cores = tuple(sorted(set().union(*bound)))
-    return rows(where.of_nodes(lambda: look(ours, cores)), where.names)
+    return [*crowds, *rows(where.of_nodes(lambda: look(ours, cores)), where.names)]

@@ -182,7 +182,7 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
 
     base: the type in which `export` would write it, whose blocks it then stays in; None: floats
     """
-    adapted = inputs.with_adapters(config, model)
+    adapted = replace(model, lora=config.adapters)
     if base is None:
         return adapted
     if adapted.lora is None:

@@ -57,10 +57,7 @@ def describe(
 def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
-    """A description with the settings that the data decide, the text's sha256, and how it comes into windows.
-
-    `keys` are further ones of the model file.
-    """
+    """A description with what the data decide; `keys` are further ones of the model file."""
     return replace(
         description,
         model={**description.model, **keys},

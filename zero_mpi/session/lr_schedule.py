@@ -17,24 +17,19 @@ def schedule_of(config: Config) -> Schedule:
     return make_schedule(
         config.schedule,
         lr=config.lr,
-        min_lr=least(config),
+        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
         warmup=config.warmup,
         steps=config.steps,
         decay_steps=config.steps // 10 if config.decay_steps is None else config.decay_steps,
     )
 
 
-def least(config: Config) -> float:
-    """The rate that the schedule falls to."""
-    return config.lr / 10 if config.min_lr is None else config.min_lr
-
-
 def described(config: Config, epochs: Iterable[float]) -> str:
     """How often the steps go through all sources, and by which rates, for people."""
     times = min(epochs)
     read = f"{times:.1f} times through the data" if times >= 1 else f"{times:.3%} of the data"
-    falls = "" if config.schedule == "constant" else f" to {least(config):g}"
-    return f"{read}; rate {config.lr:g} after {config.warmup} of warm-up, then {config.schedule}{falls}"
+    rate, last = f"rate {config.lr:g} after {config.warmup} of warm-up", schedule_of(config)(config.steps)
+    return f"{read}; {rate}, then {config.schedule} to {last:g}"
 
 
 def make_schedule(

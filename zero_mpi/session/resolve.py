@@ -145,8 +145,7 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     phase("model and tokenizer")
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
-        steps = spec.config.steps
-        notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(steps))))
+        notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
         notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
     notes += map(log.Caution, passed_over(spec.init))
     phase("data")

@@ -50,6 +50,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if is_over(session):
         world.on_root(lambda: say_over(session))
         return 0
+    session.notes += world.on_root(lambda: dry_run.check_disk(session.config, session.model)) or ()
     world.on_root(lambda: early_stop.begin(session))
     world.on_root(lambda: write_config(session.out, session.config))
     session.notes += removed_at_start(world)

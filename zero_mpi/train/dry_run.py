@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_mpi import device, environment
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
@@ -24,7 +25,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.launch.world import World
-from zero_mpi.models.size import elements
+from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.flags import check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, assumed
@@ -32,10 +33,10 @@ from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
+from zero_mpi.plan.save_time import saved_bytes
 from zero_mpi.session.lr_schedule import described
 from zero_mpi.session.resolve import RunSpec, resolve
-
-MODEL_BYTES, STATE_BYTES = 4, 8  # of a parameter in model.gguf and in optimizer.gguf
+from zero_mpi.telemetry.log import Caution
 
 
 def show(world: World, config: Config) -> int:
@@ -50,9 +51,11 @@ def show(world: World, config: Config) -> int:
 
 
 def check_room(spec: RunSpec) -> None:
-    """Raise UsageError if there is no memory for the run."""
+    """Raise UsageError if there is no memory for the run, or no disk for its checkpoints."""
     if spec.no_room:
         raise UsageError(spec.no_room)
+    for note in check_disk(spec.config, spec.model):
+        write([f"note       {note}"])
 
 
 def check_out(out: Path) -> None:
@@ -62,6 +65,21 @@ def check_out(out: Path) -> None:
         raise UsageError(
             f"--out {shown(out)}: cannot write there: {shown(place)} is no folder that can be written to"
         )
+
+
+def check_disk(config: Config, model: ModelConfig) -> list[str]:
+    """A warning if not all checkpoints that stay fit on the disk, and the one that is being written.
+
+    Those that are there have their room. UsageError if there is none for one. Of quotas it knows nothing.
+    """
+    each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
+    out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
+    found = f"--out {shown(out)}: {size(free)} are free there, and a checkpoint takes {size(each)}"
+    if free < each:
+        raise UsageError(f"{found}: make room, or give a folder on another disk")
+    count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
+    few = f"{found}; --keep {config.keep} takes {count} of them at once"
+    return [Caution(few)] if free < count * each else []
 
 
 def existing(path: Path) -> Path:
@@ -184,18 +202,13 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
         left = max(0, config.steps - step)
         begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) are left"
     yield f"begins     {begins}"
-    trained = sum(
-        param.size for unit in case.layout.units if unit.trainable for param in unit.params.values()
-    )
-    each = MODEL_BYTES * elements(case.model) + STATE_BYTES * trained
     when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
     when = "every ten minutes and at the end" if config.save_every is None else when
     stays = "stay"
     if config.patience is not None:
         when, stays = f"{when} and at each new best", "and the best stay"
     kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
-    free = shutil.disk_usage(existing(Path(config.out))).free
     yield (
-        f"leaves     in {config.out}: a checkpoint {when}, about {size(each)} each, {kept}; "
-        f"{size(free)} are free there{', which is too little' if free < each else ''}"
+        f"leaves     in {config.out}: a checkpoint {when}, about {size(saved_bytes(case))} each, {kept}; "
+        f"{size(shutil.disk_usage(existing(Path(config.out))).free)} are free there"
     )
