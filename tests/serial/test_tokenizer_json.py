@@ -124,6 +124,45 @@ def test_ids_of_a_models_configuration_do_too_and_a_file_with_the_template(plain
     assert tokenizer.metadata()["tokenizer.chat_template"] == "{{ naïve }}"
 
 
+NAMED = [{"name": "tool_use", "template": "TOOL"}, {"name": "default", "template": "DEFAULT"}]
+FOLDERS = {
+    "config alone": ("OLD", {}, "OLD"),
+    "file and config": ("OLD", {"chat_template.jinja": "NEW"}, "NEW"),
+    "names": (NAMED, {}, "DEFAULT"),
+    "file and names": (NAMED, {"chat_template.jinja": "NEW"}, "NEW"),
+    "more files": (
+        None,
+        {"chat_template.jinja": "NEW", "additional_chat_templates/tool_use.jinja": "T"},
+        "NEW",
+    ),
+    "a default among more files": (
+        None,
+        {"chat_template.jinja": "NEW", "additional_chat_templates/default.jinja": "D"},
+        "D",
+    ),
+    "another file": (None, {"chat_template.json": '{"chat_template": "J"}'}, None),
+    "no default": (NAMED[:1], {}, None),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_template_of_a_folder_is_that_of_transformers(name, plain, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    given, files, expected = FOLDERS[name]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": given} if given else {})
+    path = bpe_files.write_json(tmp_path, plain, tokenizer_config=config)
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    try:
+        found = theirs.get_chat_template()
+    except ValueError:
+        found = None
+    assert found == expected
+    assert tokenizer_from_json(path).metadata().get("tokenizer.chat_template") == expected
+
+
 @pytest.mark.parametrize("config", [{}, {"bos_token": "<|begin|>"}])
 def test_a_template_that_puts_a_bos_in_front_is_kept(plain, config, tmp_path):
     place = next(token["id"] for token in plain["added_tokens"] if token["content"] == "<|begin|>")

@@ -278,10 +278,16 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
-    file = path.with_name("chat_template.jinja")
+    """The template that Transformers takes for rows without tools: a file's before that of the config."""
     template = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
-    if template is None and os.path.lexists(file):
-        template = read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
+    if isinstance(template, list):
+        named = (each for each in reversed(template) if isinstance(each, dict))
+        template = next((each.get("template") for each in named if each.get("name") == "default"), None)
+    folder = path.with_name("additional_chat_templates")
+    for file in (folder / "default.jinja", path.with_name("chat_template.jinja")):
+        if os.path.lexists(file):
+            template = read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
+            break
     if isinstance(template, str) and not _is_text(template):
         raise UsageError(f"{path}: chat_template: expected text that UTF-8 can hold")
     return {"tokenizer.chat_template": template} if isinstance(template, str) else {}
