@@ -290,7 +290,7 @@ FORMS = {
     "messages beside others": ({"prompt": "x", "completion": "y", "messages": AB, "id": 7}, AB),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ac"]}]},
-        said("a\nc"),
+        [{"role": "user", "content": [{"type": "text", "text": text} for text in "ac"]}],
     ),
     "other keys of a message": ({"messages": [AB[0] | {"name": "Ann"}]}, [AB[0] | {"name": "Ann"}]),
     "prompt": ({"prompt": "a", "completion": "b"}, AB),
@@ -571,3 +571,26 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
     assert answers_in(found) == answers_in(bare)
     asked = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).asked("a").tolist()
     assert (asked[0], asked.count(tokenizer.bos)) == (tokenizer.bos, 1)
+
+
+PARTS = [m | {"content": [{"type": "text", "text": text} for text in (m["content"], "x")]} for m in AB]
+WALKS = {  # a template, and what it makes of parts and of texts (of jinja2 on the list; of llama.cpp)
+    "both": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}", "axbx", "ab"
+    ),
+    "parts": (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+        "{% endif %}{% endfor %}{% endfor %}", "[user]ax[assistant]bx", "[user]a[assistant]b"
+    ),
+    "adds": ("{% for m in messages %}{{ '[' + m.content }}{% endfor %}", "[a\nx[b\nx", "[a[b"),
+    "prints": ("{% for m in messages %}{{ m.content }};{% endfor %}", "a\nx;b\nx;", "a;b;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_content_comes_as_the_template_takes_it(name, tmp_path):
+    source, parts, texts = WALKS[name]
+    reads = ConversationReader(chat_tokenizer(source))
+    found = reads.read([("x", written(tmp_path, {"messages": PARTS}, {"messages": AB}))])
+    assert [each.text for each in found] == [parts, texts]

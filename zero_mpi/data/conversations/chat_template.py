@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,39 @@ class ChatTemplate:
 
         Raises ValueError, in one line, for whatever goes wrong in the template.
         """
+        return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
+
+    def _fitted(self, message: Message) -> Message:
+        """Return a message whose content is a text or a list of parts, whichever the template takes."""
+        content = message["content"]
+        if isinstance(content, list):
+            joined = "\n".join(part["text"] for part in content)
+            return message if self._takes_parts else message | {"content": joined}
+        if not self._takes_text and self._takes_parts:
+            return message | {"content": parts_of(content)}
+        return message
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return self._shows("\ue000", "\ue000")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
+
+    def _shows(self, content: Any, *texts: str) -> bool:
+        """Return if the template writes these texts of a content, and no list as Python or JSON spell it."""
+        try:
+            found = self._rendered([{"role": "user", "content": content}], False, None).text
+        except ValueError:
+            return False
+        return all(text in found for text in texts) and not any(
+            f"{q}text{q}: {q}\ue000" in found for q in "'\""
+        )
+
+    def _rendered(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: list[Any] | None
+    ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._tokens}
         variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
@@ -75,6 +109,11 @@ class ChatTemplate:
         weakref.finalize(self, ended, process)
         asked(process, {"source": self._source})
         return process
+
+
+def parts_of(*texts: str) -> list[Message]:
+    """Return texts as parts of a content."""
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def listed(key: str, value: Any) -> list[Any]:
 
 
 def messages_of(key: str, value: Any) -> list[Message]:
-    """Messages with a role and a content that is one text."""
+    """Messages with a role and a content that is a text, or a list of parts that are."""
     return [one_message(f"{key}[{place}]", each) for place, each in enumerate(listed(key, value))]
 
 
@@ -225,7 +225,7 @@ def one_message(where: str, value: Any) -> Message:
                 f'{where}: content: expected a text, or parts such as {{"type": "text", "text": "..."}}, '
                 f"found {quoted(found)}"
             )
-    return kept | {"content": "\n".join(texts)}
+    return kept | {"content": content}
 
 
 def text_of(part: Any) -> Any:
