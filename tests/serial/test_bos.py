@@ -18,7 +18,14 @@ from test_packing import pairs, text
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, PackedWindows, Windows, tokenizer_from_metadata, windows_over
+from zero_mpi.data import (
+    ByteTokenizer,
+    PackedWindows,
+    Windows,
+    load_corpus,
+    tokenizer_from_metadata,
+    windows_over,
+)
 from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.sequences import WindowSet
@@ -135,6 +142,12 @@ def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder
         status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
         assert (status, len(errors.splitlines())) == (0, lines), errors
         assert ("not.gguf" in errors) == bool(lines)
+
+
+def test_of_a_mixture_only_text_has_it(folder):
+    paths = [f"{folder}/text=0.5", f"{folder}/ids.npy=0.5"]
+    flags = {"val_fraction": 0.0, "context": 8, "seed": 0, "tokenizer": ASKS, "vocab_size": ASKS.vocab_size}
+    assert [part.bos for part in load_corpus(paths, bos=BOS, **flags).parts] == [BOS, None]
 
 
 @needs_mpiexec
