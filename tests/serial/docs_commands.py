@@ -180,6 +180,12 @@ EVALUATING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices questions.jsonl": ByTest(
         "tests/serial/test_evaluate.py::test_answers_have_the_likelihood_of_their_tokens"
     ),
+    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --task arc_easy.jsonl --json figures.json": ByTest(
+        "tests/serial/test_task_files.py::test_shares_and_log_likelihoods_are_lm_evals"
+    ),
+    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --task core/hellaswag.jsonl --shots 10": ByTest(
+        "tests/serial/test_task_files.py::test_core_is_nanochats"
+    ),
 }
 
 LOOKING: dict[str, How] = {

@@ -61,7 +61,8 @@ def part_losses(
     def compute(number: int, losses: Array) -> None:
         batch = read(number)
         found = module.part_losses(batch.x, batch.targets, batch.parts, batch.scale)
-        losses[batch.first : batch.first + len(found)] = found
+        for place, loss in enumerate(found, batch.first):
+            losses[place] = loss
 
     return dealt_out(module, micro_batches, count, compute)
 
