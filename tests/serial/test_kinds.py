@@ -151,6 +151,8 @@ def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
     data = json.dumps({"text": "x" * 2 * HEAD}).encode()[:HEAD]
     assert kind_of(data, "a.jsonl").name == kind_of(data, "a.ndjson").name == "JSON Lines"
     assert kind_of(data, "a.json") is None
+    assert kind_of(b' [\n {"text": "a"}]', "a.json").name == "an array of JSON objects"
+    assert kind_of(b"[1, 2]", "a.json") is None
 
 
 @pytest.mark.parametrize("seed", range(40))

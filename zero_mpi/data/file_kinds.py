@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -95,6 +96,8 @@ LINES_REMEDY = (
     "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
     "in each line"
 )
+ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # the beginning of an array of objects
+ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl"
 BINARY = Kind(
     "binary data",
     "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
@@ -162,7 +165,13 @@ def json_lines(head: bytes, name: str) -> Kind | None:
     return Kind("JSON Lines", LINES_REMEDY) if found else None
 
 
-LOOKS: tuple[Callable[[bytes, str], Kind | None], ...] = (known, wide, model, binary, json_lines)
+def json_rows(head: bytes, name: str) -> Kind | None:
+    """An array of JSON objects by name and beginning: its markup would be learned beside the text."""
+    is_one = name.lower().endswith(".json") and ARRAY.match(head) is not None
+    return Kind("an array of JSON objects", ROWS_REMEDY) if is_one else None
+
+
+LOOKS: tuple[Callable[[bytes, str], Kind | None], ...] = (known, wide, model, binary, json_lines, json_rows)
 
 
 def no_text(head: bytes) -> bool:

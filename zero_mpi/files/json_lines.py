@@ -13,6 +13,7 @@ from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
 
 MOST = 16 << 20  # bytes of a line
+BOM = b"\xef\xbb\xbf"  # of UTF-8, which some programs put first
 T = TypeVar("T")
 
 
@@ -25,9 +26,10 @@ def each_line(path: str | os.PathLike[str], flag: str, read: Callable[[int, Any]
     for number, raw in enumerate(_lines(path, flag), 1):
         if len(raw) > MOST:
             raise FileError(f"{place}, line {number}: expected at most {MOST} bytes, found more")
-        if raw.strip():
+        text = raw.removeprefix(BOM) if number == 1 else raw
+        if text.strip():
             try:
-                found = read(number, parse_json(raw, unique=True))
+                found = read(number, parse_json(text, unique=True))
             except ValueError as error:
                 raise FileError(f"{place}, line {number}: {error}") from None
             yield found

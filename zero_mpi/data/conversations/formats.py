@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
-from zero_mpi.files.open import open_file, refusing
+from zero_mpi.files.json_lines import BOM, MOST, each_line, is_text
+from zero_mpi.files.open import open_file, read_file, refusing
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
-SUFFIX = ".jsonl"
+LINES, DOCUMENT = (".jsonl", ".ndjson"), ".json"  # suffixes: an object in each line; an array of them
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 ROLES = ("developer", SYSTEM, USER, ASSISTANT, TOOL)
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
@@ -39,6 +39,9 @@ SPEAKERS = {
 EXPECTED = (
     "expected an object with messages, with prompt and completion, with instruction and output, or with "
     "conversations"
+)
+ROWS = re.compile(
+    rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"(?:data|messages|conversations|prompt|instruction)")'
 )
 HEAD = 1 << 16  # bytes of a file in which a key of these must stand
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
@@ -79,10 +82,12 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 def holds_conversations(path: Path) -> bool:
     """Whether a file is one of conversations, by its name and the keys at its beginning."""
-    if path.suffix.lower() != SUFFIX:
+    suffix = path.suffix.lower()
+    if suffix not in (*LINES, DOCUMENT):
         return False
     with refusing("--data", path), open_file(path) as file:
-        return KEYS.search(file.read(HEAD)) is not None
+        head = file.read(HEAD)
+    return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(name: str, path: Path, make: Callable[[Conversation], T]) -> Iterator[T]:
@@ -90,7 +95,35 @@ def read_conversations(name: str, path: Path, make: Callable[[Conversation], T])
 
     FileError that names file, line, what was expected and what came, also where `make` raises ValueError.
     """
-    return each_line(path, "--data", lambda line, value: make(one_conversation(f"{name}:{line}", value)))
+
+    def one(number: int, value: Any) -> T:
+        return make(one_conversation(f"{name}:{number}", value))
+
+    rows = rows_of(path) if path.suffix.lower() == DOCUMENT else None
+    return each_line(path, "--data", one) if rows is None else each_row(path, rows, one)
+
+
+def rows_of(path: Path) -> list[Any] | None:
+    """Return the rows of a JSON document: an array, `{"data": array}` or one object; None for lines."""
+    try:
+        with refusing("--data", path):
+            value = parse_json(read_file(path, MOST, "a JSON document").removeprefix(BOM), unique=True)
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        return None
+    rows = value.get("data", [value]) if isinstance(value, dict) else value
+    return rows if isinstance(rows, list) else [value]
+
+
+def each_row(path: Path, rows: Sequence[Any], one: Callable[[int, Any], T]) -> Iterator[T]:
+    """Yield what `one` makes of each row and its number, from 1; FileError names file and row."""
+    for number, row in enumerate(rows, 1):
+        try:
+            found = one(number, row)
+        except ValueError as error:
+            raise FileError(f"--data {shown(path)}, row {number}: {error}") from None
+        yield found
 
 
 def one_conversation(name: str, value: Any) -> Conversation:
