@@ -18,7 +18,7 @@ LINES = [
     {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}]},
 ]
 SHOWN = """\
-chat.jsonl:1: 55 tokens, 11 counted
+chat.jsonl:1: 56 tokens, 11 counted
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -29,7 +29,7 @@ hi\\x1b[31m<|im_end|>
 Two é<|im_end|>»
 
 
-chat.jsonl:3: 46 tokens, 2 counted
+chat.jsonl:3: 47 tokens, 2 counted
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -40,7 +40,7 @@ Sum
 «3<|im_end|>»
 
 
-3 conversations: 121 tokens, 13 of them counted (10.7 %); the longest has 55
+3 conversations: 124 tokens, 13 of them counted (10.5 %); the longest has 56
 without an answer, which training leaves out: 1
 """
 
@@ -86,7 +86,7 @@ def test_samples_as_json(chat, capfdbinary):
         {"text": "\n", "counted": False},
     ]
     totals = {name: value for name, value in found.items() if name != "samples"}
-    assert totals == {"conversations": 3, "tokens": 121, "counted": 13, "longest": 55, "left_out": 1}
+    assert totals == {"conversations": 3, "tokens": 124, "counted": 13, "longest": 56, "left_out": 1}
 
 
 def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
@@ -106,7 +106,7 @@ def test_all_counts_and_another_template(chat, capfdbinary):
     flags = ("--data", chat / "chat.jsonl", "--count", "2", "--chat-template", chat / "z.jinja")
     text = printed(capfdbinary, chat / "m.gguf", *flags, "--loss-on", "all")
     assert text.startswith(
-        "chat.jsonl:1: 25 tokens, 25 counted\n«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
+        "chat.jsonl:1: 26 tokens, 26 counted\n«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
     )
     assert "(100 %)" in text
 
