@@ -38,7 +38,7 @@ def work(beat, after=lambda: "done"):
 
 def test_each_beat_is_progress_of_all_ranks(heard, world):
     assert world.from_root_with_beat(work) == "done"
-    assert len(set(heard)) == 4, "three beats and the end"
+    assert len(set(heard)) == 5, "three beats, the end and the answer"
 
 
 def refuse():
@@ -68,4 +68,4 @@ def test_a_signal_ends_the_work_and_no_beat(heard, world, monkeypatch):
 def test_work_that_is_quick_is_no_traffic(heard, world, monkeypatch):
     monkeypatch.setattr(world_module, "BEAT", 1e9)
     assert world.from_root_with_beat(work) == "done"
-    assert len(heard) == 2, "the first beat and the end"
+    assert len(heard) == 3, "the first beat, the end and the answer"
