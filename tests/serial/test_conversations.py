@@ -391,7 +391,7 @@ def test_which_files_are_conversations(tmp_path):
 
 
 LONG = "the chat template: .* [0-9.]+ s of CPU time"
-MEMORY = "the chat template: .* 512 MiB of memory"
+MEMORY = "the chat template: .* 256 MiB of memory"
 LETTERS = "the chat template: .* 10[0-9]{5} letters"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,

@@ -193,9 +193,11 @@ def clean(out: Path) -> None:
 
 def steps(out: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the checkpoints in OUT, oldest first."""
-    if not out.is_dir():
+    try:
+        entries = list(out.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # also where it is moved at this moment
         return []
-    found = [(match, entry) for entry in out.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
+    found = [(match, entry) for entry in entries if (match := STEP_FOLDER.fullmatch(entry.name))]
     return sorted(
         (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
     )

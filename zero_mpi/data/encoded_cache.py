@@ -215,7 +215,12 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
 
 def sums(entry: Path, beat: Beat) -> bytes:
     """The digests of an entry's files, in the form of sha256sum. OSError where one is not there."""
-    return "".join(f"{digest_of(entry / name, beat)}  {name}\n" for name in (IDS, COUNTED, ABOUT)).encode()
+    return b"".join(sum_of(entry, name, beat) for name in (IDS, COUNTED, ABOUT))
+
+
+def sum_of(entry: Path, name: str, beat: Beat) -> bytes:
+    """Return the line of one file."""
+    return f"{digest_of(entry / name, beat)}  {name}\n".encode()
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
@@ -224,11 +229,15 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     What is read was written here: all files have the digests that they had then.
     """
     try:
-        if read_file(entry / SUMS, 1 << 10) != sums(entry, beat):
+        recorded = read_file(entry / SUMS, 1 << 10)
+        if not recorded.endswith(sum_of(entry, ABOUT, beat)):
             return None
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]
         total = sum(size for _, size, _ in told)
+        is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
+        if is_longer or recorded != sums(entry, beat):  # what has grown to gigabytes is not read
+            return None
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
         os.utime(entry)  # it was used

@@ -30,7 +30,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes for the day where there is no clock
-MEMORY = 512 << 20  # bytes of this process, which has 20 MiB before it begins
+MEMORY = 256 << 20  # bytes of this process, which has 20 MiB before it begins
 LETTERS, GROWTH = 1 << 20, 2  # of a text at most: so many, and so many for each byte of its variables
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
