@@ -62,10 +62,10 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     found, longest = settings(folder), 171
     assert found["context"] == min(room, longest)
     assert found["batch_size"] == 4
-    windows = int(printed.partition(" conversations in ")[2].split()[0])
+    windows = int(printed.partition(" cut) in ")[2].split()[0])
     assert found["steps"] == -(-3 * windows // 4)
     assert found["warmup"] == round(0.09 * found["steps"])
-    assert f"full, {int(room < longest)} cut\n" in printed
+    assert f"70 conversations ({int(room < longest)} cut) in " in printed
     assert f"steps:     {found['steps']}, 3.0 times through the data; rate " in printed
     status, said, _ = run_job(
         1, ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"], cwd=folder, timeout=50
