@@ -558,7 +558,7 @@ def test_a_host_on_which_others_compute_is_a_note(threads, cores, ranks, others,
     assert other_processes.busy_threads() == 0
     (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
     assert other_processes.busy_threads() == threads
-    rows = other_processes.crowd(threads, cores, ranks, "h1")
+    rows = other_processes.crowd((threads, cores), ranks, "h1")
     assert [row.verdict for row in rows] == [NOTE] * (others is not None)
     assert all(row.value.startswith(f"{others} ") and " h1, " in row.value for row in rows)
 

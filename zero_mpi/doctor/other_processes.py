@@ -34,12 +34,13 @@ def look(ours: Collection[int], cores: tuple[int, ...]) -> list[Neighbour]:
 
 
 def busy_threads() -> int:
-    """Threads of the host that run or wait for a core, ours among them: the fewest in some looks."""
+    """Threads of the host that run or wait for a core, ours too: the fewest in some looks; 0: unknown."""
     found = list[int]()
     for _ in range(LOOKS):
-        found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
         time.sleep(PAUSE)
-    return min(found)
+    return min(found, default=0)
 
 
 def running() -> Iterator[Neighbour]:
