@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from zero_mpi.files.foreign import show, shown
@@ -33,8 +34,22 @@ def parse_json(
     numbers that are not finite, which JSON does not have; `null_for_infinite` takes these as null. `unique`:
     also for a name that an object has twice, of which the last would count.
     """
-    if _values(raw) > most_values:
+    lists, values = _signs(raw)
+    if values > most_values:
         raise ValueError(f"more than {most_values} values")
+
+    def parse() -> Any:
+        text = raw if isinstance(raw, str) else raw.decode()
+        if text.startswith("\ufeff"):
+            raise ValueError("expected a text without a byte order mark")
+        return _decoder(null_for_infinite, unique).decode(text)
+
+    return _parsed(parse, nests=lists > MOST_NESTED)
+
+
+@cache
+def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
+    """Return what reads JSON by the rules of `parse_json`; making one takes longer than a short line."""
 
     def number(text: str) -> float | None:
         value = float(text)
@@ -47,13 +62,8 @@ def parse_json(
         if not null_for_infinite:
             raise ValueError(f"the number {shown(text, 40)} is not finite")
 
-    return _parsed(
-        lambda: json.loads(
-            raw if isinstance(raw, str) else raw.decode(),
-            parse_float=number,
-            parse_constant=constant,
-            object_pairs_hook=_unique if unique else None,
-        )
+    return json.JSONDecoder(
+        parse_float=number, parse_constant=constant, object_pairs_hook=_unique if unique else None
     )
 
 
@@ -73,10 +83,10 @@ def _is_nested(value: Any, levels: int) -> bool:
     return bool(inner)
 
 
-def _values(raw: bytes | str) -> int:
-    """At least as many values as a JSON text has: signs in texts count as well."""
-    signs = ",[{"
-    return 1 + sum(raw.count(c) if isinstance(raw, str) else raw.count(c.encode()) for c in signs)
+def _signs(raw: bytes | str) -> tuple[int, int]:
+    """Return how many lists and objects, and values, a JSON text has at most: signs in texts count too."""
+    commas, lists, tables = (raw.count(c) if isinstance(raw, str) else raw.count(c.encode()) for c in ",[{")
+    return lists + tables, 1 + commas + lists + tables
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,10 +110,10 @@ def parse_toml(raw: bytes) -> dict[str, Any]:
     return table
 
 
-def _parsed(parse: Callable[[], Any]) -> Any:
+def _parsed(parse: Callable[[], Any], nests: bool = True) -> Any:
     try:
         value = parse()
-        if _is_nested(value, MOST_NESTED):
+        if nests and _is_nested(value, MOST_NESTED):
             raise RecursionError
         return value
     except RecursionError:
