@@ -36,10 +36,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.cost_model import gather_seconds
 from zero_mpi.plan.machine import Disk, Machine
-from zero_mpi.plan.save_time import save_seconds
-from zero_mpi.plan.step_time import step_time
+from zero_mpi.plan.step_time import gather_seconds, save_seconds, step_time
 from zero_mpi.session.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent

@@ -16,7 +16,7 @@ from zero_mpi.plan import flags
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines
-from zero_mpi.plan.save_time import saved_bytes
+from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.train import dry_run
 from zero_mpi.train.dry_run import check_disk
 

@@ -17,8 +17,7 @@ from zero_mpi.plan.command import command
 from zero_mpi.plan.flags import read
 from zero_mpi.plan.machine import ASSUMED, Disk, Level, Link, Machine
 from zero_mpi.plan.machine_file import read_machine
-from zero_mpi.plan.save_time import save_seconds, saved_bytes, writers
-from zero_mpi.plan.step_time import step_time
+from zero_mpi.plan.step_time import save_seconds, saved_bytes, step_time, writers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
 LARGE = tomllib.loads((EXAMPLES / "large.toml").read_text())

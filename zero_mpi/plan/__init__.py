@@ -7,7 +7,6 @@ their results is in `workspaces`.
 
 `rank_memory` reads what was seen. `traffic` works from the layout, with a class in `routes` for each way
 that slices take. `step_time` plays the list of a step, which does not depend on the number of ranks, against
-a clock: computing moves it, transfers queue on one line (`cost_model`), and what a wait moves it by is
-communication that is not hidden. `max_size` and `scaling` ask about many cases; `resident` adds what a node
-takes for interpreters and libraries.
+a clock. `max_size` and `scaling` ask about many cases; `resident` adds what a node takes for interpreters and
+libraries.
 """

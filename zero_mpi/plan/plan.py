@@ -9,8 +9,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.max_size import Largest, largest
 from zero_mpi.plan.rank_memory import Memory, plan_memory
-from zero_mpi.plan.save_time import save_seconds
-from zero_mpi.plan.step_time import StepTime, step_time, tokens_per_second
+from zero_mpi.plan.step_time import StepTime, save_seconds, step_time, tokens_per_second
 from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 

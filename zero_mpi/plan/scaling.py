@@ -9,8 +9,7 @@ from itertools import pairwise, takewhile
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.save_time import save_seconds
-from zero_mpi.plan.step_time import step_time, tokens_per_second
+from zero_mpi.plan.step_time import save_seconds, step_time, tokens_per_second
 
 MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5

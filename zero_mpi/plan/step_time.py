@@ -1,26 +1,58 @@
-"""How long a step takes: the script of a simulation played against a clock.
+"""How long a step and a checkpoint take: computing, transfers that cannot be hidden, and latency.
 
-Computing moves the clock. A transfer goes on a line behind those that were started before it and is complete
-some time after it has left the line, whatever the rank does meanwhile; a wait moves the clock to that time,
-and what it moves is the exposed communication. Inside one node a transfer is copying by the ranks' own cores,
-so there nothing is hidden, unless GPUs compute. All ranks are taken to be as fast as rank 0.
+The events of a simulated step are played against a clock. Computing moves it. A transfer begins when its link
+is free, behind those that were started before it, and is complete some time later, whatever the rank does
+meanwhile; a wait moves the clock to that time: that is exposed communication. Inside one node a transfer is
+copying by the ranks' own cores, so nothing is hidden there, unless GPUs compute. All ranks are taken to be as
+fast as rank 0.
+
+What a collective costs follows the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH", 2005. A gather is a ring, or for short ones a tree; the exact
+reduction over messages sends each slice straight to its owner, so a node's link carries the slices of all its
+ranks. Sums that travel from node to node are a pipeline, in which every link carries a unit once, and twice
+where every node wants the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
+from zero_mpi.checkpoint.writers import assigned
+from zero_mpi.comm import kinds
+from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
+from zero_mpi.files.file_systems import OF_MANY
+from zero_mpi.plan import rank_memory
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.cost_model import allreduce_seconds, unit_cost
-from zero_mpi.plan.line import Cost, TransferLine
-from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.rank_memory import NUMBER
-from zero_mpi.plan.simulate import COMPUTE, MOST_ROUNDS, NORM, TRANSFERS, UPDATE, WAIT, StepEvent, simulate
+from zero_mpi.plan.machine import Link, Machine
+from zero_mpi.plan.simulate import (
+    ALLREDUCE,
+    COMPUTE,
+    GATHER,
+    GATHER_SUMS,
+    MOST_ROUNDS,
+    NORM,
+    TRANSFERS,
+    UPDATE,
+    WAIT,
+    StepEvent,
+    simulate,
+)
 from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
+SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
+LEFT_IN_MEMORY = 30.0  # seconds: what Linux has as dirty_expire_centisecs, unless it is told otherwise
+MEETINGS = 3  # of ranks, for each array of a unit that is saved: its values, a barrier, and digests
+
+
+class Cost(NamedTuple):
+    """Seconds of a transfer: on the busiest link, where transfers queue, and beside it on all others."""
+
+    busy: float
+    after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +78,8 @@ class Player:
         self.case, self.machine = case, machine
         self.overlaps = case.nodes > 1 or case.on_gpu
         self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
-        self._line = TransferLine()
+        self._link_free = 0.0
+        self._complete: dict[tuple[str, int], float] = {}  # transfer -> when it is
         self._costs: dict[tuple[str, int], Cost] = {}
 
     @property
@@ -60,7 +93,7 @@ class Player:
             if event.kind == COMPUTE:
                 self.compute(event.flop, event.moved)
             elif event.kind == WAIT:
-                self.wait(self._line.complete((event.what, event.unit)))
+                self.wait(self._complete.pop((event.what, event.unit), 0.0))
             elif event.kind in TRANSFERS:
                 self.start(event.kind, event.unit)
             else:
@@ -74,14 +107,16 @@ class Player:
         self.computed += seconds
 
     def start(self, kind: str, unit: int) -> None:
-        """A transfer joins the line."""
+        """Begin a transfer behind those that are under way."""
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)
-        self.communicated += sum(self._costs[key])
-        self._line.start(key, self.now, self._costs[key])
+        busy, after = self._costs[key]
+        self.communicated += busy + after
+        self._link_free = max(self._link_free, self.now) + busy
+        self._complete[key] = self._link_free + after
         if not self.overlaps:
-            self.wait(self._line.complete(key))
+            self.wait(self._complete.pop(key))
 
     def wait(self, until: float) -> None:
         """Stand until then."""
@@ -101,7 +136,7 @@ class Player:
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:
                 case = replace(case, ranks=case.owners, nodes=1)
-        seconds = allreduce_seconds(case, self.machine, NUMBER * numbers)
+        seconds = allreduce_seconds(case, self.machine, rank_memory.NUMBER * numbers)
         self.communicated += seconds
         self.wait(self.now + seconds)
 
@@ -140,3 +175,142 @@ def played(case: Case, machine: Machine) -> StepTime:
 def tokens_per_second(case: Case, time: StepTime) -> float:
     """Of all ranks together."""
     return case.tokens / time.seconds if time.seconds else float("inf")
+
+
+def slowest(case: Case, machine: Machine) -> Link:
+    """The link that all ranks wait for."""
+    return machine.between if case.nodes > 1 else machine.node
+
+
+def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
+    """To bring a unit together on all its owners. Where memory is shared there is nothing to bring."""
+    if case.shares_wholes or case.ranks == 1:
+        return 0.0
+    partition = case.partitions[unit]
+    own, length = itemsize * partition.counts[0], itemsize * partition.length
+    if case.hybrid:
+        return ring_seconds(case.per_node, machine.node, own, length)
+    if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
+        of_node = itemsize * partition.bounds[case.per_node]
+        return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
+    return ring_seconds(case.ranks, slowest(case, machine), own, length)
+
+
+def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
+    """To pass parts on in a ring until every member has the whole, or a short one in a tree; bytes.
+
+    `part`: the longest. In a ring it passes one link after the other; no member of a tree gets more than all.
+    Of several `rings` over the same links each has its share of the bytes, and while a message of one is on
+    its way the links carry the others'.
+    """
+    steps, short = members - 1, whole < SHORT * rings
+    moved = (min(steps * part, whole) if short else steps * part) * link.beta
+    latency = (steps.bit_length() if short else steps) * link.alpha
+    return max(moved, latency + moved / rings)
+
+
+def reduce_cost(case: Case, machine: Machine, unit: int) -> Cost:
+    """To sum a unit's gradient into slices."""
+    if case.passes_sums:
+        own = case.partitions[unit].counts[0]
+        return chain_cost(case, machine, case.partitions[unit].length, own)
+    return Cost(reduce_seconds(case, machine, unit))
+
+
+def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
+    """The same where every slice comes to its owner straight."""
+    if case.ranks == 1 or case.transport == kinds.SERIAL:
+        return 0.0
+    own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
+    added = own * (case.ranks * itemsize + BYTES) / machine.moves
+    if case.transport == kinds.SHARED:  # the owner reads what the others wrote
+        return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
+    return exchange_seconds(case, machine, unit) + added * case.exact
+
+
+def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
+    """To send every slice of a unit to its owner."""
+    partition, mates = case.partitions[unit], case.per_node
+    own, itemsize = partition.counts[0], case.reduce_bytes
+    inside = itemsize * own * (mates - 1) * machine.node.beta
+    between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
+    pieces = -(-own // EXACT_PIECE)
+    return pieces * slowest(case, machine).alpha + max(inside, between)
+
+
+def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
+    """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
+
+    A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
+    the slice of its owner, which has `own` elements. The last piece has to pass all links, which meanwhile
+    carry other lanes' pieces and the next unit's.
+    """
+    link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
+    piece = BYTES * min(chain_piece(case.nodes), own)
+    links = hops * (link.alpha + piece * link.beta)
+    added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
+    way = nbytes * link.beta
+    back = way if case.nodes > 2 else 0.0  # two nodes send each a way of its own
+    if case.hybrid:
+        return Cost(way + added + back, 2 * links)
+    return Cost(way + added + back / case.nodes, links)  # sums that come back to their owners
+
+
+def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
+    """To sum a vector on all ranks, in place: a reduction into slices and a gather of them."""
+    if case.ranks == 1:
+        return 0.0
+    link, depth = slowest(case, machine), (case.ranks - 1).bit_length()
+    if nbytes < SHORT:
+        return depth * (link.alpha + nbytes * link.beta)
+    sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
+    return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
+
+
+def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
+    """One transfer of a unit: a gather, or its reduction."""
+    if kind in (GATHER, GATHER_SUMS):
+        itemsize = BYTES if kind == GATHER_SUMS else case.kept_bytes(unit)
+        return Cost(gather_seconds(case, machine, unit, itemsize))
+    if kind == ALLREDUCE:
+        return Cost(allreduce_seconds(case, machine, BYTES * case.partitions[unit].length))
+    return reduce_cost(case, machine, unit)
+
+
+def saved_bytes(case: Case) -> int:
+    """Of a checkpoint's tensors: weights (of adapters alone, where these are trained), averages, moments."""
+    sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
+    return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
+
+
+def writers(case: Case) -> int:
+    """How many ranks write, on a file system that serves many nodes."""
+    if case.checkpoint_io == "gather":
+        return 1
+    nodes = [rank // case.per_node for rank in range(case.ranks)]
+    return len(set(assigned(nodes, OF_MANY, case.writers_per_node)))
+
+
+def save_seconds(case: Case, machine: Machine) -> float | None:
+    """To write a checkpoint: its bytes over what the disk takes; None where nothing is known of the disk.
+
+    Where rank 0 writes for several nodes, what the others hold comes over its node's link while it writes.
+    What is written lies in memory at first: the disk begins when the system brings old pages to it, or when
+    the last is there and the file is synced.
+    """
+    if machine.disk is None:
+        return None
+    rate = min(machine.disk.rate, writers(case) * machine.disk.writer_rate)
+    machine = machine.joining(case.nodes)
+    arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
+    latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
+    brought = brought_bytes(case) * machine.between.beta
+    moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)
+    return moved + MEETINGS * arrays * latency
+
+
+def brought_bytes(case: Case) -> float:
+    """What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices."""
+    if case.hybrid or case.checkpoint_io != "gather":
+        return 0.0
+    return saved_bytes(case) * (1 - case.per_node / case.ranks)

@@ -33,7 +33,7 @@ from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
-from zero_mpi.plan.save_time import saved_bytes
+from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.session.lr_schedule import described
 from zero_mpi.session.resolve import RunSpec, resolve
 from zero_mpi.telemetry.log import Caution
