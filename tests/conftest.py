@@ -8,12 +8,9 @@
 - A rank that fails before a collective leaves the others in it. A watchdog then prints all stacks and
   ends the job with status 86, after $ZERO_MPI_TEST_TIMEOUT seconds (60) or the test's own marker.
 - tests/serial runs in one process only; there, a test starts its own jobs by `jobs.run_job`.
-- A test that runs at several numbers of ranks and has three parameters or more runs with all combinations of
-  their values at 3 ranks, or the nearest to it, and elsewhere with as many as each pair of values needs to
-  meet; with --every all run everywhere.
-- With --quick what is only more of the same stays out: tests marked `exhaustive`, whatever runs at several
-  numbers of ranks at all but 3, or the nearest to it, and there too what pairs of values do not need.
-  `make test` is quick, `make test-all` is not.
+- A test of three parameters or more runs with as many combinations as each pair of values needs to meet.
+- `make test` has --quick, `make test-all` has not. With --quick a test that runs at several numbers of ranks
+  runs at 3, or the nearest to it, and those marked `long` stay out.
 """
 
 import atexit
@@ -38,7 +35,7 @@ for folder in (TESTS / "fuzz", TESTS):  # whatever import mode pytest was given
         sys.path.insert(0, str(folder))
 
 import jobs  # noqa: E402
-from thinned import beyond_pairs  # noqa: E402
+from pairs import beyond_pairs  # noqa: E402
 
 jobs.prepare_process()  # before a test module imports numpy or MPI
 
@@ -48,7 +45,7 @@ SUITE_SIZES = (1, 2, 3, 4, 8)  # what run_sizes.py runs
 MOST_QUICK = 4  # what run_sizes.py goes up to with --quick
 QUICK_SIZE = 3  # where --quick runs what can run there: uneven slices, a middle rank
 MORE_OF_THE_SAME = "more of the same: make test-all"
-THIRD_VALUES = "pairs of values meet without them: make test-all ARGS=--every"
+THIRD_VALUES = "each pair of values meets without them"
 PATIENCE = 1.0  # seconds until a failed rank whose peers stay away speaks up
 
 
@@ -145,9 +142,8 @@ class Harness:
     def pytest_collection_modifyitems(self, config, items):
         """Leave out what is not for this world size; stop if the ranks hold different tests."""
         leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
-        reason = MORE_OF_THE_SAME if config.getoption("quick") else THIRD_VALUES
-        kept = (item for item in items if item not in leave_out and self.needs_pairs_only(item))
-        leave_out |= dict.fromkeys(beyond_pairs(kept), reason)
+        kept = (item for item in items if item not in leave_out)
+        leave_out |= dict.fromkeys(beyond_pairs(kept), THIRD_VALUES)
         if leave_out:
             config.hook.pytest_deselected(items=list(leave_out))
             items[:] = [item for item in items if item not in leave_out]
@@ -178,7 +174,7 @@ class Harness:
         if marker and self.world.size not in marker.args:
             return f"for other world sizes than {self.world.size}"
         if item.config.getoption("quick") and (
-            item.get_closest_marker("exhaustive") or not self.is_its_place(item)
+            item.get_closest_marker("long") or not self.is_its_place(item)
         ):
             return MORE_OF_THE_SAME
         return None
@@ -186,11 +182,6 @@ class Harness:
     def is_its_place(self, item):
         """Whether this is the world, of those that a test runs in, where most is asked of it."""
         return TESTS / "serial" in item.path.parents or self.world.size == nearest(sizes_of(item))
-
-    def needs_pairs_only(self, item):
-        """Whether a test of three parameters need not run with all combinations of their values here."""
-        option = item.config.getoption
-        return option("quick") or not (option("every") or self.is_its_place(item))
 
     def pytest_report_collectionfinish(self):
         """One line for each reason why tests were left out."""
@@ -259,7 +250,7 @@ def sizes_of(item):
 
 
 def nearest(sizes):
-    """Which of some numbers of ranks --quick runs a test at, and others run most of it at."""
+    """Which of some numbers of ranks --quick runs a test at."""
     return min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
 
 
@@ -285,9 +276,8 @@ def merge_outcomes(report, outcomes, own_rank):
 
 
 def pytest_addoption(parser):
-    """The option of `make test`, and one for all there is."""
+    """The option of `make test`."""
     parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
-    parser.addoption("--every", action="store_true", help="all combinations at all numbers of ranks")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -295,7 +285,7 @@ def pytest_configure(config):
     """Find out where this process stands, before other plugins open their files."""
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
-    config.addinivalue_line("markers", "exhaustive: more of the same; not with --quick")
+    config.addinivalue_line("markers", "long: more of the same; not with --quick")
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")
     if harness.world.rank != 0:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Run the whole suite: tests/serial, then tests/mpi and tests/gpu at each world size.
 
-    python tests/run_sizes.py [--quick | --every] [-n 1,2,3,4,8] [--lanes 4] [PATH...] [-- PYTEST OPTION...]
+    python tests/run_sizes.py [--quick] [-n 1,2,3,4,8] [--lanes 4] [PATH...] [-- PYTEST OPTION...]
 
-With --quick, which is `make test`, what is only more of the same stays out; with --every nothing does. See
+With --quick, which is `make test`, each test runs at one number of ranks, and none that is marked `long`: see
 tests/conftest.py.
 
 As many parts as there are lanes run at a time, two more than there are cores: tests wait a third of their
@@ -177,12 +177,11 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("-n", dest="sizes", help=f"world sizes, default {SIZES}, or {QUICK_SIZES}")
     parser.add_argument("--quick", action="store_true", help="without what is only more of the same")
-    parser.add_argument("--every", action="store_true", help="all combinations of values at all sizes")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(own)
     args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
-    return args, [f"--{name}" for name in ("quick", "every") if getattr(args, name)] + options
+    return args, ["--quick"] * args.quick + options
 
 
 def run_parts(

@@ -18,7 +18,6 @@ import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_kind, run_command
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
-from thinned import thinned
 
 from zero_mpi.config import settings
 from zero_mpi.launch import time_limit
@@ -351,13 +350,10 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 @pytest.mark.timeout_seconds(180)  # five starts of Python, of shells and of MPI
 @pytest.mark.parametrize(
     ("name", "number", "submitted"),
-    thinned(
-        [
-            ("one_node", signal.SIGUSR1, "-W depend=afterany:1.x examples/pbs/one_node.pbs\n"),
-            ("one_node", signal.SIGTERM, ""),  # deleted
-            ("array", signal.SIGUSR1, ""),  # the next task goes on
-        ]
-    ),
+    [
+        ("one_node", signal.SIGUSR1, "-W depend=afterany:1.x examples/pbs/one_node.pbs\n"),
+        ("one_node", signal.SIGTERM, ""),  # deleted
+    ],
 )
 def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "300"]

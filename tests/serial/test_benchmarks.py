@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
-from thinned import thinned
 
 from zero_mpi import SerialComm, ShardedModule
 from zero_mpi.models import ARCHITECTURES
@@ -39,7 +38,7 @@ ROWS = [
 
 
 @needs_mpiexec
-@pytest.mark.parametrize(("ranks", "more"), thinned([(1, []), (2, ["--warm-memory"])]))
+@pytest.mark.parametrize(("ranks", "more"), [(2, ["--warm-memory"])])
 def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_path):
     flags = ["--mb", "0.5", "--repeats", "2", "--folder", tmp_path, *more]
     status, printed, errors = run_job(ranks, [SCRIPT, *flags], timeout=60)
@@ -125,7 +124,7 @@ def test_sizes_are_swept():
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", thinned([2, 3]))
+@pytest.mark.parametrize("ranks", [2])
 def test_collectives_are_timed_by_size(ranks):
     flags = ["--least-kb", "1", "--most-mb", "1", "--budget", "0.02"]
     status, printed, errors = run_job(ranks, [BENCHMARKS / "collectives.py", *flags], timeout=60)
@@ -136,9 +135,7 @@ def test_collectives_are_timed_by_size(ranks):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize(
-    "flags", thinned([["--mb", "0"], ["--repeats", "0"], ["--folder", "nowhere"], ["--mb", "x"]], 2)
-)
+@pytest.mark.parametrize("flags", [["--mb", "0"], ["--folder", "nowhere"]])
 def test_bad_flags_are_one_line(flags, tmp_path):
     status, printed, errors = run_job(2, [SCRIPT, *flags], timeout=30, cwd=tmp_path)
     assert (status, printed, len(errors.splitlines())) == (2, "", 1)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from jobs import run_command, run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
-from thinned import thinned
 
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 
@@ -88,7 +87,7 @@ def assert_goes_on(out: Path, flags: list[str], tmp_path: Path) -> None:
         assert found.read_bytes() == expected.read_bytes()
 
 
-@pytest.mark.parametrize("how", thinned(SAVES, 2))
+@pytest.mark.parametrize("how", [*SAVES][:2])
 def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk, flags, tmp_path):
     out = small_disk / "out"
     job = ["-m", "zero_mpi.train", *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
@@ -167,7 +166,7 @@ train_command.main()
 """
 
 
-@pytest.mark.parametrize("how", thinned(SAVES))
+@pytest.mark.parametrize("how", [*SAVES][:1])
 def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, tmp_path):
     """Permissions would not do: root may write anywhere."""
     out = tmp_path / "out"
@@ -203,7 +202,7 @@ command.main()
 """
 
 
-@pytest.mark.parametrize("pages", thinned([0, 2, 4], 2))
+@pytest.mark.parametrize("pages", [0, 2])
 def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, tmp_path):
     """With room for nothing, for less than the settings, and for less than the first steps' records."""
     (tmp_path / "script.py").write_text(QUOTA)

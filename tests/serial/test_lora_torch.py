@@ -21,7 +21,7 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, cross_e
 from zero_mpi.checkpoint.adapter import open_adapter
 from zero_mpi.models.lora import FROZEN, LoRA
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch, transformers, peft = torch_with("transformers", "peft")

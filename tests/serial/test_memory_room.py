@@ -25,7 +25,6 @@ from jobs import (
 )
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
-from thinned import thinned
 
 from zero_mpi.config.settings import Config
 from zero_mpi.launch import shm_room
@@ -223,18 +222,15 @@ def proportional(folder):
 
 @needs_mpiexec
 @pytest.mark.timeout_seconds(180)
-@pytest.mark.parametrize(
-    "flags", thinned([["--transport", "shared"], ["--transport", "mpi", "--strategy", "no-shard"]])
-)
-def test_what_is_asked_for_is_what_ranks_take(flags, tmp_path):
+def test_what_is_asked_for_is_what_ranks_take(tmp_path):
     """Never more than asked; nor is a quarter too much asked for. The compiler, which works once, is left out
     where another test has filled its folder, so it counts as what may be too much."""
     data = write_text(tmp_path)
-    most, said = resident_pages(["--data", *data, *MODEL, *flags], tmp_path)
+    most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
     asked = float(re.search(r"ask for ([0-9.]+) GiB a node", said)[1]) * 2**30
     assert most <= asked
     assert asked <= 1.25 * (most + (64 << 20))
-    command = ["-m", "zero_mpi.plan", "--ranks", "2", "--data", *data, *MODEL, *flags]
+    command = ["-m", "zero_mpi.plan", "--ranks", "2", "--data", *data, *MODEL, "--transport", "shared"]
     status, printed, _ = run_job(1, command, env=COMPILED)
     assert status == 0
     assert f"{asked / 2**30:.2f} GiB" in printed.splitlines()[-1]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
-from thinned import thinned
 
 from zero_mpi.checkpoint.checksum import digest, digest_of_state, from_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -162,11 +161,10 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", thinned([1, 3]))
-@pytest.mark.parametrize("damage", thinned(DAMAGES, 6))
-def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, ranks, run, data, unbroken):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, run, data, unbroken):
     expected = DAMAGES[damage](run / NEWEST)
-    printed = train(ranks, run, *SMALL, *data, "--steps", "5")
+    printed = train(1, run, *SMALL, *data, "--steps", "5")
     (line,) = [text for text in printed.splitlines() if "passed over" in text]
     assert expected in line
     assert NEWEST in line
@@ -229,9 +227,7 @@ def test_if_all_are_damaged_the_run_does_not_start_over(ranks, run, data):
     assert "--resume never" in line
 
 
-@pytest.mark.parametrize(
-    "damage", thinned(["model cut", "a bit of a weight", "a bit of a moment", "older moments"], 2)
-)
+@pytest.mark.parametrize("damage", ["model cut", "a bit of a weight"])
 def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
     expected = DAMAGES[damage](run / NEWEST)
     line = refused(3, run, *SMALL, *data, "--steps", "5", "--resume", str(run / NEWEST))
@@ -251,7 +247,7 @@ def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])
-@pytest.mark.parametrize("value", thinned([np.nan, np.inf]), ids=str)
+@pytest.mark.parametrize("value", [np.nan], ids=str)
 def test_values_that_are_not_finite_are_refused_though_all_sums_are_right(value, name, run, data):
     write_signed(run / NEWEST, name, value)
     line = refused(3, run, *SMALL, *data, "--steps", "5")
@@ -307,14 +303,8 @@ def test_nothing_is_said_where_nothing_changed(run, data):
 
 @pytest.mark.parametrize(
     ("more", "named"),
-    thinned(
-        [
-            (["--seed", "1"], "--seed was 0, now 1"),
-            (["--batch-size", "8"], "--batch-size was 7, now 8"),
-            (["--freeze", "blk.*"], "--freeze was [], now ['blk.*']"),
-        ]
-    ),
-    ids=["seed", "batch-size", "freeze"],
+    [(["--seed", "1"], "--seed was 0, now 1")],
+    ids=["seed"],
 )
 def test_what_must_not_change_is_refused_also_after_damage(more, named, run, data):
     """The one passed over is not what the line is about."""

@@ -14,7 +14,7 @@ from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models.lora import LoRA
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch, transformers, peft = torch_with("transformers", "peft")

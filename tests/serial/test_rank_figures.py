@@ -144,7 +144,7 @@ TRIES = 3  # what else runs on the cores may be as busy as the loop
 
 
 @needs_mpiexec
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.timeout_seconds(240)
 @pytest.mark.skipif(len(CORES) < 2, reason="two ranks need a core each")
 def test_a_rank_with_a_busy_loop_on_its_core_is_named_within_three_lines_and_no_other(tmp_path):

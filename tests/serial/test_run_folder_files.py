@@ -6,7 +6,6 @@ import socket
 
 import pytest
 from report_runs import record, status, write_run
-from thinned import thinned
 
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
@@ -143,9 +142,7 @@ def test_the_newest_events_are_kept_where_there_are_very_many(tmp_path):
     assert 0.9 * MOST_HISTORY < sum(len(event["text"]) for event in found) < MOST_HISTORY
 
 
-@pytest.mark.parametrize(
-    "value", thinned([10**400, {"a": 1}, None, 1e308, [1], [[1]], "9" * 5000, -1e308, True], 4)
-)
+@pytest.mark.parametrize("value", [10**400, {"a": 1}, None, 1e308])
 @pytest.mark.parametrize("name", ["loss", "step_seconds", "memory_bytes", "tokens", "mfu", "skipped"])
 def test_numbers_that_no_run_has_do_no_harm(tmp_path, name, value, capfd):
     rows = [record(1), record(2, **{name: value}), record(3, **{name: value})]

@@ -63,7 +63,7 @@ def test_the_ids_of_texts_of_many_scripts_are_llama_cpps(both):
         assert_same(*both, text)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("both", ["merges", "unigram like t5"], indirect=True)
 def test_the_ids_of_very_many_fuzzed_strings_are_llama_cpps(both):
     server, tokenizer = both

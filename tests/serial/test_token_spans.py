@@ -156,7 +156,7 @@ main()
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 8))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4, 8))])
 def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
     """20 GB of ids on a host: less than 1 % of it in the memory of all ranks, and little of it read.
 

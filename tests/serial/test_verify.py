@@ -19,7 +19,6 @@ import pytest
 from jobs import run_job
 from test_command_bits import needs_mpiexec, train, write_text
 from test_generate import LLAMA, write_model
-from thinned import thinned
 
 from zero_mpi.checkpoint.checksum import as_lines, digest, from_lines
 from zero_mpi.checkpoint.gguf.header import pack_file
@@ -211,7 +210,7 @@ def test_yes_on_one_rank(whole):
     ("ranks", "flags"),
     [
         (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--prefetch", "0"]),
-        pytest.param(3, ["--transport", "mpi", "--strategy", "full-shard"], marks=pytest.mark.exhaustive),
+        pytest.param(3, ["--transport", "mpi", "--strategy", "full-shard"], marks=pytest.mark.long),
     ],
 )
 def test_yes_and_no_on_other_ranks_strategies_and_transports(ranks, flags, run):
@@ -272,7 +271,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", thinned(OTHERS, 3))
+@pytest.mark.parametrize("kind", OTHERS)
 def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
     """--keep 1 leaves the last checkpoint, to which one stretch leads from the first weights."""
     write_model(tmp_path / "model.gguf", replace(LLAMA, context_length=32, value_length=4))

@@ -1,4 +1,4 @@
-"""Cases of which `make test` runs some, and `make test-all` every one."""
+"""Of tests with three parameters or more, the cases in which every pair of values meets."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,18 +8,6 @@ from typing import Any
 import pytest
 
 PAIRED = 3  # parameters from which on pairs of values are enough
-
-
-def thinned(cases: Iterable[Any], keep: int = 1) -> list[Any]:
-    """Values for `pytest.mark.parametrize`; those after the first `keep` are more of the same.
-
-    A tuple holds the values of several parameters. The first ones must show all that is claimed.
-    """
-    given = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        pytest.param(*values, marks=[pytest.mark.exhaustive] if number >= keep else [])
-        for number, values in enumerate(given)
-    ]
 
 
 def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
