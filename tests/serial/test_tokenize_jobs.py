@@ -197,7 +197,7 @@ main()
 @pytest.mark.parametrize(
     ("module", "name", "what"),
     [
-        ("survey", "look_at_file", "looking at the files"),
+        ("work", "digest_of", "looking at the files"),
         ("encode_parts", "check_unchanged", "writing token files"),
     ],
 )
