@@ -16,7 +16,7 @@ from bpe_files import trained_json, write_json
 from zero_mpi import __version__
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, load_corpus
+from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.folder_hold import RunLock
 from zero_mpi.launch.stopping import START, signals
@@ -26,6 +26,7 @@ from zero_mpi.tokenize import encode_parts, progress
 from zero_mpi.tokenize.command import command
 from zero_mpi.tokenize.parts import cut_parts, dealt
 from zero_mpi.tokenize.text_formats import JSON_LINES, InputFile, Reading
+from zero_mpi.tokenize.work import found_files
 
 EOS = ByteTokenizer.eos
 TEXTS = ["def f(x):\n    return x\n", "ä 日本 " * 30, "x", "", "a\x00b", "the end\n" * 9]
@@ -141,8 +142,11 @@ def test_files_of_text_are_a_document_each_packed_or_not(tmp_path):
 
 def test_files_left_out_spelt_tokens_and_other_encodings_are_named(tmp_path, capsys):
     (tmp_path / "in").mkdir()
-    inputs = {"a.txt": b"\xe9t\xe9", "b.txt": b"<|endoftext|>", "c.png": b"\x89PNG\r\n\x1a\n\0"}
-    for name, data in inputs.items():
+    for name, data in {
+        "a.txt": b"\xe9t\xe9",
+        "b.txt": b"<|endoftext|>",
+        "c.png": b"\x89PNG\r\n\x1a\n\0",
+    }.items():
         (tmp_path / "in" / name).write_bytes(data)
     assert tokenize("in", tokenizer=bpe(tmp_path)) == 0
     said = capsys.readouterr().out
@@ -169,14 +173,6 @@ def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
             reading.close()
         read = [text for number in range(len(parts)) for _, text in found[number]]
         assert read == [text.encode() for text in texts], size
-
-
-def test_parts_are_cut_by_the_input_and_dealt_out_whole():
-    weights = [5, 1, 9, 9, 2, 7]
-    for ranks in (1, 2, 3, 8):
-        shares = dealt(weights, ranks)
-        assert sorted(place for share in shares for place in share) == list(range(len(weights)))
-        assert max(sum(weights[place] for place in share) for share in shares) <= sum(weights) / ranks + 9
 
 
 def bpe(folder):
@@ -219,24 +215,26 @@ def test_wide_ids(tmp_path, monkeypatch):
 
 
 def test_the_flags_must_mean_the_tokens_of_the_folder(tmp_path):
+    def chosen(*data, **flags):
+        return choose_tokenizer(Config(data=list(data), arch="llama", **flags), None, None)
+
     (tmp_path / "t.txt").write_text("some text")
-    assert tokenize("t.txt") == 0
-    told = choose_tokenizer(Config(data=["out"], arch="llama", tokenizer="byte"), None, None)
-    assert told.metadata()["tokenizer.ggml.tokens"] == ByteTokenizer().metadata()["tokenizer.ggml.tokens"]
-    assert choose_tokenizer(Config(data=["out"], arch="llama", vocab_size=260), None, None).vocab_size == 260
-    with pytest.raises(UsageError, match=r"--vocab-size 300: out/tokenizer.gguf .*260"):
-        choose_tokenizer(Config(data=["out"], arch="llama", vocab_size=300), None, None)
     other = bpe(tmp_path)
-    with pytest.raises(UsageError, match="--tokenizer"):
-        choose_tokenizer(Config(data=["out"], arch="llama", tokenizer=str(other)), None, None)
-    assert tokenize("t.txt", tokenizer=other, out="other") == 0
-    with pytest.raises(UsageError, match="--data"):
-        choose_tokenizer(Config(data=["out", "other"], arch="llama"), None, None)
+    assert tokenize("t.txt") == tokenize("t.txt", tokenizer=other, out="other") == 0
+    names = [chosen("out", tokenizer="byte").metadata(), ByteTokenizer().metadata()]
+    assert names[0]["tokenizer.ggml.tokens"] == names[1]["tokenizer.ggml.tokens"]
+    assert chosen("out", vocab_size=260).vocab_size == 260
+    for data, flags, named in (
+        (["out"], {"vocab_size": 300}, "--vocab-size 300: out/tokenizer.gguf .*260"),
+        (["out"], {"tokenizer": str(other)}, "--tokenizer"), (["out", "other"], {}, "--data"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=named):
+            chosen(*data, **flags)
     (tmp_path / "out" / ".tokenize").mkdir()
-    assert choose_tokenizer(Config(data=["out"], arch="llama"), None, None).vocab_size == 260
+    assert chosen("out").vocab_size == 260
     (tmp_path / "out" / "manifest.json").unlink()
     with pytest.raises(UsageError, match="--data out"):
-        choose_tokenizer(Config(data=["out"], arch="llama"), None, None)
+        chosen("out")
 
 
 def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):
@@ -330,6 +328,7 @@ def test_paths_that_cannot_be_meant(tmp_path):
     (tmp_path / "in" / "t.txt").write_text("text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
+    assert len(found_files([], "out")) == len(stdlib_files())
     for flags, out, named in (
         (["none.txt"], "out", "TEXT none.txt"), (["in"], "in/out", "--out in/out"), (["in"], "out", "'mine'"),
         (["in", "--part-mb", "0"], "out", "--part-mb 0"),
@@ -349,20 +348,6 @@ def test_two_jobs_in_one_folder(tmp_path):
         lock.release()
 
 
-def stop_after(monkeypatch, parts):
-    """Let a signal come when so many parts are complete."""
-    written = encode_parts.PartWriter.finish
-    left = [parts]
-
-    def finish(self, about):
-        written(self, about)
-        left[0] -= 1
-        if not left[0]:
-            signals.caught = "SIGTERM"
-
-    monkeypatch.setattr(encode_parts.PartWriter, "finish", finish)
-
-
 @pytest.fixture
 def long(tmp_path):
     """A file of which five or six parts are made."""
@@ -371,61 +356,59 @@ def long(tmp_path):
     return path
 
 
-def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def whole(long, tmp_path):
+    """The files that an undisturbed job makes of it."""
     assert tokenize(long, *SMALL, out="whole") == 0
-    count = len(list((tmp_path / "whole").glob("*.bin")))
-    assert count > 3
+    return files(tmp_path / "whole")
+
+
+def stopped(long, monkeypatch, parts, out="out"):
+    """Let a signal come when so many parts are complete; returns the exit status."""
+    written, left = encode_parts.PartWriter.finish, [parts]
+
+    def finish(self, about):
+        written(self, about)
+        left[0] -= 1
+        if not left[0]:
+            signals.caught = "SIGTERM"
+
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        assert tokenize(long, *SMALL) == 75
-    assert f"2 of {count} parts" in capsys.readouterr().out
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    before = {path.name: path.stat().st_ino for path in (tmp_path / "out").glob("*.bin")}
-    for leftover in (
-        ".tokenize/00003.bin",
-        ".tokenize/.00003.json.partial",
-        ".manifest.json.partial",
-        "00004.idx",
-    ):
-        (tmp_path / "out" / leftover).write_bytes(b"half")
+        patch.setattr(encode_parts.PartWriter, "finish", finish)
+        status = tokenize(long, *SMALL, out=out)
     signals.caught = ""
+    return status
+
+
+def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_path, monkeypatch, capsys):
+    """Parts that are not what their record says, and leftovers of a kill, are written again."""
+    count, out = sum(name.endswith(".bin") for name in whole), tmp_path / "out"
+    assert stopped(long, monkeypatch, 4) == 75
+    assert f"4 of {count} parts" in capsys.readouterr().out
+    assert not (out / "manifest.json").exists()
+    before = (out / "00003.bin").stat().st_ino
+    for leftover in (".tokenize/00004.bin", ".tokenize/.00004.json.partial", "00004.idx", "00000.bin"):
+        (out / leftover).write_bytes(b"half")
+    (out / ".tokenize" / "00001.json").write_bytes(b'{"files": 7}')
+    (out / "00002.idx").unlink()
     assert tokenize(long, *SMALL) == 0
-    assert f"{count - 2} parts to write of {count}" in capsys.readouterr().out
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    after = {path.name: path.stat().st_ino for path in (tmp_path / "out").glob("*.bin")}
-    assert len(before) == 2
-    assert before.items() <= after.items(), "what was complete stays"
+    assert f"{count - 1} parts to write of {count}" in capsys.readouterr().out
+    assert files(out) == whole
+    assert before == (out / "00003.bin").stat().st_ino, "a complete part stays"
 
 
-def test_what_a_job_left_that_had_completed_nothing_goes(long, tmp_path):
+def test_leftovers_of_a_job_that_had_completed_nothing_go(long, whole, tmp_path):
     """Other flags may follow it, and the pair that it had just named is of no use then."""
-    assert tokenize(long, *SMALL, out="whole") == 0
     (tmp_path / "out" / ".tokenize").mkdir(parents=True)
     for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
         (tmp_path / "out" / leftover).write_bytes(b"half")
     assert tokenize(long, *SMALL) == 0
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-def test_a_part_that_is_not_what_its_record_says_is_written_again(long, tmp_path, monkeypatch):
-    assert tokenize(long, *SMALL, out="whole") == 0
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert tokenize(long, *SMALL) == 75
-    (tmp_path / "out" / "00000.bin").write_bytes(b"cut")
-    (tmp_path / "out" / ".tokenize" / "00001.json").write_bytes(b'{"files": 7}')
-    (tmp_path / "out" / "00002.idx").unlink()
-    signals.caught = ""
-    assert tokenize(long, *SMALL) == 0
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_a_folder_that_was_begun_with_others_is_refused(is_complete, long, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 99 if is_complete else 2)
-        assert tokenize(long, *SMALL) == (0 if is_complete else 75)
-    signals.caught = ""
+    assert stopped(long, monkeypatch, 99 if is_complete else 2) == (0 if is_complete else 75)
     raw, other = long.read_bytes(), tmp_path / "other.jsonl"
     other.write_bytes(lines(["other"]))
 
@@ -463,66 +446,48 @@ def test_an_input_that_changes_under_the_work_ends_it(long, monkeypatch):
 WRONG = (-1, 1 << 70, 0.5, None, "x", [], {}, [{}])
 
 
-def with_wrong_values(value, path=()):
-    """(where, the value with another one there) for each place of a JSON value, of lists the first one."""
-    yield from ((path, wrong) for wrong in WRONG if wrong != value)
-    inner = (
-        value.items() if isinstance(value, dict) else enumerate(value[:1] if isinstance(value, list) else ())
+def with_wrong_values(value):
+    """The value with another one in each place; of lists the first one."""
+    yield from (wrong for wrong in WRONG if wrong != value)
+    pairs = (
+        dict(enumerate(value[:1])) if isinstance(value, list) else value if isinstance(value, dict) else {}
     )
-    for key, item in inner:
-        for where, changed in with_wrong_values(item, (*path, key)):
-            copy = value.copy()
-            copy[key] = changed
-            yield where, copy
+    for key, item in pairs.items():
+        for changed in with_wrong_values(item):
+            yield {**value, key: changed} if isinstance(value, dict) else [changed, *value[1:]]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", ".tokenize/plan.json", ".tokenize/00000.json"])
-def test_a_wrong_value_anywhere_in_a_file_of_ours_is_one_line_or_of_no_use(name, long, tmp_path, monkeypatch):
-    """It is refused, or the folder has the same token files in the end."""
-
-    def tokens(found):
-        return {name: raw for name, raw in found.items() if name.endswith((".bin", ".idx"))}
-
-    assert tokenize(long, *SMALL, out="whole") == 0
-    with monkeypatch.context() as patch:
-        stop_after(patch, 99 if name == "manifest.json" else 2)
-        tokenize(long, *SMALL, out="before")
-    whole = files(tmp_path / "whole")
-    for where, value in with_wrong_values(json.loads((tmp_path / "before" / name).read_text())):
+def test_a_wrong_value_anywhere_in_a_file_of_ours(name, long, whole, tmp_path, monkeypatch):
+    """It is refused in one line, or the folder has the same token files in the end."""
+    stopped(long, monkeypatch, 99 if name == "manifest.json" else 2, out="before")
+    for value in with_wrong_values(json.loads((tmp_path / "before" / name).read_text())):
         shutil.rmtree("out", ignore_errors=True)
         shutil.copytree("before", "out")
         (tmp_path / "out" / name).write_text(json.dumps(value))
-        signals.caught = ""
-        refused = ""
         try:
-            assert tokenize(long, *SMALL) == 0, where
+            assert tokenize(long, *SMALL) == 0, value
+            made, said = files(tmp_path / "out"), "out"
         except UsageError as error:
-            refused = str(error)
-        assert "\n" not in refused
-        assert "out" in refused or tokens(files(tmp_path / "out")) == tokens(whole), (where, value)
+            made, said = whole, str(error)
+        assert "out" in said and "\n" not in said  # noqa: PT018 (of one message)
+        assert all(made[name] == whole[name] for name in whole if name[0].isdigit()), value
 
 
-def test_parts_that_are_gone_at_the_end_are_one_line(long, monkeypatch):
-    monkeypatch.setattr("zero_mpi.tokenize.work.read_record", lambda out, name: None)
-    with pytest.raises(JobError, match="out"):
-        tokenize(long, *SMALL)
-
-
-def test_a_disk_that_is_full_is_one_line_and_no_end_of_the_work(long, tmp_path, monkeypatch):
-    def full(handle):
+def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_path, monkeypatch):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert tokenize(long, *SMALL, out="whole") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(encode_parts.PartWriter, "finish", lambda self, about: full(0))
-        with pytest.raises(JobError, match="No space left"):
-            tokenize(long, *SMALL)
-    with monkeypatch.context() as patch:
-        patch.setattr("zero_mpi.tokenize.work_folder.os.fsync", full)
-        with pytest.raises(JobError, match=r"out/.*No space left"):
-            tokenize(long, *SMALL)
+    for name, fault in (
+        ("encode_parts.PartWriter.finish", full), ("work_folder.os.fsync", full),
+        ("work.read_record", lambda out, name: None),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(f"zero_mpi.tokenize.{name}", fault)
+            with pytest.raises(JobError, match="out" if name == "work.read_record" else "No space left"):
+                tokenize(long, *SMALL)
     assert tokenize(long, *SMALL) == 0
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("watches", [False, True])
@@ -531,7 +496,5 @@ def test_lines_tell_how_far_the_work_is(watches, long, monkeypatch, capsys):
     monkeypatch.setattr(progress, "WATCHED" if watches else "LOGGED", 0.0)
     assert tokenize(long, *SMALL) == 0
     said = capsys.readouterr().out
-    assert re.search(
-        r"(?m)^100 %  writing token files  60 documents  3.46k tokens  .* MB/s  00:00 left$", said
-    )
+    assert re.search(r"(?m)^100 %  .*  60 documents  3.46k tokens  .* MB/s  00:00 left$", said)
     assert re.search(r"(?m)^100 %  looking at the files  .* MB/s  00:00 left$", said)
