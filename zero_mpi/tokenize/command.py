@@ -15,23 +15,18 @@ from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
-from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.text_documents import separator
 from zero_mpi.data.text_files import TOKENIZER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND
 from zero_mpi.launch.consistency import SAME_FILES, check_installation, check_not_alone, same
-from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import reports_in
-from zero_mpi.launch.stopping import PREPARING, signals
+from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
-from zero_mpi.tokenize.encode_parts import Encoding
 from zero_mpi.tokenize.text_formats import FLAG
-from zero_mpi.tokenize.work import finish_folder, found_files, prepare, say_stopped, write_parts
-from zero_mpi.tokenize.work_folder import Table, WorkFolder
+from zero_mpi.tokenize.work import tokenize
+from zero_mpi.tokenize.work_folder import Table
 
 OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")
 THREADS = "RAYON_NUM_THREADS"  # of the package tokenizers
@@ -85,31 +80,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     tokenizer: Tokenizer = same(world.comm, lambda: look(options), SAME_FILES)
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
     try:
-        return tokenize(world, options, tokenizer, watchdog)
+        return tokenize(world, options, tokenizer, about(options, tokenizer), watchdog)
     finally:
         watchdog.stop()
-
-
-def tokenize(world: World, options: argparse.Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
-    """Look at the files and write what is missing. Returns the exit status. Collective."""
-    watchdog.beat("finding the files")
-    files = world.from_root(lambda: found_files(options.path, options.out))
-    hold = take_folder(world, Path(options.out))
-    watchdog.gather(*reports_in(Path(options.out), world.comm))
-    signals.enter(PREPARING)
-    encoding = Encoding(Path(options.out), files, TextReader(tokenizer, options.control_tokens), options)
-    folder = world.on_root(lambda: WorkFolder(encoding.out, about(options, tokenizer)))
-    work = prepare(world, encoding, folder, watchdog)
-    if work is None:
-        return 0
-    seconds = write_parts(world, encoding, work, hold, watchdog)
-    watchdog.beat("writing the manifest")
-    if seconds is None:
-        world.on_root(lambda: say_stopped(encoding.out, work))
-        signals.caught = signals.caught or "a signal to another rank"
-        return REQUEUE
-    world.on_root(lambda: finish_folder(folder, encoding, work, seconds))
-    return 0
 
 
 def look(options: argparse.Namespace) -> tuple[Tokenizer, dict[str, object]]:

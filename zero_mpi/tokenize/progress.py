@@ -38,25 +38,44 @@ NOTHING = Amount()
 
 
 class Pulse:
-    """Sums over ranks, begun and taken by `beat` while the rank works.
+    """Work of all ranks, and the sums of what is done of it: `beat` begins and takes them.
 
     what     the work, as the watchdog names it
-    before   weight that an earlier job has done, of `total`
+    total    weight of the work, of which an earlier job has done `before`
     stops    whether this rank wants all to stop
-
-    `is_done`: all ranks have come to the end of their work.
     """
 
     def __init__(
-        self, world: World, watchdog: Watchdog, what: str, before: int, total: int, stops: Callable[[], bool]
-    ) -> None:
-        self._world, self._stops, self._moved = world, stops, partial(watchdog.beat, what)
+        self, world: World, watchdog: Watchdog, what: str, total: int,
+        before: int = 0, stops: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._world, self._moved, self._stops = world, partial(watchdog.beat, what), stops
         self._what, self._before, self._total = what, before, max(total, 1)
         self._mine, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
-        self._finished = self._over = self.is_done = False
         self._handle: Handle | None = None
+        self._finished = self._over = self._is_done = False
+        self._problems = list[Exception]()
         self._begun = self._said = time.monotonic()
         self._due = 0.0
+
+    def run(self, work: Callable[[Pulse], None]) -> bool:
+        """Let each rank do its `work`; returns whether all came to the end of it. Collective.
+
+        A problem of one rank stops all, and is raised on all.
+        """
+        try:
+            work(self)
+        except (UsageError, JobError) as error:
+            self._problems.append(error)
+        self._finished = True
+        while self.beat():
+            time.sleep(PAUSE)
+        self._world.together(self._raise_first)
+        return self._is_done
+
+    def _raise_first(self) -> None:
+        if self._problems:
+            raise self._problems[0]
 
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Add what was done since the last call; False once all ranks are to stop."""
@@ -64,7 +83,9 @@ class Pulse:
         if any(amount):
             self._moved()
         if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
-            self._sum = np.array([*self._mine, self._finished, self._stops()], np.float64)
+            self._sum = np.array(
+                [*self._mine, self._finished, bool(self._problems) or self._stops()], np.float64
+            )
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:
@@ -75,17 +96,11 @@ class Pulse:
                 self._take(*self._sum.tolist())
         return not self._over
 
-    def finish(self) -> None:
-        """Wait until all ranks have come to the end of their work, or are to stop."""
-        self._finished = True
-        while self.beat():
-            time.sleep(PAUSE)
-
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
         self._moved()  # all ranks live
-        self.is_done = finished == self._world.size
-        self._over = self.is_done or stops > 0
+        self._is_done = finished == self._world.size
+        self._over = self._is_done or stops > 0
         now = time.monotonic()
         if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
             self._said, seconds = now, now - self._begun
@@ -95,33 +110,3 @@ class Pulse:
             facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
             facts += [f"{interval(seconds * left / weight)} left"] if weight else []
             log.info("%s", "  ".join(facts))
-
-
-def work_together(
-    world: World,
-    watchdog: Watchdog,
-    what: str,
-    work: Callable[[Pulse], None],
-    *,
-    before: int = 0,
-    total: int,
-    stops: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Let each rank do its `work`; returns whether all came to the end of it. Collective.
-
-    A problem of one rank stops all, and is raised on all.
-    """
-    problems = list[Exception]()
-    pulse = Pulse(world, watchdog, what, before, total, lambda: bool(problems) or stops())
-    try:
-        work(pulse)
-    except (UsageError, JobError) as error:
-        problems.append(error)
-    pulse.finish()
-
-    def raise_first() -> None:
-        if problems:
-            raise problems[0]
-
-    world.together(raise_first)
-    return pulse.is_done

@@ -152,7 +152,7 @@ class PartWriter:
                 os.replace(path, self._out / f"{self._name}{suffix}")
             sync_folder(self._out)
         record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **about}
-        write_whole(record_of(self._out, self._name), json.dumps(sealed(record)))
+        write_whole(self._out / UNFINISHED / f"{self._name}.json", json.dumps(sealed(record)))
 
     def __enter__(self) -> Self:
         return self
@@ -165,15 +165,10 @@ class PartWriter:
                 os.unlink(path)
 
 
-def record_of(out: Path, name: str) -> Path:
-    """Return the path of a part's record."""
-    return out / UNFINISHED / f"{name}.json"
-
-
 def read_record(out: Path, name: str) -> Table | None:
     """Return the record of a part that is complete; None where it is not."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        record: Table = parse_json(read_file(record_of(out, name)))
+        record: Table = parse_json(read_file(out / UNFINISHED / f"{name}.json"))
         there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
         return record if there and sealed(record) == record else None
     return None
