@@ -1,4 +1,4 @@
-"""How fast each rank multiplies matrices while all others do, and what its bits depend on.
+"""The rate of each rank's matrix products while all others multiply too, and the bits of their results.
 
 A step takes as long as its slowest rank. A host may be slow because it is older, hot or throttled, or because
 other programs compute on it. The products are those of a model, with the threads that a job has.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks; every check is given this.
+    """The job that is checked; every check is given this.
 
     nodes     the ranks of each node, that of rank 0 first
     names     a host name for each node, for people
