@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
-from zero_mpi.doctor import compute
+from zero_mpi.environment import of_processor
 from zero_mpi.session import same_bits
 
+UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # of x86-64, the best first
 BF16 = " bf16"  # behind the name of a variant
 
 
@@ -74,8 +75,9 @@ def variants(workload: str, options: argparse.Namespace) -> dict[str, list[str]]
 
 
 def processor() -> str:
-    """The processor by name, and which units it has that decide about products."""
-    return f"{same_bits.processor()}: {' '.join(compute.units()) or 'no units that are known'}"
+    """Return the processor's name and its units for matrix products, as Linux names them."""
+    units = [unit for unit in UNITS if unit in of_processor("flags").split()]
+    return f"{same_bits.processor()}: {' '.join(units) or 'no units that are known'}"
 
 
 def measure(workload: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -14,6 +14,7 @@ from test_command_bits import needs_mpiexec
 
 from zero_mpi import environment
 from zero_mpi.environment import LOCAL_RANKS, THREADS, YIELDING, local_ranks, prepare, under_launcher
+from zero_mpi.environment.control_groups import group_limits
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,40 @@ def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, quota, ranks, to
     assert (environment.node_cores(environ), environment.cores_per_rank(environ)) == (together, each)
     environment.prepare(environ)
     assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in environ) == (ranks > together)
+
+
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({}, (None, None, None)),
+        (
+            {
+                "own": "0::/job/step\n", "memory.max": "max\n", "job/memory.max": f"{1 << 30}\n",
+                "job/memory.current": f"{700 << 20}\n", "job/memory.stat": f"inactive_file {200 << 20}\n",
+                "job/step/memory.max": "max\n", "job/step/cpu.max": "150000 100000\n",
+            },
+            (1 << 30, 524 << 20, 1.5),
+        ),
+        (
+            {
+                "own": "4:memory:/job\n1:cpu,cpuacct:/job\n0::/\n", "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "400\n", "cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            (1000, 600, 0.5),
+        ),
+        (
+            {
+                "own": "4:memory:/job\n1:cpu,cpuacct:/job\n", "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",  # none, as the first version says it
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            (None, None, None),
+        ),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups_of_both_kinds(files, limits, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert group_limits(tmp_path, tmp_path / "own") == limits

@@ -1,7 +1,5 @@
-"""`mpirun -n N python -m zero_mpi.doctor`: whether a job would run well here, and what to do where not.
+"""`mpirun -n N python -m zero_mpi.doctor`: checks whether a job would run well on these hosts.
 
-It is started like the job, by the same launcher on the same hosts, and looks at what the job would find. A
-module for each concern gives rows (`verdicts.Row`): what was looked at, what was found, a verdict, a remedy.
-What only one rank can see is gathered first, so that all ranks hold the same rows and end with the same
-status.
+`command.CHECKS` is the list of checks. Each returns rows (`verdicts.Row`): name, value, verdict, remedy.
+Facts that only one rank can see are gathered first, so that all ranks hold the same rows and the same status.
 """

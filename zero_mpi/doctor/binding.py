@@ -1,8 +1,8 @@
-"""Hosts, the cores that each rank may use there, and the threads that it starts on them.
+"""Hosts, the cores that each rank may use, and the threads that it starts on them.
 
-Three things go wrong: more ranks than cores, where a rank that spins for a message keeps the core from the
-one that would send it; ranks bound to fewer cores than they have threads, or several to one core while others
-idle; and ranks dealt out over the hosts in turn, so that neighbours in the order of ranks are on two hosts.
+Three things go wrong: more ranks than cores, where a rank that waits for a message keeps the core from the
+rank that would send it; ranks bound to fewer cores than they have threads, or several to one core while
+others idle; and ranks dealt out over the hosts in turn, so that neighbours are on different hosts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, span
-from zero_mpi.doctor.mpi_library import set_in
 from zero_mpi.doctor.ranks import Ranks
-from zero_mpi.doctor.verdicts import NOTE, Row, assessed
+from zero_mpi.doctor.software import is_on
+from zero_mpi.doctor.verdicts import NOTE, Row
 from zero_mpi.launch.consistency import mpi_library
 
-VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # how those of a library begin, by how its name does
+VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # how a library's variables begin, by how its name does
 IN_TURN = (
     "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
 )
@@ -30,7 +30,7 @@ BIND = (
 
 @dataclass(frozen=True)
 class Seat:
-    """Place of a rank: its cores and threads, who chose these, whether it yields, the CPU quota."""
+    """A rank's cores and threads, who chose the threads, whether it yields, the CPU quota."""
 
     cores: tuple[int, ...]
     threads: int
@@ -41,7 +41,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class NodeSeats:
-    """The ranks of a host, and the cores that any of them may use."""
+    """The ranks of a host."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,7 +49,6 @@ class NodeSeats:
 
     @property
     def cores(self) -> list[int]:
-        """All cores of its ranks."""
         return sorted({core for seat in self.seats for core in seat.cores})
 
     @property
@@ -58,35 +57,34 @@ class NodeSeats:
         quotas = [int(seat.quota) for seat in self.seats if seat.quota is not None]
         return max(1, min([len(self.cores), *quotas]))
 
-    def by_cores(self) -> dict[tuple[int, ...], list[int]]:
-        """The ranks that are bound to the same cores."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank, seat in zip(self.ranks, self.seats, strict=True):
-            found.setdefault(seat.cores, []).append(rank)
-        return found
-
     @property
     def is_crowded(self) -> bool:
-        """Whether there are more ranks than usable cores."""
         return len(self.ranks) > self.usable
 
 
+def section(where: Ranks) -> list[Row]:
+    """Check hosts, cores and threads of all ranks. Collective."""
+    library = mpi_library(where.world) if where.world.mpi is not None else ""
+    seats = where.gather(look(library))
+    found = [NodeSeats(name, of, tuple(seats[rank] for rank in of)) for of, name in where.named(where.nodes)]
+    return [*hosts(found), order(found), crowding(found, library), binding(found), threads(found)]
+
+
+def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
+    """Return this rank's seat."""
+    yields = all(is_on(environ, name) for name in yielding(library))
+    cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
+    return Seat(cores, threads, environment.threads_were_set, yields, environment.quota())
+
+
 def yielding(library: str) -> dict[str, str]:
-    """The settings by which a library's ranks hand their core over while they wait."""
+    """Return the settings by which a library's ranks hand their core over while they wait."""
     own = tuple(start for name, start in VARIABLES.items() if library.startswith(name))
     return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
 
 
-def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
-    """This rank's seat."""
-    threads = ops.use_threads()
-    yields = all(set_in(environ, name) for name in yielding(library))
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    return Seat(cores, threads, environment.threads_were_set, yields, environment.quota())
-
-
 def hosts(found: list[NodeSeats]) -> Iterator[Row]:
-    """A row for each host; of many, the first ones."""
+    """Yield a row for each host; of many, the first ones."""
     for node in found[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
         bound = f"{span(len(seat.cores) for seat in node.seats)} for each rank"
@@ -96,32 +94,31 @@ def hosts(found: list[NodeSeats]) -> Iterator[Row]:
 
 
 def order(found: list[NodeSeats]) -> Row:
-    """Whether the ranks of a host follow each other, and are as many on each."""
-    title, counts = "order of ranks", [len(node.ranks) for node in found]
+    """Check that the ranks of a host follow each other, and are as many on each."""
+    counts = [len(node.ranks) for node in found]
     odd = [
         f"{node.name} has {ranks(node.ranks)}"
         for node in found
         if node.ranks[-1] - node.ranks[0] >= len(node.ranks)
     ]
     if odd:
-        more = "neighbours are on different hosts, and more goes over the network than need be"
-        return Row(title, f"{', '.join(few(odd))}: {more}", NOTE, IN_TURN)
+        value = f"{', '.join(few(odd))}: neighbours are on different hosts, and more goes over the network"
+        return Row("order of ranks", value, NOTE, IN_TURN)
     value = f"{min(counts)} to {max(counts)} ranks on a host: a transport that knows hosts needs equally many"
     if min(counts) < max(counts):
-        return Row(title, value, NOTE, f"start the same number on each host; {IN_TURN}")
-    return Row(title, "those of a host follow each other")
+        return Row("order of ranks", value, NOTE, f"start the same number on each host; {IN_TURN}")
+    return Row("order of ranks", "those of a host follow each other")
 
 
 def crowding(found: list[NodeSeats], library: str) -> Row:
-    """Whether there are more ranks than cores, and if so, whether they yield."""
+    """Check that no host has more ranks than cores, unless its ranks yield."""
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
-    told = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
-    text = ", ".join(few(told))
+    each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
+    text = ", ".join(few(each))
     if all(seat.yields for node in crowded for seat in node.seats):
-        most = min(node.usable for node in crowded)
-        remedy = f"fine for a trial; for speed start at most {most} a host"
+        remedy = f"fine for a trial; for speed start at most {min(node.usable for node in crowded)} a host"
         return Row(title, f"{text}; a rank that waits hands its core over", NOTE, remedy)
     value = f"{text}, and a rank that waits keeps its core: 10 to 100 times slower"
     settings = " ".join(f"{name}={value}" for name, value in yielding(library).items())
@@ -129,31 +126,33 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
 
 
 def binding(found: list[NodeSeats]) -> Row:
-    """Whether several ranks are bound to one core while another core has none."""
-    shared = [
-        f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
-        for node in found
-        for cores, which in node.by_cores().items()
-        if len(which) > len(cores) and not node.is_crowded
-    ]
-    value = "no ranks are bound to a core that they must share"
-    if shared:
-        value = f"{', '.join(few(shared))} while other cores are free"
-    return assessed("binding", value, not shared, BIND)
+    """Check that no ranks are bound to one core while another core has none."""
+    shared = list[str]()
+    for node in found:
+        bound: dict[tuple[int, ...], list[int]] = {}
+        for rank, seat in zip(node.ranks, node.seats, strict=True):
+            bound.setdefault(seat.cores, []).append(rank)
+        shared += [
+            f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
+            for cores, which in bound.items()
+            if len(which) > len(cores) and not node.is_crowded
+        ]
+    value = f"{', '.join(few(shared))} while other cores are free"
+    return Row("binding", value, NOTE, BIND) if shared else Row("binding", "no ranks must share a core")
 
 
 def threads(found: list[NodeSeats]) -> Row:
-    """Whether the threads of a host's ranks fit its cores."""
+    """Check that the threads of a host's ranks fit its cores."""
     value = f"{span(seat.threads for node in found for seat in node.seats)} for each rank"
     for node in found:
-        room = min([max(1, node.usable // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
-        if max(seat.threads for seat in node.seats) > room:
-            cores = f"{plural(room, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-            chosen = any(seat.threads_were_set for seat in node.seats)  # by somebody who asked for them
-            names = [name for name in environment.THREADS if chosen and name in os.environ]
+        most = min([max(1, node.usable // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
+        if max(seat.threads for seat in node.seats) > most:
+            cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
+            was_set = any(seat.threads_were_set for seat in node.seats)
+            names = [name for name in environment.THREADS if was_set and name in os.environ]
             remedy = f"unset {' '.join(names)}" if names else "do not set the threads"
             value += f", but {cores}: up to 10 times slower"
-            return Row("threads", value, NOTE, f"{remedy}, or train with --threads {room}")
+            return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
     for node in found:
         free = node.usable - sum(seat.threads for seat in node.seats)
         if free > 0:
@@ -161,14 +160,3 @@ def threads(found: list[NodeSeats]) -> Row:
             more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
             return Row("threads", value, NOTE, more)
     return Row("threads", value)
-
-
-def section(where: Ranks) -> list[Row]:
-    """Hosts, cores and threads of all ranks. Collective."""
-    library = mpi_library(where.world) if where.world.mpi is not None else ""
-    seats = where.gather(look(library))
-    found = [
-        NodeSeats(name, which, tuple(seats[rank] for rank in which))
-        for which, name in where.named(where.nodes)
-    ]
-    return [*hosts(found), order(found), crowding(found, library), binding(found), threads(found)]

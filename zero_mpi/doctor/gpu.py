@@ -1,8 +1,7 @@
 """CUDA devices of each host, and whether the MPI library takes their memory.
 
-Only a live test tells (`comm.gpu.probe`): libraries say yes that were built for it and cannot, and what they
-do with memory that they take for the host's is to crash. So the test runs in a process of its own, which is
-told nothing of this job. Where messages go through host memory a job runs all the same.
+Only a live test tells (`comm.gpu.probe`), in a process of its own that knows nothing of this job: libraries
+that were built for it say yes and crash. Where messages go through host memory a job runs all the same.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.gpu.run_probe import PROBE, PROBE_SECONDS, run_probe
+from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.ops.code_cache import installed
 
@@ -26,7 +26,7 @@ STAGED = (
 
 @dataclass(frozen=True)
 class Devices:
-    """Of a host. error: why there are none in spite of a driver; mpi: what the live test said."""
+    """Devices of a host. error: why a driver shows none; mpi: what the live test said."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -36,8 +36,13 @@ class Devices:
     takes_memory: bool = False
 
 
+def section(where: Ranks) -> list[Row]:
+    """Check the devices of all hosts. Collective."""
+    return rows(where.of_nodes(look), where.names)
+
+
 def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devices:
-    """The devices of this host; without a driver nothing is started."""
+    """Look for devices of this host; without a driver nothing is started."""
     if not (has_driver() if present is None else present):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "none")
@@ -51,12 +56,12 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
 
 
 def has_driver() -> bool:
-    """Whether the system has a driver for CUDA devices."""
+    """Tell whether the system has a driver for CUDA devices."""
     return any(Path(path).exists() for path in DRIVER)
 
 
 def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
-    """Rows of all hosts; one line where none has a device."""
+    """Return the rows of all hosts; one row where none has a device."""
     if not any(devices.names or devices.error for devices in found):
         return [Row("CUDA", "no CUDA device")]
     pairs = list(zip(found, names, strict=True))
@@ -69,7 +74,7 @@ def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
 
 
 def of_host(devices: Devices, name: str) -> list[Row]:
-    """Rows of one host."""
+    """Return the rows of one host."""
     if devices.error:
         remedy = "nvidia-smi on that host; reload or update its driver"
         return [Row("CUDA", f"{name}: {devices.error}", NOTE, remedy)]

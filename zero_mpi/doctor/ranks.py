@@ -1,14 +1,14 @@
-"""The ranks of the job and the hosts they are on, as every concern needs them.
+"""The ranks of the job and their nodes, with the command's options and the figures for its JSON file.
 
-A node is a group of ranks that share memory, as the transports find it (`comm.topology`); a host's name is
-only for people. Two nodes of one name are told apart by a number.
+A node is a group of ranks that share memory, as the transports find it (`comm.topology`).
 """
 
 from __future__ import annotations
 
 import platform
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from zero_mpi.comm import Comm, SerialComm
@@ -19,22 +19,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks. `nodes`: the ranks of each, those of the first rank first; `names`: one for each node."""
+    """The job that is checked; every check is given this.
+
+    nodes     the ranks of each node, that of rank 0 first
+    names     a host name for each node, for people
+    figures   what checks measured, for the JSON file
+    """
 
     world: World
     comm: Comm
     node_comm: Any  # the raw communicator of this rank's node; None without MPI
     nodes: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
+    options: Namespace = field(default_factory=Namespace)
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return self.world.size
 
     @property
@@ -44,27 +49,28 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """Where this rank stands among those of its node."""
+        """This rank's index among those of its node."""
         return self.nodes[self.node].index(self.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
-        """What was found on each node, with the node's name."""
+        """Yield what was found on each node with the node's name."""
         return zip(found, self.names, strict=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on all of them. Collective."""
+        """Return every rank's value on all ranks. Collective."""
         return self.comm.allgather_object(value)
 
     def of_nodes(self, look: Callable[[], Any]) -> list[Any]:
-        """What the first rank of each node sees, on all ranks. Collective; look() must not communicate."""
+        """Return what the first rank of each node sees. Collective; look() must not communicate."""
         seen = self.gather(look() if self.place == 0 else None)
         return [seen[ranks[0]] for ranks in self.nodes]
 
 
-def find_ranks(world: World) -> Ranks:
-    """Who is there and where. Collective."""
+def find_ranks(world: World, options: Namespace | None = None) -> Ranks:
+    """Find the ranks and their nodes. Collective."""
+    options = options or Namespace()
     if world.mpi is None:
-        return Ranks(world, SerialComm(), None, ((0,),), (platform.node() or "localhost",))
+        return Ranks(world, SerialComm(), None, ((0,),), (platform.node() or "localhost",), options)
     from zero_mpi.comm.mpi import MPIComm  # needs an MPI library
     from zero_mpi.comm.topology import find_topology, node_communicator
 
@@ -72,12 +78,10 @@ def find_ranks(world: World) -> Ranks:
     node = node_communicator(everybody)
     nodes = find_topology(everybody, node).members
     names = everybody.allgather(platform.node() or world.mpi.Get_processor_name())
-    return Ranks(world, MPIComm(), node, nodes, told_apart([names[ranks[0]] for ranks in nodes]))
+    return Ranks(world, MPIComm(), node, nodes, told_apart([names[ranks[0]] for ranks in nodes]), options)
 
 
 def told_apart(names: list[str]) -> tuple[str, ...]:
-    """Names without repeats: b, b (2), b (3)."""
+    """Number names that repeat: b, b (2), b (3)."""
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return tuple(
-        f"{name} ({count})" if count > 1 else name for name, count in zip(names, counts, strict=True)
-    )
+    return tuple(f"{name} ({n})" if n > 1 else name for name, n in zip(names, counts, strict=True))

@@ -1,34 +1,31 @@
-"""Memory that the ranks of a host share: how much there is, whether it works, what killed jobs left in it.
+"""Memory that the ranks of a host share: how much is free, whether it works, what killed jobs left in it.
 
-The transport `shared` keeps the model once in it, and for each rank the gradients of a few blocks. Without it
-a run goes over messages, which takes longer but gives the same. A job that is killed while MPI starts leaves
-segments of the library; they are named here, and the next run of the same user removes them
-(`launch.leftovers`).
+The transport `shared` keeps the model in it. Without it a run goes over messages: slower, with the same bits.
+A job that is killed while MPI starts leaves segments of the library; the next run of the same user removes
+them (`launch.leftovers`).
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import filter as filter_names
 from pathlib import Path
 
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
-from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
-from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
+from zero_mpi.launch.leftovers import PLACE, left_behind
 
 SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried
-BLOCKS = 12  # of the model by which room is told: its gradients travel block by block
 MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Free bytes of a host, and the files left behind (paths) with their bytes."""
+    """Free bytes of a host, and the paths and bytes of files left behind."""
 
     free: int = 0
     left: tuple[str, ...] = ()
@@ -36,7 +33,7 @@ class SharedMemory:
 
 
 def look() -> SharedMemory:
-    """What there is in this host's shared memory."""
+    """Look at this host's shared memory."""
     try:
         free = shutil.disk_usage(PLACE).free
     except OSError:
@@ -47,10 +44,7 @@ def look() -> SharedMemory:
 
 
 def try_window(where: Ranks) -> str:
-    """Why the ranks of this node cannot share memory, or an empty text: a window is made and written to.
-
-    Collective.
-    """
+    """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
     from zero_mpi.comm.shared.window import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
@@ -70,17 +64,8 @@ def try_window(where: Ranks) -> str:
     return f"what {plural(len(others), 'rank')} wrote did not arrive" if others else ""
 
 
-def largest_model(free: int, ranks: int) -> int:
-    """Parameters of a model of `BLOCKS` equal blocks that `ranks` could share in `free` bytes.
-
-    4 bytes for each once, and for each rank the gradients of the blocks that are under way at once.
-    """
-    slots = ranks * (REDUCTIONS_IN_FLIGHT + 1) / BLOCKS
-    return int(free / (4 * (1 + slots)))
-
-
 def rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
-    """All rows: room, the trial, leftovers; `problems` of the trial, by host."""
+    """Return all rows, given each host's memory and the problem that its trial had."""
     broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
     value = "made, written to and read by all ranks of each host"
     if broken:
@@ -88,46 +73,31 @@ def rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[R
     elif where.node_comm is None:
         value = "not tried: one process without MPI"
     trial = assessed("shared window", value, not broken, MORE_ROOM)
-    return [room(found, where), trial, *leftovers(found, where.names)]
+    return [room(found, where), trial, *list(leftovers(found, where.names))[:FEW]]
 
 
 def room(found: list[SharedMemory], where: Ranks) -> Row:
-    """Free shared memory of the host that has least, and the largest model for it."""
-    hosts = [(host.free, len(ranks)) for host, ranks in zip(found, where.nodes, strict=True)]
-    models = [largest_model(*host) for host in hosts]
-    least = models.index(min(models))
-    free, count = hosts[least]
-    value = (
-        f"{short_size(free)} free in {PLACE} of {where.names[least]}: for {plural(count, 'rank')}, a model "
-        f"of {models[least] / 1e6:,.0f} million parameters in {BLOCKS} blocks"
-    )
-    return assessed("shared memory", value, free >= SMALL, MORE_ROOM)
+    """Return the row of the host that has least free shared memory a rank."""
+    hosts = zip(found, where.nodes, where.names, strict=True)
+    least, ranks, name = min(hosts, key=lambda host: host[0].free / len(host[1]))
+    value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(len(ranks), 'rank')}"
+    return assessed("shared memory", value, least.free >= SMALL, MORE_ROOM)
 
 
-def leftovers(found: list[SharedMemory], names: tuple[str, ...]) -> list[Row]:
-    """Rows for each host where jobs left something."""
-    told = []
+def leftovers(found: list[SharedMemory], names: tuple[str, ...]) -> Iterator[Row]:
+    """Yield rows of the hosts where jobs left something."""
     for host, name in zip(found, names, strict=True):
         if host.left:
             files = f"{plural(len(host.left), 'file')} that no process uses"
             listed = ", ".join(few([Path(path).name for path in host.left]))
             value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
-            told.append(Row("left in shared memory", value, NOTE, removal(host.left)))
-    return told[:FEW]
-
-
-def removal(paths: tuple[str, ...]) -> str:
-    """A command that removes the files; of many, those that no process has mapped."""
-    if len(paths) <= FEW:
-        return f"rm {' '.join(map(shlex.quote, paths))}"
-    names = [Path(path).name for path in paths]
-    patterns = [f"{PLACE}/{pattern}" for pattern in SEGMENTS if filter_names(names, pattern)]
-    loop = 'do grep -qs "$file" /proc/[0-9]*/maps || rm "$file"; done'
-    return f"while no job starts: for file in {' '.join(patterns)}; {loop}"
+            by_hand = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}"
+            remedy = f"{by_hand}; the next zero_mpi.train of the same user there removes all"
+            yield Row("left in shared memory", value, NOTE, remedy)
 
 
 def section(where: Ranks) -> list[Row]:
-    """Shared memory of all hosts. Collective."""
+    """Check shared memory of all hosts. Collective."""
     problems = where.gather(try_window(where) if where.node_comm is not None else "")
     by_node = [next(filter(None, (problems[rank] for rank in ranks)), "") for ranks in where.nodes]
     return rows(where.of_nodes(look), by_node, where)

@@ -1,10 +1,14 @@
-"""What the system lets the ranks of each host have, held against what they need."""
+"""Memory, processor time and limits of each host, and other programs that compute there."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from zero_mpi.cli.text import few, plural, short_size
+from zero_mpi.cli.text import FEW, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.limits import Limits, look
@@ -14,20 +18,27 @@ from zero_mpi.plan.resident import programs
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
 SPARE_FILES = 64  # beside a connection to each other rank
+PROC = Path("/proc")
+LOOKS, PAUSE = 4, 0.02  # the fewest threads of some looks count, so that a short one is not in it
 
 
-def rows(found: list[Limits], where: Ranks) -> list[Row]:
-    """All rows, from the limits of the first rank of each host."""
-    return [memory(found, where), *processors(found, where), *processes(found, where)]
+# ------------------------------------------------------------------------------------------------ limits
+
+
+def section(where: Ranks) -> list[Row]:
+    """Check the limits of all hosts; notes `memory_bytes_per_rank`. Collective."""
+    found = where.of_nodes(look)
+    where.figures["memory_bytes_per_rank"] = memory_per_rank(found, where)
+    return [memory(found, where), *list(limits(found, where))[:FEW]]
 
 
 def memory_per_rank(found: list[Limits], where: Ranks) -> int:
-    """Bytes that every rank can have, where all of its host take as much."""
+    """Return the bytes that every rank can have if all ranks of its host take as much."""
     return min(limits.memory // len(ranks) for limits, ranks in zip(found, where.nodes, strict=True))
 
 
 def memory(found: list[Limits], where: Ranks) -> Row:
-    """What there is for a rank."""
+    """Return the row of memory."""
     each, most = memory_per_rank(found, where), max(map(len, where.nodes))
     tight = next((limits for limits in found if limits.memory != limits.available), None)
     limit = f"; a control group allows a host {short_size(tight.group_memory or 0)}" if tight else ""
@@ -37,37 +48,51 @@ def memory(found: list[Limits], where: Ranks) -> Row:
     return assessed("memory", value, each >= LEAST_MEMORY, remedy)
 
 
-def processors(found: list[Limits], where: Ranks) -> Iterator[Row]:
-    """Where less processor time is to be had than there are cores."""
-    short = [
-        f"{limits.group_cores:g} of {plural(limits.cores, 'core')} on {name}"
-        for limits, name in where.named(found)
-        if limits.group_cores is not None and limits.group_cores < limits.cores
-    ]
-    if short:
-        remedy = "start no more ranks times threads than that, or raise it (containers: --cpus)"
-        yield Row("processor time", f"a control group allows {', '.join(few(short))}", NOTE, remedy)
-
-
-def processes(found: list[Limits], where: Ranks) -> Iterator[Row]:
-    """Limits of a process that would bite."""
-    for limits, name in where.named(found):
-        if limits.address_space is not None:
-            value = f"address space of {short_size(limits.address_space)} on {name}: shared memory needs much"
-            yield Row("limits", value, NOTE, "ulimit -v unlimited, in the job script")
-        if limits.data is not None:
-            value = f"private memory of {short_size(limits.data)} for a rank on {name}"
-            yield Row("limits", value, NOTE, "ulimit -d unlimited, in the job script")
-        if limits.locked is not None and limits.locked < LEAST_LOCKED:
-            value = f"locked memory of {short_size(limits.locked)} on {name}: too little for its fast network"
-            yield Row("limits", value, NOTE, "ulimit -l unlimited; under Slurm, PropagateResourceLimits=NONE")
-        if limits.files is not None and limits.files < where.size + SPARE_FILES:
-            value = f"{plural(limits.files, 'open file')} on {name}, for {plural(where.size, 'rank')}"
+def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
+    """Yield rows of the limits that would harm a job."""
+    unlimited = "ulimit -{} unlimited, in the job script"
+    for host, name in where.named(found):
+        if host.group_cores is not None and host.group_cores < host.cores:
+            value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
+            remedy = "start no more ranks times threads than that, or raise it (containers: --cpus)"
+            yield Row("processor time", value, NOTE, remedy)
+        if host.address_space is not None:
+            value = f"address space of {short_size(host.address_space)} on {name}: shared memory needs much"
+            yield Row("limits", value, NOTE, unlimited.format("v"))
+        if host.data is not None:
+            value = f"private memory of {short_size(host.data)} for a rank on {name}"
+            yield Row("limits", value, NOTE, unlimited.format("d"))
+        if host.locked is not None and host.locked < LEAST_LOCKED:
+            value = f"locked memory of {short_size(host.locked)} on {name}: too little for its fast network"
+            remedy = f"{unlimited.format('l')}; under Slurm, PropagateResourceLimits=NONE"
+            yield Row("limits", value, NOTE, remedy)
+        if host.files is not None and host.files < where.size + SPARE_FILES:
+            value = f"{plural(host.files, 'open file')} on {name}, for {plural(where.size, 'rank')}"
             yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * where.size)}")
 
 
-def section(where: Ranks, figures: dict[str, object]) -> list[Row]:
-    """The limits of all hosts; notes `memory_bytes_per_rank`. Collective."""
-    found = where.of_nodes(look)
-    figures["memory_bytes_per_rank"] = memory_per_rank(found, where)
-    return rows(found, where)
+# ------------------------------------------------------------------------------------------------- load
+
+
+def load(where: Ranks) -> Iterator[Row]:
+    """Check for programs of others, which the measurements would share the cores with. Collective."""
+    seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
+    for ranks, (threads, cores), name in zip(where.nodes, seen, where.names, strict=True):
+        yield from crowd(threads, cores, len(ranks), name)
+
+
+def busy_threads() -> int:
+    """Count threads of the host that run or wait for a core: the fewest in some looks; 0: unknown."""
+    found = list[int]()
+    for _ in range(LOOKS):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
+        time.sleep(PAUSE)
+    return min(found, default=0)
+
+
+def crowd(threads: int, cores: int, ranks: int, name: str) -> list[Row]:
+    """Return the row of a host where more threads run than it has cores or ranks."""
+    value = f"{threads - ranks} threads of others run on {name}, beside {ranks} of ours on {cores} cores"
+    remedy = "what follows is measured beside them: wait for their end, or take another host"
+    return [Row("load", value, NOTE, remedy)] if threads > max(cores, ranks) else []

@@ -1,8 +1,4 @@
-"""The rows of the table: what was looked at, what was found, and what to do about it.
-
-`ok` needs no remedy and the others have one: `note` costs speed, safety or reproducibility, with `bad` a job
-would fail. Values come as text for people; figures for programs go into the JSON file beside the rows.
-"""
+"""Rows of the table: name, value, verdict, remedy."""
 
 from __future__ import annotations
 
@@ -12,13 +8,13 @@ from textwrap import TextWrapper
 
 from zero_mpi.cli.text import WIDTH
 
-OK, NOTE, BAD = "ok", "note", "bad"
-TITLE = 23  # columns of the names of what was looked at
+OK, NOTE, BAD = "ok", "note", "bad"  # note: costs speed, safety or the same bits; bad: a job would fail
+TITLE = 23  # columns of the names
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; `remedy`: a command, a setting, or what to ask for."""
+    """Line of the table. Every verdict but ok has a remedy: a command, a setting, or what to ask for."""
 
     what: str
     value: str
@@ -30,12 +26,12 @@ class Row:
 
 
 def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
-    """The row of what is fine, or else needs its remedy."""
+    """Return a row that is ok, or has the verdict `fault` and the remedy."""
     return Row(what, value) if fine else Row(what, value, fault, remedy)
 
 
 def lines(row: Row) -> Iterator[str]:
-    """A row for people, in lines of the table's width; what to do stands below it, and words stay whole."""
+    """Yield a row as text of the table's width; the remedy stands below the value."""
     wrap = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
     wrap.subsequent_indent = margin = " " * (6 + TITLE + 1)
     yield from wrap.wrap(f"{row.verdict:6}{row.what:{TITLE}} {row.value}")

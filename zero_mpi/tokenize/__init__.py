@@ -1,9 +1,6 @@
-"""`python -m zero_mpi.tokenize`: text into token files, in parallel over ranks, and the same bytes at any P.
+"""`python -m zero_mpi.tokenize`: text into token files, in parallel over ranks, with the same bytes at any P.
 
-`text_formats` reads texts (lines and packed files by `text_streams`), `parts` cuts the inputs into parts by
-what they weigh alone and deals them out, `part_files` writes a part: a pair of Megatron's files and then the
-record that it is complete. `work_folder` knows what a folder was begun with and what of it is there, `pulse`
-lets ranks know of each other while each is at its own parts.
-
-How many ranks there are decides who writes a part, and nothing of what is in it.
+`text_formats` reads texts, `parts` cuts the inputs into parts by their weight alone and deals them out,
+`encode_parts` writes a part, `work_folder` keeps the records of complete parts, `progress` sums over ranks
+what was done. The number of ranks decides who writes a part, and nothing of its content.
 """

@@ -15,24 +15,18 @@ from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
-from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.text_documents import separator
 from zero_mpi.data.text_files import TOKENIZER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND
 from zero_mpi.launch.consistency import SAME_FILES, check_installation, check_not_alone, same
-from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import reports_in
-from zero_mpi.launch.stopping import PREPARING, signals
+from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
-from zero_mpi.tokenize.encode_parts import Encoding
-from zero_mpi.tokenize.survey import FLAG, found_files
-from zero_mpi.tokenize.text_formats import InputFile
-from zero_mpi.tokenize.work import finish_folder, prepare, say_stopped, write_parts
-from zero_mpi.tokenize.work_folder import Table, WorkFolder
+from zero_mpi.tokenize.text_formats import FLAG
+from zero_mpi.tokenize.work import tokenize
+from zero_mpi.tokenize.work_folder import Table
 
 OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")
 THREADS = "RAYON_NUM_THREADS"  # of the package tokenizers
@@ -46,41 +40,29 @@ Examples:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="python -m zero_mpi.tokenize",
         description="Make token files of text: Megatron's .bin and .idx, which train takes as they are. The "
         "bytes are the same at any number of ranks, and the same command goes on where a job ended.",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "path",
-        nargs="*",
-        metavar=FLAG,
-        help="text, .jsonl, .gz or .zst of these, .parquet, or folders (default: Python's own library)",
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="GGUF, tokenizer.json, or byte")
-    parser.add_argument("--out", default="tokens", metavar="DIR", help="folder of the token files")
-    parser.add_argument(
-        "--field", metavar="NAME", default="text", help="what of a JSON line, or row of Parquet, is text"
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="leave out lines and rows without a text there, and count them",
-    )
+    inputs = "text, .jsonl, .gz or .zst of these, .parquet, or folders (default: Python's own library)"
+    size = "MiB of text in a token file (default: a 256th of all, at least 1, at most 256)"
+    field = "JSON field or Parquet column that is the text (default: text)"
+    add = parser.add_argument
+    add("path", nargs="*", metavar=FLAG, help=inputs)
+    add("--tokenizer", required=True, metavar="FILE", help="GGUF, tokenizer.json, or byte")
+    add("--out", default="tokens", metavar="DIR", help="folder of the token files")
+    add("--field", metavar="NAME", default="text", help=field)
+    add("--skip-bad", action="store_true", help="skip lines and rows without a text, and count them")
     add_settings(parser, {"control_tokens": "", "timeout": ""})
-    parser.add_argument(
-        "--part-mb",
-        type=float,
-        metavar="X",
-        help="MiB of text in a token file (default: a 256th of all, at least 1, at most 256)",
-    )
+    add("--part-mb", type=float, metavar="X", help=size)
     return parser
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags; raises UsageError for what cannot be meant."""
+    """Read the flags; raises UsageError for values out of range."""
     options = make_parser().parse_args(arguments)
     if options.part_mb is not None and not LEAST_PART_MB <= options.part_mb <= MOST_PART_MB:
         raise UsageError(f"--part-mb {options.part_mb:g}: expected {LEAST_PART_MB} to {MOST_PART_MB}")
@@ -90,7 +72,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Write what of the folder is missing. Returns the exit status."""
+    """Write what is missing in the folder. Returns the exit status."""
     check_not_alone(world)
     check_installation(world)
     options = world.together(lambda: read_options(arguments))
@@ -98,56 +80,20 @@ def command(world: World, arguments: Sequence[str]) -> int:
     tokenizer: Tokenizer = same(world.comm, lambda: look(options), SAME_FILES)
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
     try:
-        return tokenize(world, options, tokenizer, watchdog)
+        return tokenize(world, options, tokenizer, about(options, tokenizer), watchdog)
     finally:
         watchdog.stop()
 
 
-def tokenize(world: World, options: argparse.Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
-    """Look at the files and write what is missing. Returns the exit status. Collective."""
-    watchdog.beat("finding the files")
-    files = world.from_root(lambda: found_files(options.path, options.out))
-    hold = take_folder(world, Path(options.out))
-    watchdog.gather(*reports_in(Path(options.out), world.comm))
-    signals.enter(PREPARING)
-    encoding = encoding_of(options, files, tokenizer)
-    made_with = about(options, tokenizer)
-    folder = world.on_root(lambda: WorkFolder(encoding.out, made_with))
-    work = prepare(world, encoding, folder, options.part_mb, watchdog)
-    if work is None:
-        return 0
-    seconds = write_parts(world, work, hold, watchdog)
-    watchdog.beat("writing the manifest")
-    if seconds is None:
-        world.on_root(lambda: say_stopped(folder, work))
-        signals.caught = signals.caught or "a signal to another rank"
-        return REQUEUE
-    world.on_root(lambda: finish_folder(folder, work, made_with, seconds))
-    return 0
-
-
-def encoding_of(options: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> Encoding:
-    """How files are encoded by the flags."""
-    return Encoding(
-        out=Path(options.out),
-        files=files,
-        text=TextReader(tokenizer, options.control_tokens),
-        field=options.field,
-        skip_bad=options.skip_bad,
-        named=options.path,
-        any_bytes=options.tokenizer == BYTE,
-    )
-
-
 def look(options: argparse.Namespace) -> tuple[Tokenizer, dict[str, object]]:
-    """The tokenizer of the flags, and what must be the same on all ranks."""
+    """Return the tokenizer of the flags, and what must be the same on all ranks."""
     given = options.tokenizer
     tokenizer = ByteTokenizer() if given == BYTE else tokenizer_from_file(Path(given))
     return tokenizer, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(tokenizer)}
 
 
 def about(options: argparse.Namespace, tokenizer: Tokenizer) -> Table:
-    """All but the inputs that decides what is written."""
+    """Return all but the inputs that decides what is written."""
     return {
         "zero_mpi": __version__,
         "tokenizer": {
@@ -162,7 +108,7 @@ def about(options: argparse.Namespace, tokenizer: Tokenizer) -> Table:
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     signals.listen()
     os.environ.setdefault(THREADS, str(environment.cores_per_rank()))  # ranks share the cores of a node
     run("tokenize", command, sys.argv[1:])

@@ -1,8 +1,6 @@
 """Inputs cut into parts, of which each becomes a token file, by their bytes alone; and who writes which.
 
-Parts are dealt out before the work begins, the heaviest first, each to the rank that has least so far. That
-takes no message and leaves ranks apart by less than the last part of one; to hand out parts one by one would
-gain something on hosts of unlike speed only.
+Parts are dealt out before the work begins, the heaviest first, each to the rank that has least so far.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ FRACTION, LEAST, MOST = 256, 1 << 20, 1 << 28  # of all bytes in a part; bytes
 
 
 class FilePiece(NamedTuple):
-    """What of input number `file` goes into a part: from place `first` to `stop`, and what it weighs."""
+    """Piece of input number `file`, from place `first` to `stop`. weight: bytes of text, or nearly."""
 
     file: int
     first: int
@@ -26,35 +24,34 @@ class FilePiece(NamedTuple):
 
 
 class WorkPart(NamedTuple):
-    """What becomes one token file."""
+    """Part that becomes one token file, with the name of that."""
 
-    number: int
+    name: str
     pieces: tuple[FilePiece, ...]
 
     @property
     def weight(self) -> int:
-        """Bytes of text, or nearly so."""
         return sum(piece.weight for piece in self.pieces)
 
 
-def part_size(total: int) -> int:
-    """How much of `total` bytes a part takes where no flag says it."""
-    return min(max(total // FRACTION, LEAST), MOST)
-
-
-def cut_parts(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int) -> list[WorkPart]:
-    """The parts, of about `size` bytes each, in the order of the inputs.
+def cut_parts(
+    files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int | None
+) -> list[WorkPart]:
+    """Return the parts, of about `size` bytes each, in the order of the inputs.
 
     A part ends before a piece that would make it larger; a piece that cannot be cut may be larger alone.
     """
-    parts, pieces, held = list[WorkPart](), list[FilePiece](), 0
+    if size is None:
+        size = min(max(sum(map(sum, weights)) // FRACTION, LEAST), MOST)
+    parts, held = list[list[FilePiece]](), 0
     for piece in _pieces(files, weights, size):
-        if pieces and held + piece.weight > size:
-            parts.append(WorkPart(len(parts), tuple(pieces)))
-            pieces, held = [], 0
-        pieces.append(piece)
+        if not parts or held + piece.weight > size:
+            parts.append([])
+            held = 0
+        parts[-1].append(piece)
         held += piece.weight
-    return [*parts, WorkPart(len(parts), tuple(pieces))] if pieces else parts
+    width = max(5, len(str(len(parts))))
+    return [WorkPart(f"{number:0{width}d}", tuple(pieces)) for number, pieces in enumerate(parts)]
 
 
 def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int) -> Iterator[FilePiece]:
@@ -70,15 +67,11 @@ def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: 
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
-    """The places of weights that each rank has, in their order."""
+    """Return the places of weights that each rank gets, in their order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for weight, place in sorted(((weight, place) for place, weight in enumerate(weights)), key=_heaviest):
+    for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
         load, rank = loads[0]
         shares[rank].append(place)
         heapq.heapreplace(loads, (load + weight, rank))
     return [sorted(share) for share in shares]
-
-
-def _heaviest(each: tuple[int, int]) -> tuple[int, int]:
-    return -each[0], each[1]

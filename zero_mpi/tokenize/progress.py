@@ -1,107 +1,112 @@
-"""How far work under a pulse is: a bar where a person watches, and a line a minute in a log."""
+"""Sums over ranks that never wait: what was done, a problem of any rank, the end of the work.
+
+A sum begins as soon as the last one has come to all ranks, so a rank in the middle of a large document keeps
+nobody from work, and all ranks learn from the same sum that the work ends.
+"""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-from tqdm import tqdm
+import numpy as np
 
 from zero_mpi.cli.text import percent
+from zero_mpi.comm.base import Handle
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
-from zero_mpi.telemetry.progress_bar import WIDTH, interval, short, watched
-from zero_mpi.tokenize.pulse import Amount, Pulse
+from zero_mpi.telemetry.progress_bar import interval, short, watched
 
-BAR = "{percentage:3.0f}%|{bar}| {desc}"
-EVERY = 60.0  # seconds between lines where nobody watches
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums, and between looks of a rank that is done
+WATCHED, LOGGED = 5.0, 60.0  # seconds between lines, for a person who watches and for a log
 
 
-class WorkDisplay:
-    """Shows what all ranks have done of `total`, of which another job had done `before`.
+class Amount(NamedTuple):
+    """Weight of pieces, bytes of text, documents and tokens that were done."""
 
-    `what` they do, where it is not to make tokens of documents.
+    weight: int = 0
+    text_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+NOTHING = Amount()
+
+
+class Pulse:
+    """Work of all ranks, and the sums of what is done of it: `beat` begins and takes them.
+
+    what     the work, as the watchdog names it
+    total    weight of the work, of which an earlier job has done `before`
+    stops    whether this rank wants all to stop
     """
 
-    def __init__(self, before: int, total: int, what: str = "") -> None:
-        self._before, self._total, self._what = before, max(total, 1), what
+    def __init__(
+        self, world: World, watchdog: Watchdog, what: str, total: int,
+        before: int = 0, stops: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._world, self._moved, self._stops = world, partial(watchdog.beat, what), stops
+        self._what, self._before, self._total = what, before, max(total, 1)
+        self._mine, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
+        self._handle: Handle | None = None
+        self._finished = self._over = self._is_done = False
+        self._problems = list[Exception]()
         self._begun = self._said = time.monotonic()
-        self._bar: Any = None
-        if watched() and log.says(log.INFO):
-            seen = sys.stderr.isatty()
-            self._bar = tqdm(
-                total=self._total,
-                initial=before,
-                bar_format=BAR,
-                dynamic_ncols=seen,
-                ncols=None if seen else WIDTH,
-                leave=False,
+        self._due = 0.0
+
+    def run(self, work: Callable[[Pulse], None]) -> bool:
+        """Let each rank do its `work`; returns whether all came to the end of it. Collective.
+
+        A problem of one rank stops all, and is raised on all.
+        """
+        try:
+            work(self)
+        except (UsageError, JobError) as error:
+            self._problems.append(error)
+        self._finished = True
+        while self.beat():
+            time.sleep(PAUSE)
+        self._world.together(self._raise_first)
+        return self._is_done
+
+    def _raise_first(self) -> None:
+        if self._problems:
+            raise self._problems[0]
+
+    def beat(self, amount: Amount = NOTHING) -> bool:
+        """Add what was done since the last call; False once all ranks are to stop."""
+        self._mine += amount
+        if any(amount):
+            self._moved()
+        if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
+            self._sum = np.array(
+                [*self._mine, self._finished, bool(self._problems) or self._stops()], np.float64
             )
-            log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
+            self._handle = self._world.comm.allreduce(self._sum, "what was done")
+            self._due = time.monotonic() + EVERY
+        if self._handle is not None:
+            self._world.comm.progress()
+            if self._handle.test():
+                self._handle.wait()
+                self._handle = None
+                self._take(*self._sum.tolist())
+        return not self._over
 
-    @property
-    def seconds(self) -> float:
-        """Since the work began."""
-        return time.monotonic() - self._begun
-
-    def show(self, done: Amount) -> None:
-        """Show what was done since the work began."""
-        if self._bar is not None:
-            self._bar.set_description_str(", ".join(self._facts(done)), refresh=False)
-            self._bar.n = self._before + done.weight
-            self._bar.refresh()  # sums are as rare as a bar may be drawn
-        elif time.monotonic() - self._said > EVERY:
-            self._said = time.monotonic()
-            share = percent((self._before + done.weight) / self._total)
-            log.info("%s", "  ".join([share, *self._facts(done)]))
-
-    def close(self) -> None:
-        """Close the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            log.write_through(None)
-
-    def _facts(self, done: Amount) -> list[str]:
-        left = self._total - self._before - done.weight
-        time_left = interval(self.seconds * left / done.weight) if done.weight else "?"
-        made = [f"{short(done.documents)} documents", f"{short(done.tokens)} tokens"]
-        return [
-            *([self._what] if self._what else made),
-            f"{done.text_bytes / 1e6 / max(self.seconds, 1e-9):.3g} MB/s",
-            f"{time_left} left",
-        ]
-
-
-def work_under_pulse(
-    world: World,
-    work: Callable[[Pulse], None],
-    display: WorkDisplay | None,
-    moved: Callable[[], object],
-    *,
-    stops: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Let each rank do its `work`; whether all have come to its end. Collective.
-
-    `moved` and `stops` are as `Pulse` takes them. What goes wrong stops all as well, and is raised on all.
-    """
-    problems = list[Exception]()
-    show = None if display is None else display.show
-    pulse = Pulse(world.comm, lambda: bool(problems) or stops(), show, moved)
-    try:
-        work(pulse)
-    except (UsageError, JobError) as error:
-        problems.append(error)
-    pulse.finish()
-    if display is not None:
-        display.close()
-    world.together(lambda: raise_first(problems))
-    return pulse.is_done
-
-
-def raise_first(problems: Sequence[Exception]) -> None:
-    """Raise what went wrong on this rank, if something did."""
-    if problems:
-        raise problems[0]
+    def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
+        documents, tokens, finished, stops = rest
+        self._moved()  # all ranks live
+        self._is_done = finished == self._world.size
+        self._over = self._is_done or stops > 0
+        now = time.monotonic()
+        if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
+            self._said, seconds = now, now - self._begun
+            left = self._total - self._before - weight
+            facts = [percent((self._before + weight) / self._total), self._what]
+            facts += [f"{short(documents)} documents", f"{short(tokens)} tokens"] if documents else []
+            facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
+            facts += [f"{interval(seconds * left / weight)} left"] if weight else []
+            log.info("%s", "  ".join(facts))

@@ -1,7 +1,7 @@
 """The formats of text that are made tokens of, and how a file is known to be of one: by the end of its name.
 
-A format says what its files weigh, by which work is dealt out, where they may be cut, and gives the texts
-between two places. A new format is a row of `TEXT_FORMATS`.
+A format gives the weights of a file's pieces, by which work is dealt out, and the texts between two places.
+A new format is a row of `TEXT_FORMATS`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from zero_mpi.data.bin_tokens import MEGATRON_MOST
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text
 from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, JobError, UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.json_lines import MOST, is_text
 from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.text_streams import MOST_UNPACKED, TextStream, length_of, line_number, packing_named
+from zero_mpi.tokenize.text_streams import MOST_UNPACKED, TextStream, length_of, line_number, packing_of
 
+FLAG = "TEXT"  # names the inputs in messages
 ROWS = 256  # of Parquet, read together
 DENSEST, ALWAYS = 50, 8 << 20  # bytes of an unpacked text: for each of the packed file's; in any case
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read: its name among the inputs, where it is, and the name of its format.
+    """A file to read: its name among the inputs, its path, and the name of its format.
 
     size, changed_at    bytes, and nanoseconds of its last change, when it was looked at
     """
@@ -44,8 +45,18 @@ class InputFile:
     changed_at: int
 
 
+def check_unchanged(file: InputFile) -> None:
+    """Raise JobError for a file that is not as it was when the job began."""
+    try:
+        about = file.path.stat()
+    except OSError as error:
+        raise JobError(f"{shown(file.path)}: {error.strerror}; it was there when the job began") from None
+    if (about.st_size, about.st_mtime_ns) != (file.size, file.changed_at):
+        raise JobError(f"{shown(file.path)} changed while it was read: start again when it stays as it is")
+
+
 class Reading:
-    """How texts are read, and what was found while they were: for one part, or one look at files.
+    """Settings by which texts are read, and what was found: for one part, or one look at files.
 
     field       the field of a line or row that is the text
     skips       whether lines and rows in error are left out, and counted in `skipped`
@@ -64,7 +75,7 @@ class Reading:
         self.filter, self.skipped = text_filter, 0
 
     def stream(self, path: Path, first: int) -> TextStream:
-        """The stream of a file, gone as far as the last line read of it where that lies before `first`."""
+        """Return the stream of a file, where it was left if that lies before `first`."""
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()
@@ -86,7 +97,7 @@ class Reading:
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
-        """The text of a line's value; ValueError for one that has none."""
+        """Return the text of a line's value; ValueError for one that has none."""
         if not isinstance(value, dict):
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
@@ -102,39 +113,32 @@ class TextFormat(NamedTuple):
     """A format of text.
 
     suffixes    of its files, without that of a packing
-    takes       whether a file is read; raises UsageError for one that was named and cannot be
-    weights     what its pieces weigh, in bytes of text or nearly so: of the whole, or of each row group
+    weights     bytes of text, or nearly: of the file or each row group; None: the file is left out
     texts       the names and bytes of the texts of a file between two places
     divisible   whether places are bytes; if not, they are numbers of weights
     """
 
     name: str
     suffixes: tuple[str, ...]
-    takes: Callable[[InputFile, Reading], bool]
-    weights: Callable[[InputFile, Reading], list[int]]
+    weights: Callable[[InputFile, Reading], list[int] | None]
     texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]
     divisible: bool = False
 
 
-def _always(file: InputFile, reading: Reading) -> bool:
-    return True
-
-
 def _length(file: InputFile, reading: Reading) -> list[int]:
-    return [file.size if packing_named(file.path.name) is None else length_of(file.path, reading.beat)]
+    return [file.size if not packing_of(file.path.name) else length_of(file.path, reading.beat)]
 
 
-# ---------------------------------------------------------------------------------------- a text a file
-
-
-def _is_text_file(file: InputFile, reading: Reading) -> bool:
+def _length_of_text(file: InputFile, reading: Reading) -> list[int] | None:
     with TextStream(file.path) as stream:
-        return reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD))
+        takes = reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD))
+    return _length(file, reading) if takes else None
 
 
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    packed = packing_named(file.path.name) is not None
-    most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
+    most = MEGATRON_MOST
+    if packing_of(file.path.name):
+        most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size))
     with TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -144,9 +148,6 @@ def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
         )
     reading.filter.read(file.name, data)
     yield file.name, data
-
-
-# --------------------------------------------------------------------------------------- a text a line
 
 
 def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
@@ -167,12 +168,9 @@ def _line(path: Path, place: int) -> str:
     return f"line {line_number(path, place):,}"
 
 
-# ---------------------------------------------------------------------------------------- a text a row
-
-
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """An open Parquet file; raises FileError for what goes wrong with it."""
+    """Open a Parquet file; raises FileError for what goes wrong with it."""
     library, parquet = pyarrow("Parquet files"), import_module("pyarrow.parquet")
     with open_file(path, "a Parquet file") as raw:
         try:
@@ -203,7 +201,7 @@ def _group_weights(file: InputFile, reading: Reading) -> list[int]:
 
 
 def _weight(group: Any, field: str) -> int:
-    """Bytes of a column in a row group."""
+    """Return the bytes of a column in a row group."""
     columns = (group.column(place) for place in range(group.num_columns))
     return sum(max(each.total_uncompressed_size, 0) for each in columns if each.path_in_schema == field)
 
@@ -222,20 +220,19 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
                     reading.bad(file.path, partial("row {:,}".format, row), problem)
 
 
-JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _always, _length, _lines, divisible=True)
-PARQUET = TextFormat("Parquet", (".parquet",), _always, _group_weights, _rows)
-TEXT = TextFormat("text", ("",), _is_text_file, _length, _whole)
+JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
+PARQUET = TextFormat("Parquet", (".parquet",), _group_weights, _rows)
+TEXT = TextFormat("text", ("",), _length_of_text, _whole)
 TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first that fits
 
 
 def unpacked_name(name: str) -> str:
-    """A file's name without the end that says how it is packed."""
-    packing = packing_named(name)
-    return name if packing is None else name[: -len(packing.suffix)]
+    """Return a file's name without the end that says how it is packed."""
+    return name[: len(name) - len(packing_of(name))]
 
 
 def format_named(name: str) -> TextFormat:
-    """The format of a file of such a name; text unless another one is known by it."""
+    """Return the format of a file of such a name; text unless another one is known by it."""
     inner = unpacked_name(name).lower()
     found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
     return TEXT if found is PARQUET and inner != name.lower() else found  # it has a packing of its own

@@ -1,7 +1,7 @@
-"""Files of text as streams of bytes, packed or not, and lines of them that begin between two places.
+"""Files of text as streams of bytes, packed or not, and their lines that begin between two places.
 
-What is packed can only be read from its beginning on. That costs little beside the encoding of what it holds,
-so each rank runs through such a file once, for all of its pieces, which come in the order of the file.
+A packed file can only be read from its beginning on, so each rank runs through it once, for all of its
+pieces, which come in the order of the file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from zero_mpi.data.arrow_tokens import pyarrow
 from zero_mpi.errors import FileError, UsageError
@@ -30,22 +29,15 @@ def _zstd(file: FileIO) -> Any:
     return library.CompressedInputStream(library.PythonFile(file, mode="r"), "zstd")
 
 
-class Packing(NamedTuple):
-    """How the bytes of a file are packed: the end of its name, and what unpacks an open file."""
-
-    suffix: str
-    unpack: Callable[[FileIO], Any]
-
-
-PACKINGS = (
-    Packing(".gz", lambda file: gzip.GzipFile(fileobj=file, mode="rb")),
-    Packing(".zst", _zstd),
-)
+PACKINGS: dict[str, Callable[[FileIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    ".zst": _zstd,
+}
 
 
-def packing_named(name: str) -> Packing | None:
-    """How a file of such a name is packed; None: it is not."""
-    return next((each for each in PACKINGS if name.lower().endswith(each.suffix)), None)
+def packing_of(name: str) -> str:
+    """Return the suffix of a name that says how the file is packed; empty where it is not."""
+    return next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
 
 
 class TextStream:
@@ -57,10 +49,10 @@ class TextStream:
 
     def __init__(self, path: Path, beat: Callable[[], object] = lambda: None) -> None:
         self.path, self.at, self.stop, self._beat = path, 0, 0, beat
-        packing = packing_named(path.name)
-        self._raw, self._seekable = open_file(path, "a file of text"), packing is None
+        self._packing, self._raw = packing_of(path.name), open_file(path, "a file of text")
         with self._reading():
-            self._file = BufferedReader(self._raw if packing is None else packing.unpack(self._raw), BLOCK)
+            unpacked = PACKINGS[self._packing](self._raw) if self._packing else self._raw
+            self._file = BufferedReader(unpacked, BLOCK)
 
     def close(self) -> None:
         """Close the file that is read."""
@@ -70,29 +62,26 @@ class TextStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def read(self, count: int) -> bytes:
-        """So many bytes, or what is left of the file; there need not be memory for more."""
+        """Return so many bytes, or what is left of the file; there need not be memory for more."""
         parts = list[bytes]()
-        while count and (part := self._block(count)):
+        while count:
+            with self._reading():
+                part = self._file.read(min(count, BLOCK))
+            if not part:
+                break
             parts.append(part)
             count -= len(part)
+            self.at += len(part)
             self._beat()
         return b"".join(parts)
 
-    def _block(self, most: int) -> bytes:
-        with self._reading():
-            part = self._file.read(min(most, BLOCK))
-        self.at += len(part)
-        return part
-
     def pass_over(self, count: int) -> None:
         """Leave out so many bytes."""
-        if self._seekable:
+        if not self._packing:
             self._file.seek(self.at + count)
             self.at += count
             return
@@ -100,7 +89,7 @@ class TextStream:
             count -= len(data)
 
     def line(self) -> bytes:
-        """The next line with its end; of one of more than `MOST` bytes the beginning; empty at the end."""
+        """Return the next line with its end; of more than `MOST` bytes the beginning; empty at the end."""
         with self._reading():
             first = part = self._file.readline(MOST + 1)
             self.at += len(first)
@@ -110,7 +99,7 @@ class TextStream:
         return first
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """(place, line) of the lines that begin in [first, stop), which must not lie behind."""
+        """Yield (place, line) of the lines that begin in [first, stop), which must not lie behind."""
         if first and self.stop != first:  # where the line before ends is not known
             self.pass_over(first - 1 - self.at)
             self.line()
@@ -119,7 +108,7 @@ class TextStream:
         self.stop = stop
 
     def reaches(self, first: int) -> bool:
-        """Whether the lines from a place on can still be read."""
+        """Tell whether the lines from a place on can still be read."""
         return self.stop == first or self.at < first
 
     @contextmanager
@@ -133,7 +122,7 @@ class TextStream:
 
 
 def length_of(path: Path, beat: Callable[[], object]) -> int:
-    """How many bytes a packed file unpacks to; calls `beat` from time to time."""
+    """Return how many bytes a packed file unpacks to; calls `beat` from time to time."""
     with TextStream(path, beat) as stream:
         while stream.read(BLOCK):
             pass
@@ -141,7 +130,7 @@ def length_of(path: Path, beat: Callable[[], object]) -> int:
 
 
 def line_number(path: Path, place: int) -> int:
-    """The number, from 1, of the line that begins at a place; reads all before it."""
+    """Return the number, from 1, of the line that begins at a place; reads all before it."""
     found = 1
     with TextStream(path) as stream:
         while data := stream.read(min(BLOCK, place - stream.at)):

@@ -1,36 +1,41 @@
-"""The folder that is written: what it was begun with, what of it is complete, and its manifest.
+"""The folder of token files: its plan, the records of complete parts, and its manifest.
 
-`.tokenize` is there until all is complete: the plan, which says what the folder was begun with, the records
-of parts, and what is not yet a part. A job that finds a plan goes on with it, if it was started with the
-same.
+`.tokenize` is there until all is complete: the plan, which says what the folder was begun with, a record of
+each complete part, and files on their way. A pair of token files gets its names when it is on disk, and its
+record after that. So a part with a record is whole whatever kills the writer, and one without is written
+again, to the same bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.folders import sync_folder
 from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.data.bin_tokens import MEGATRON_MOST, megatron_index
 from zero_mpi.data.encoded_cache import code
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER
 from zero_mpi.data.token_folder import UNFINISHED
 from zero_mpi.data.tokenizers.byte import Tokenizer
-from zero_mpi.errors import FileError, UsageError
-from zero_mpi.files.atomic import write_whole
+from zero_mpi.errors import FileError, UsageError, naming
+from zero_mpi.files.atomic import write_to_disk, write_whole
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.open import exists, is_folder, read_file
+from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.part_files import read_record, sealed
-from zero_mpi.tokenize.survey import Looked
-from zero_mpi.tokenize.text_formats import InputFile
 
-PLAN = "plan.json"
-CODE = "zero_mpi's source"
+PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
+CODE, DIGEST = "zero_mpi's source", "digest"  # of the plan; of all else in a plan or record
 MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # of a plan or manifest: one of millions of files is large
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
@@ -45,73 +50,49 @@ class WorkFolder:
     Raises UsageError for a folder of other things, or one that was begun with others.
     """
 
-    def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
-        self.out, self.aside, self._about = out, out / UNFINISHED, dict(about)
+    def __init__(self, out: Path, about: Table) -> None:
+        self.out, self.aside, self.about = out, out / UNFINISHED, about
         if self.aside.is_symlink():
             raise UsageError(f"--out {shown(self.aside)}: expected a folder, found a link: remove it")
-        self._manifest = read_table(out / MANIFEST)
-        self._plan = None if self.is_complete else self._plan_kept()
-        self._check_flags()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether a job has finished here."""
-        return self._manifest is not None
-
-    def _plan_kept(self) -> Table | None:
-        """The plan of the job before; None where that has completed nothing, which binds to nothing."""
-        has_parts = is_folder(self.aside) and any(path.name != PLAN for path in self.aside.glob("*.json"))
-        return read_table(self.aside / PLAN, believed=True) if has_parts else None
-
-    def _check_flags(self) -> None:
-        others = [path.name for path in self.out.iterdir() if not path.name.startswith(".")]
-        if self._manifest is not None:
-            self._refuse_difference({name: self._manifest.get(name) for name in self._about}, self._about)
-        elif self._plan is not None:
-            self._refuse_difference(self._plan["about"], {**self._about, CODE: code()})
-        elif others and not exists(self.aside):
+        self.is_complete = exists(out / MANIFEST)
+        self._before = self._kept()
+        self._check(about if self.is_complete else {**about, CODE: code()})
+        others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
+        if others and not self.is_complete and not exists(self.aside):
             raise UsageError(
-                f"--out {shown(self.out)}: expected an empty folder, or one that tokenize has begun, found "
+                f"--out {shown(out)}: expected an empty folder, or one that tokenize has begun, found "
                 f"{show(min(others))} there: use another --out"
             )
 
-    def known(self, files: Sequence[InputFile]) -> dict[int, Looked]:
-        """What need not be looked at again: files with the size and time of the plan. Raises UsageError."""
-        if self._plan is None:
-            return {}
-        before = self._plan["looked"]
-        self._refuse_other_files(before, [{"name": each.name, "bytes": each.size} for each in files])
-        return {
-            number: Looked(each["sha256"], tuple(each["weights"]))
-            for number, (each, file) in enumerate(zip(before, files, strict=True))
-            if each["changed_at"] == file.changed_at
-        }
+    def _kept(self) -> Table:
+        """Return the manifest, or the plan of a job that has completed parts; empty if nothing binds."""
+        if self.is_complete:
+            return read_table(self.out / MANIFEST)
+        if exists(self.aside / PLAN) and any(path.name != PLAN for path in self.aside.glob("*.json")):
+            return read_table(self.aside / PLAN, sealed_too=True)
+        return {}
 
-    def begin(self, looked: list[Table], inputs: list[Table], tokenizer: Tokenizer) -> None:
-        """Write the plan; where there is one, or a manifest, see that it is of the same files.
+    def _check(self, now: Table) -> None:
+        if self._before:
+            with ours(self.out / MANIFEST if self.is_complete else self.aside / PLAN):
+                for what, was, value in differences(self._before, now):
+                    begun = f"--out {shown(self.out)} was begun with other input"
+                    raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
 
-        Raises UsageError, or OSError with a file's name.
-        """
-        if self._manifest is not None:
-            with ours(self.out / MANIFEST):
-                self._refuse_other_files(self._manifest.get("inputs"), inputs)
+    def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
+        """Write the plan; UsageError if the folder was begun with other inputs, OSError with a name."""
+        self._check({"inputs": inputs})
+        if self.is_complete:
             self.clear()
             return
-        if self._plan is not None:
-            same = ("name", "bytes", "sha256")
-            self._refuse_other_files(
-                self._plan["looked"], [{name: each[name] for name in same} for each in looked]
-            )
+        plan = {**self.about, "inputs": inputs, CODE: code()}
         self.aside.mkdir(exist_ok=True)
-        self._remove_leftovers()
+        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # what a killed job left
+            if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
+                path.unlink()
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
         write_whole(self.out / TOKENIZER, header)
-        plan = {"about": {**self._about, CODE: code()}, "looked": looked}
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
-
-    def record(self, name: str) -> Table | None:
-        """What is known of a part; None of one that is not complete."""
-        return read_record(self.out, name)
 
     def end(self, manifest: Table) -> None:
         """Write the manifest, and remove what is no part of a complete folder. OSError with a file's name."""
@@ -121,66 +102,114 @@ class WorkFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what is of no use to a folder that is complete; files of others stay where they are."""
+        """Remove the plan, records and leftovers; files of others stay where they are."""
         with suppress(OSError):
             for path in self.aside.iterdir():
                 if UNDER_WAY.fullmatch(path.name) or RECORD.fullmatch(path.name):
                     path.unlink()
             self.aside.rmdir()
 
-    def drop(self) -> None:
-        """Remove all that was written, where it is of no use."""
-        self.clear()
-        (self.out / TOKENIZER).unlink()
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a job left that was killed: files on their way to a name, or to a record."""
-        for path in (*self.aside.iterdir(), *self.out.iterdir()):
-            if UNDER_WAY.fullmatch(path.name) and self.record(path.stem) is None:
-                path.unlink()
+class PartWriter:
+    """Writes the token file `name` of a folder, whose ids are of type `dtype`.
 
-    def _refuse_difference(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raise UsageError for the first flag that is another one now.
+    One that is left before `finish` leaves nothing. OSError with the file's name, here and in every method.
+    """
 
-        Parts that are complete had no line in error, so `skip_bad` may come later.
-        """
-        for name, value in now.items():
-            was = before.get(name)
-            if isinstance(value, dict) and isinstance(was, dict):
-                self._refuse_difference(was, value)
-            elif was != value and (name, was, value) != ("skip_bad", False, True):
-                self._refuse(name.replace("_", "-"), was, value)
+    def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
+        self._out, self._name, self._dtype = out, name, dtype
+        self._sizes, self._digest = array("i"), hashlib.sha256()
+        self._aside = {suffix: out / UNFINISHED / f"{name}{suffix}" for suffix in (BIN, IDX)}
+        self._file = open(self._aside[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
-    def _refuse_other_files(self, before: Any, now: Sequence[Table]) -> None:
-        """Raise UsageError for the first input that is another one now, as far as is told of each."""
-        if not isinstance(before, list) or len(before) != len(now):
-            self._refuse("the number of inputs", len(before or ()), len(now))
-        for was, found in zip(before, now, strict=True):
-            for name, value in found.items():
-                if was.get(name) != value:
-                    self._refuse(f"{name} of the input {show(found['name'])}", was.get(name), value)
+    def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
+        """Append a document, called `name` where it is refused; an empty one is none."""
+        if len(ids) > MEGATRON_MOST:
+            raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
+        if len(ids):
+            raw = np.ascontiguousarray(ids.astype(self._dtype, copy=False)).data.cast("B")
+            with naming(self._aside[BIN]):
+                self._file.write(raw)
+            self._digest.update(raw)
+            self._sizes.append(len(ids))
 
-    def _refuse(self, what: str, before: Any, now: Any) -> NoReturn:
-        raise UsageError(
-            f"--out {shown(self.out)} was begun with other input: {what} was {quoted(before)}, is now "
-            f"{quoted(now)}: {SAME}"
-        )
+    def finish(self, about: Table) -> None:
+        """Bring the pair to its place, and write the record with what is said `about` it."""
+        with naming(self._aside[BIN]):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        sizes = np.frombuffer(self._sizes, np.int32)
+        index, tokens = megatron_index(sizes, self._dtype), int(sizes.sum(dtype=np.int64))
+        made = {BIN: (tokens * self._dtype.itemsize, self._digest), IDX: (len(index), hashlib.sha256(index))}
+        files = [
+            {"name": self._name + suffix, "bytes": size, "sha256": digest.hexdigest()}
+            for suffix, (size, digest) in made.items()
+        ]
+        if len(sizes):
+            with naming(self._aside[IDX]):
+                write_to_disk(self._aside[IDX], index)
+            for suffix, path in self._aside.items():
+                os.replace(path, self._out / f"{self._name}{suffix}")
+            sync_folder(self._out)
+        record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **about}
+        write_whole(self._out / UNFINISHED / f"{self._name}.json", json.dumps(sealed(record)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # all that counts was flushed before
+            self._file.close()
+        for path in self._aside.values():
+            with suppress(OSError):
+                os.unlink(path)
 
 
-def read_table(path: Path, believed: bool = False) -> Table | None:
-    """A table that tokenize wrote, `believed` if it has its digest; None without a file. FileError."""
-    if not exists(path):
-        return None
+def read_record(out: Path, name: str) -> Table | None:
+    """Return the record of a part that is complete; None where it is not."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        record: Table = parse_json(read_file(out / UNFINISHED / f"{name}.json"))
+        there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
+        return record if there and sealed(record) == record else None
+    return None
+
+
+def sealed(table: Table) -> Table:
+    """Return a table with its digest: one that was changed differs from its sealed self."""
+    text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
+    return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_table(path: Path, sealed_too: bool = False) -> Table:
+    """Read a table that tokenize wrote; FileError for another one."""
     with ours(path):
         found = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
-        if not isinstance(found, dict) or (believed and sealed(found) != found):
+        if not isinstance(found, dict) or not found or (sealed_too and sealed(found) != found):
             raise ValueError(shown(found, 60))
     return found
 
 
+def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, before, now) of values that differ.
+
+    Parts that are complete had no line in error, so `skip_bad` may come later.
+    """
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        of = f" of the input {show(now['name'])}" if what == "inputs" else ""
+        for name, value in now.items():
+            yield from differences(before.get(name), value, name.replace("_", "-") + of)
+    elif isinstance(now, list) and (not isinstance(before, list) or len(before) != len(now)):
+        yield f"the number of {what}", len(before or ()), len(now)
+    elif isinstance(now, list):
+        for was, value in zip(before, now, strict=True):
+            yield from differences(was, value, what)
+    elif before != now and (what, before, now) != ("skip-bad", False, True):
+        yield what, before, now
+
+
 @contextmanager
 def ours(path: Path) -> Iterator[None]:
-    """Let what is wrong with a file that tokenize wrote be a FileError that says so."""
+    """Turn errors with a file that tokenize wrote into a FileError that says so."""
     try:
         yield
     except UsageError:
