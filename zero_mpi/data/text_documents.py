@@ -54,5 +54,8 @@ def _encoded(texts: Sequence[Text], reader: TextReader) -> Iterator[Document]:
     """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
-        closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-        yield Document(name, closed, hashlib.sha256(data).digest() + mark)
+        if ids.size and last is not None:
+            closed = np.empty(ids.size + 1, ids.dtype)
+            closed[:-1], closed[-1] = ids, last
+            ids = closed
+        yield Document(name, ids, hashlib.sha256(data).digest() + mark)

@@ -50,6 +50,6 @@ def _lines(path: str | os.PathLike[str], flag: str) -> Iterator[bytes]:
 def is_text(value: Any) -> bool:
     """Whether a value is a text that has bytes: JSON can say half of a pair of letters, which has none."""
     try:
-        return isinstance(value, str) and value == value.encode().decode()
+        return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False

@@ -85,8 +85,11 @@ def _is_nested(value: Any, levels: int) -> bool:
 
 def _signs(raw: bytes | str) -> tuple[int, int]:
     """Return how many lists and objects, and values, a JSON text has at most: signs in texts count too."""
-    commas, lists, tables = (raw.count(c) if isinstance(raw, str) else raw.count(c.encode()) for c in ",[{")
-    return lists + tables, 1 + commas + lists + tables
+    if isinstance(raw, str):
+        lists, commas = raw.count("[") + raw.count("{"), raw.count(",")
+    else:
+        lists, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b",")
+    return lists, 1 + commas + lists
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

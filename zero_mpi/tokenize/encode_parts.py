@@ -23,6 +23,8 @@ from zero_mpi.tokenize.progress import Amount, Pulse
 from zero_mpi.tokenize.text_formats import FLAG, TEXT_FORMATS, InputFile, Reading, check_unchanged
 from zero_mpi.tokenize.work_folder import PartWriter
 
+TOLD = 64  # documents, of which the pulse hears together
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -60,9 +62,9 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) ->
 
 
 def _encoded(encoding: Encoding, part: WorkPart, reading: Reading) -> Generator[Amount]:
-    """Write a part; yields what was done of it, document by document."""
+    """Write a part; yields what was done of it, some documents at a time."""
     reading.begin(encoding.text_filter())
-    reader, weight, nbytes, total = encoding.text.anew(), 0, 0, 0
+    reader, weight, nbytes, total, documents, tokens = encoding.text.anew(), 0, 0, 0, 0, 0
 
     def texts() -> Iterator[Text]:
         nonlocal weight, nbytes, total
@@ -77,11 +79,13 @@ def _encoded(encoding: Encoding, part: WorkPart, reading: Reading) -> Generator[
         for document in text_documents(texts(), reader):
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             writer.add(document.name, document.tokens)
-            tokens = len(document.tokens)
-            done, weight, nbytes = Amount(weight, nbytes, int(tokens > 0), tokens), 0, 0
-            yield done
+            documents, tokens = documents + (document.tokens.size > 0), tokens + document.tokens.size
+            if documents == TOLD:
+                done = Amount(weight, nbytes, documents, tokens)
+                weight = nbytes = documents = tokens = 0
+                yield done
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
         spelt, odd = dict(reader.spelt), reading.filter.odd
         writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
-    yield Amount(weight, nbytes)
+    yield Amount(weight, nbytes, documents, tokens)

@@ -21,6 +21,7 @@ from zero_mpi.files.json_lines import MOST
 from zero_mpi.files.open import open_file, reason
 
 BLOCK = 1 << 20
+UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST_UNPACKED = 1 << 30  # bytes of a packed text, which becomes one document and is held whole
 
 
@@ -90,13 +91,18 @@ class TextStream:
 
     def line(self) -> bytes:
         """Return the next line with its end; of more than `MOST` bytes the beginning; empty at the end."""
-        with self._reading():
-            first = part = self._file.readline(MOST + 1)
-            self.at += len(first)
-            while len(part) > MOST and not part.endswith(b"\n"):
-                part = self._file.readline(MOST + 1)
-                self.at += len(part)
+        first = part = self._read_line()
+        while len(part) > MOST and not part.endswith(b"\n"):
+            part = self._read_line()
         return first
+
+    def _read_line(self) -> bytes:
+        try:
+            part = self._file.readline(MOST + 1)
+        except UNREADABLE as error:
+            raise self._refusal(error) from None
+        self.at += len(part)
+        return part
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield (place, line) of the lines that begin in [first, stop), which must not lie behind."""
@@ -117,8 +123,11 @@ class TextStream:
             yield
         except UsageError:
             raise
-        except (OSError, EOFError, zlib.error, ValueError) as error:
-            raise FileError(f"{shown(self.path)}: cannot be read: {shown(reason(error), 120)}") from None
+        except UNREADABLE as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> FileError:
+        return FileError(f"{shown(self.path)}: cannot be read: {shown(reason(error), 120)}")
 
 
 def length_of(path: Path, beat: Callable[[], object]) -> int:

@@ -127,9 +127,12 @@ class PartWriter:
         if len(ids) > MEGATRON_MOST:
             raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
         if len(ids):
-            raw = np.ascontiguousarray(ids.astype(self._dtype, copy=False)).data.cast("B")
-            with naming(self._aside[BIN]):
+            raw = ids.astype(self._dtype, copy=False).tobytes()
+            try:
                 self._file.write(raw)
+            except OSError as error:
+                with naming(self._aside[BIN]):
+                    raise error
             self._digest.update(raw)
             self._sizes.append(len(ids))
 

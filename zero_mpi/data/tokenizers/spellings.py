@@ -29,11 +29,13 @@ class Spellings:
         """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any."""
         starts = (match.start() for match in self._start.finditer(text))
         ranked = [found for start in starts if (found := self._longest(text, start, len(text))) is not None]
+        if not ranked:
+            return [text]
         parts, at = list[int | str](), 0
         for start, stop, token in sorted(self._taken(text, ranked)):
             parts += [text[at:start], self._ids[token]]
             at = stop
-        return [part for part in (*parts, text[at:]) if part != ""] if parts else [text]
+        return [part for part in (*parts, text[at:]) if part != ""]
 
     def _taken(self, text: str, ranked: list[int]) -> Iterator[tuple[int, int, str]]:
         """(start, stop, token) of those that are cut out, with the white space that goes with them."""
