@@ -6,6 +6,7 @@ A template is a stranger's program and runs in a process of its own (`sandbox`).
 from __future__ import annotations
 
 import marshal
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero_mpi.data.conversations.tool_calls import CallForm, form_of
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
@@ -51,6 +53,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._source, self._tokens = source, dict(tokens)
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # what the assistant says
         try:
             self._process = self._started()
         except (ValueError, OSError) as error:
@@ -67,13 +70,19 @@ class ChatTemplate:
 
     def _fitted(self, message: Message) -> Message:
         """Return a message whose content is a text or a list of parts, whichever the template takes."""
+        if isinstance(message.get("tool_calls"), list):
+            message = self._calls.fitted(message)
         content = message["content"]
         if isinstance(content, list):
             joined = "\n".join(part["text"] for part in content)
             return message if self._takes_parts else message | {"content": joined}
-        if not self._takes_text and self._takes_parts:
+        if content is not None and not self._takes_text and self._takes_parts:
             return message | {"content": parts_of(content)}
         return message
+
+    @cached_property
+    def _calls(self) -> CallForm:
+        return form_of(lambda messages, tools: self._rendered(messages, False, tools).text)
 
     @cached_property
     def _takes_text(self) -> bool:

@@ -94,10 +94,16 @@ class ConversationReader:
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
-        if not self._all:
-            return RenderedConversation(conversation.name, *self._finder.find(conversation))
-        text = self._template.render(conversation.messages, tools=conversation.tools).text
-        return RenderedConversation(conversation.name, text, [(0, len(text))])
+        text, spans = self._finder.find(conversation, silent=self._all)
+        return RenderedConversation(
+            conversation.name, text, between(spans, len(text)) if self._all else spans
+        )
+
+
+def between(spans: Sequence[Span], size: int) -> list[Span]:
+    """Return what lies before, between and behind places, in their order, of a text of so many letters."""
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), size]
+    return list(zip(starts, stops, strict=True))
 
 
 def marked(
