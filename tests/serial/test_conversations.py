@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.conversations import chat_template, sandbox
+from zero_mpi.data.conversations import chat_template
 from zero_mpi.data.conversations.answers import AnswerFinder
 from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
 from zero_mpi.data.conversations.formats import (
@@ -71,7 +71,7 @@ def oracle(monkeypatch):
     class Clock(datetime):
         @classmethod
         def now(cls):
-            return sandbox.TODAY
+            return cls.fromisoformat(chat_template.DAY)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
 

@@ -114,7 +114,20 @@ class Config:
         choices=BOS,
     )
     chat_template: str | None = flag(
-        None, str, "data", "Jinja file by which conversations become text (default: the tokenizer's own)"
+        None, str, "data", "Jinja file, or name of one of the tokenizer's templates, for conversations"
+    )
+    template_var: list[str] = flag(
+        None, list, "data", "NAME=VALUE: variables of the chat template; a value is JSON or text"
+    )
+    enable_thinking: str | None = flag(
+        None, str, "data", "that variable of the chat template", choices=("true", "false")
+    )
+    system: str | None = flag(None, str, "data", "system message of conversations that have none")
+    template_date: str | None = flag(
+        None,
+        str,
+        "data",
+        "day for the template's strftime_now, as 2024-07-26 (default: of the beginning)",
     )
     loss_on: str | None = flag(
         None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +68,14 @@ class Conversation:
         """The numbers of the messages to be learned."""
         answers = range(self.answers, len(self.messages))
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
+
+    def with_system(self, text: str) -> Conversation:
+        """Return the conversation with a message of the system in front, unless it has one."""
+        if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
+            return self
+        silent = frozenset(place + 1 for place in self.silent)
+        messages = ({"role": SYSTEM, "content": text}, *self.messages)
+        return replace(self, messages=messages, answers=self.answers + 1, silent=silent)
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
