@@ -202,7 +202,7 @@ def check_kind_of_data(config: Config) -> None:
     }
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
-        if getattr(config, name) not in (None, []) and idle:
+        if getattr(config, name) not in (None, [], DAY) and idle:
             raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
 
 

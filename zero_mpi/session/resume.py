@@ -36,7 +36,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.log import Caution
 
-CORPUS = "the text of --data and --val-data, or what --loss-on and flags of templates make of it (sha256)"
+CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
 # Settings that older checkpoints lack, as they were.
 SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
 
