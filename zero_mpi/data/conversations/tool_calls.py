@@ -16,15 +16,14 @@ from zero_mpi.files.parse import parse_json
 Message = dict[str, Any]
 KEY, VALUE = "zq_key", "zq_value"
 TEXT = f'{{"{KEY}": "{VALUE}"}}'
-TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}}
-TOOLS = [{"type": "function", "function": TOOL}]
+NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": NO_PARAMETERS}}
 
 
 class CallForm(NamedTuple):
-    """Form of calls that a template shows.
+    """Form of calls that a template shows: the content of a message that only calls, and of arguments.
 
-    content   of a message that only calls: some templates ask if it is none
-    text, objects   arguments that it shows; where it shows both or neither they stay as they are
+    Where it shows arguments both as text and as objects, or as neither, they stay as they are.
     """
 
     content: str | None = ""
@@ -67,7 +66,7 @@ def form_of(render: Callable[[list[Message], list[Any] | None], str]) -> CallFor
             return False
         return all(text in found for text in texts)
 
-    for content, tools in product(("", None), (None, TOOLS)):
+    for content, tools in product(("", None), (None, [TOOL])):
         text, objects = shows(content, TEXT, tools, TEXT), shows(content, {KEY: VALUE}, tools, KEY, VALUE)
         if text or objects:
             return CallForm(content, text, objects)
