@@ -181,6 +181,127 @@ TEMPLATES = {
     "marked": MARKED,
 }
 
+# With tools, in the ways in which public templates write calls.
+HERMES = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- endif %}
+    {{- '\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first)
+        or (message.role == 'assistant' and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+LLAMA31 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}
+        {{- '}<|eot_id|>' }}
+    {%- else %}
+        {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+        {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+NEMO = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- set out = call.function | tojson %}
+            {{- out[:-1] }}
+            {%- if not call.id is defined or call.id | length != 9 %}
+                {{- raise_exception('ids have 9 letters') }}
+            {%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}
+            {{- ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- endif %}
+{%- endfor %}"""
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<|user|>' + message.content }}{%- endif %}
+    {%- if message.role == 'system' %}{{- message.content }}{%- endif %}
+    {%- if message.role == 'assistant' and message.content is none %}
+        {{- '<|assistant|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<call>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```</call>' }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>' + message.content + eos_token }}
+    {%- endif %}
+    {%- if message.role == 'tool' %}{{- '<result>' + message.content + '</result>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+BOTH = HERMES.replace(
+    "{{- tool_call.arguments | tojson }}",
+    "{%- if tool_call.arguments is string %}{{- tool_call.arguments }}"
+    "{%- else %}{{- tool_call.arguments | tojson }}{%- endif %}",
+)
+ITEMS = HERMES.replace(
+    "{{- tool_call.arguments | tojson }}",
+    "{%- for name, value in tool_call.arguments | items %}{{- '<' + name + '>' }}"
+    "{{- value if value is string else value | tojson }}{%- endfor %}",
+)
+NEEDS_TOOLS = HERMES.replace("{%- if tools %}", "{%- if tools | length %}")
+CALLS_MARKED = HERMES.replace(
+    "{{- '<|im_start|>' + message.role }}\n", "{{- '<|im_start|>' + message.role }}{% generation %}\n"
+).replace(
+    "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool'",
+    "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif message.role == 'tool'",
+)
+CALLING = {  # and what they take arguments as: an object, a text, or either as it is
+    "hermes": (HERMES, dict),
+    "llama 3.1": (LLAMA31, dict),
+    "nemo": (NEMO, dict),
+    "deepseek": (DEEPSEEK, str),
+    "both": (BOTH, None),
+    "items": (ITEMS, dict),
+    "needs tools": (NEEDS_TOOLS, dict),
+    "marked calls": (CALLS_MARKED, dict),
+    "none": (CHATML, None),
+    "qwen 3": (QWEN3, None),
+}
+
 CONTROL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>")
 CONTROL += ("<|end_header_id|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|end|>")
 CONTROL += ("<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>")

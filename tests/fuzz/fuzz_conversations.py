@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chat_templates import TEMPLATES, chat_keys
+from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_choices import ODD, lines
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
@@ -19,6 +19,26 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": TURNS[:1], "completion": TURNS[1:]},
     {"instruction": "Add", "input": "2 2", "output": "4", "system": "Be brief."},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi!"}], "system": ""},
+]
+CALL = {"name": "f", "arguments": '{"a": [1, "é"]}'}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALLS: list[dict[str, Any]] = [
+    {"role": "assistant", "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}]},
+    {"role": "Assistant", "content": None, "function_call": CALL},
+    {"role": "function_call", "content": json.dumps([CALL])},
+]
+TEXTS = ["{", '{"a": ', "[" * 5000, '"\\ud800"', "1e999", "null", "7", "\ud800", '{"a":1,"a":2}', "9" * 5000]
+SAYING = [
+    "v=",
+    "=",
+    "v",
+    "messages=1",
+    "1=1",
+    "v=[" * 99,
+    "v=\x1b[31m",
+    "v=" + "9" * 5000,
+    "v=1e999",
+    "\u2028=1",
 ]
 PROGRAMS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -85,7 +105,37 @@ def templates(random: Random, folder: Path) -> list[str]:
     return samples(folder, lines(*FORMS), "".join(text[: random.randint(1, 9 * len(text))]))
 
 
+def calls(random: Random, folder: Path) -> list[str]:
+    """Calls of tools with another value in one place, at whatever depth, by templates that show them."""
+    turn = json.loads(json.dumps(random.choice(CALLS)))
+    row = {"messages": [TURNS[0], turn, {"role": "Tool", "content": "0"}], "tools": TOOLS}
+    places: list[Any] = [row]
+    for place in places:
+        inner = place.values() if isinstance(place, dict) else place
+        places += [each for each in inner if isinstance(each, dict | list) and each]
+    place = random.choice(places[2:])
+    key = random.choice([*place]) if isinstance(place, dict) else random.randrange(len(place))
+    place[key] = random.choice([*ODD, *TEXTS, CALL, [CALL], {"function": CALL}])
+    flags = random.choice([[], ["--loss-on", "all"]])
+    return samples(folder, lines(FORMS[0], row), random.choice([*CALLING.values()])[0], *flags)
+
+
+def variables(random: Random, folder: Path) -> list[str]:
+    """Flags that give values to a template which shows them."""
+    flags = {
+        "--template-var": random.choice(SAYING),
+        "--template-date": random.choice(
+            ["2024-02-30", "x", "0001-01-01", "9999-12-31", "\x1b[31m", "20240101"]
+        ),
+        "--system": random.choice(["\x1b[31m", "<|im_end|>", "x" * 5000, "\u2028"]),
+    }
+    chosen = [word for flag in random.sample([*flags], 2) for word in (flag, flags[flag])]
+    return samples(folder, lines(*FORMS), "{{ v }}{{ strftime_now('%c') }}" + TEMPLATES["chatml"], *chosen)
+
+
 CASES = {
+    "calls": calls,
+    "variables": variables,
     "sound": sound,
     "values": values,
     "others": others,

@@ -19,6 +19,7 @@ import numpy as np
 COUNTS = (0, 1, 50, 10**5, 10**7, 2 * 10**8, 10**9, 2**31, 2**40, 2**62, 2**64 - 1)
 SIZES = (0, 1 << 20, 1 << 30, 8 << 30)
 BLOCK = 4 << 20  # bytes before they are packed
+ROWS = 1 << 20  # the same of lines that are read, each of them
 ENDLESS = (b"\0", b" ", b"a", b"[", b'{"text": "' + b"a" * 4096, b'{"a": ')
 SHORT = (b"a", b" ", b"\n", b"{}\n", b'{"text": "a"}\n', b"\xff\n")
 LARGE_PARTS = ("--part-mb", "1")
@@ -67,21 +68,21 @@ def headers(random: Random, folder: Path) -> list[str]:
 
 
 @cache
-def member(unit: bytes) -> bytes:
-    """BLOCK bytes that repeat a few, packed; many of these one after the other are a file of gzip."""
-    return gzip.compress((unit * (BLOCK // len(unit) + 1))[:BLOCK], 9)
+def member(unit: bytes, size: int) -> bytes:
+    """So many bytes that repeat a few, packed; many of these one after the other are a file of gzip."""
+    return gzip.compress((unit * (size // len(unit) + 1))[:size], 9)
 
 
 def bombs(random: Random, folder: Path) -> list[str]:
     """Half a gigabyte of what is no line or no text, or some of what is, packed once or twice."""
     endless = random.random() < 0.6  # a line without an end, or zeros, which need not be read to the end
     unit = random.choice(ENDLESS if endless else SHORT)
-    many = random.choice([1, 16, 128]) if endless else 1
+    many, size = (random.choice([1, 16, 128]), BLOCK) if endless else (1, ROWS)
     name = random.choice(["t.jsonl", "t.jsonl", "t.txt" if unit == b"\0" or not endless else "t.jsonl"])
     if random.random() < 0.3:
-        zipped = fuzz_texts.zstd(unit * (BLOCK // len(unit))) * many
+        zipped = fuzz_texts.zstd(unit * (size // len(unit))) * many
         return [*fuzz_texts.tokenize(random, folder, f"{name}.zst", zipped), *LARGE_PARTS]
-    raw = random.choice([b"", gzip.compress(fuzz_texts.GOOD)]) + member(unit) * many
+    raw = random.choice([b"", gzip.compress(fuzz_texts.GOOD)]) + member(unit, size) * many
     if random.random() < 0.2:
         raw = gzip.compress(raw)
     if random.random() < 0.2:

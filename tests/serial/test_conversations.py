@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.conversations import chat_template, sandbox
+from zero_mpi.data.conversations import chat_template
 from zero_mpi.data.conversations.answers import AnswerFinder
 from zero_mpi.data.conversations.chat_template import ChatTemplate, read_template
 from zero_mpi.data.conversations.formats import (
@@ -71,7 +71,7 @@ def oracle(monkeypatch):
     class Clock(datetime):
         @classmethod
         def now(cls):
-            return sandbox.TODAY
+            return cls.fromisoformat(chat_template.DAY)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
 
@@ -325,8 +325,7 @@ BAD = {
     '{"messages": {}}': "messages: expected a list of messages, found {}",
     '{"messages": ["hi"]}': r"messages\[0\]: expected an object with role and content, found 'hi'",
     '{"messages": [{"content": "a"}]}': r"messages\[0\]: expected an object with role and content",
-    '{"messages": [{"role": "me", "content": "a"}]}': "role: expected one of .*user, assistant, tool, "
-    "found 'me'",
+    '{"messages": [{"role": "me", "content": "a"}]}': r"\[0\]: role: expected one of .*, found 'me'",
     '{"messages": [{"role": ["user"], "content": "a"}]}': r"role: expected .*, found \['user'\]",
     '{"messages": [{"role": "user"}]}': "content: expected a text, or parts .*, found None",
     '{"messages": [{"role": "user", "content": 7}]}': "content: expected a text, or parts .*, found 7",
@@ -340,7 +339,7 @@ BAD = {
     '{"conversations": [{"role": "user"}]}': r"conversations\[0\]: expected an object with from and value",
     '{"conversations": [{"from": "cat", "value": "a"}]}': r"\[0\]: from: expected one of human, .*'cat'",
     '{"conversations": [{"from": 1, "value": "a"}]}': "from: expected one of human, .*, found 1",
-    '{"conversations": [{"from": "gpt", "value": 1}]}': r"\[0\]: value: expected a text, found 1",
+    '{"conversations": [{"from": "gpt", "value": 1}]}': r"\[0\]: value: expected a text, .* found 1",
     '{"messages": ': "line 2: ",
     '{"messages": [], "messages": []}': "expected 'messages' once, found it twice",
     "\xff": "line 2: not UTF-8 at byte 0",

@@ -84,8 +84,8 @@ def test_answers_of_a_long_conversation_take_a_few_texts_of_it(name, system, mon
         list[int](),
     )
 
-    def counted(self, messages, generation_prompt=False, tools=None):
-        found = render(self, messages, generation_prompt, tools)
+    def counted(self, *given, **options):
+        found = render(self, *given, **options)
         sizes.append(len(found.text))
         return found
 

@@ -29,6 +29,9 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "tokenizer": "WHICH",
     "control_tokens": "HOW",
     "chat_template": "FILE",
+    "template_var": "KV",
+    "enable_thinking": "B",
+    "template_date": "DAY",
     "threads": "N",
     "max_time": "TIME",
     "warmup": "N",
@@ -39,6 +42,7 @@ METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and
     "trace_steps": "A:B",
     "reduce_dtype": "TYPE",
 }
+OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
 EXAMPLES = """\
 Any switch --x is turned off by --no-x. Examples:
 
@@ -83,7 +87,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {**common, "choices": about["choices"], "metavar": METAVARS.get(field.name)}
     metavar = METAVARS.get(field.name, KINDS.get(kind, "TEXT"))
     if kind is list:
-        return {**common, "nargs": "+", "metavar": metavar}
+        return {**common, "nargs": "+", "metavar": metavar, "action": "extend"}
     return {**common, "type": kind, "metavar": metavar}
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import os
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.config.command_line import OF_TEMPLATES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
@@ -22,13 +27,14 @@ from zero_mpi.data import (
     tokenizer_from_json,
     tokenizer_from_metadata,
 )
-from zero_mpi.data.conversations.chat_template import read_template
+from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.token_folder import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
+from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED
 from zero_mpi.models.size import check_blocks
@@ -37,6 +43,7 @@ from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.module_arguments import check_patterns
 from zero_mpi.telemetry import log
 
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables that conversations fill
 BYTE, FROM_INIT = "byte", "from-init"
 TOKENIZER_JSON = "tokenizer.json"
 
@@ -188,23 +195,53 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 
 def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag that has no meaning for data of this kind: conversations, or others."""
-    chats = [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
-    why = {
-        "chat_template": "--data holds no conversations, which are .jsonl files",
-        "loss_on": "--data holds no conversations, which are .jsonl files",
+    chats = kinds_of_data(config)
+    nothing = "--data holds no conversations, which are .jsonl files"
+    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system"), nothing) | {
         "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
     }
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
-        if getattr(config, name) is not None and idle:
+        if getattr(config, name) not in (None, [], DAY) and idle:
             raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
 
 
-def with_template(tokenizer: Tokenizer, path: str | None) -> Tokenizer:
-    """A tokenizer with the chat template of a file in the place of its own, if one is given."""
-    if path is None:
+def kinds_of_data(config: Config) -> list[bool]:
+    """Return of each source of data if it holds conversations."""
+    return [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
+
+
+def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer | None) -> TemplateInputs:
+    """What the flags give to chat templates; raises UsageError for what no template can be given."""
+    variables: dict[str, Any] = {}
+    for text in options.template_var or ():
+        name, _, value = text.partition("=")
+        if "=" not in text or not name.isidentifier() or name in RESERVED:
+            not_these = ", ".join(RESERVED)
+            raise UsageError(f"--template-var {shown(text)}: expected NAME=VALUE, NAME none of {not_these}")
+        try:
+            variables[name] = parse_json(value)
+        except ValueError:
+            variables[name] = value
+    if options.enable_thinking:
+        variables["enable_thinking"] = options.enable_thinking == "true"
+    day = options.template_date
+    if day is None:
+        day = date.today().isoformat() if tokenizer is not None and asks_day(tokenizer) else DAY
+    try:
+        return TemplateInputs(variables, options.system, date.fromisoformat(day).isoformat())
+    except ValueError:
+        raise UsageError(f"--template-date {shown(day)}: expected a day as {DAY}") from None
+
+
+def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
+    """A tokenizer with the chat template of a file, or of its own with a name, as the only one, if given."""
+    if which is None:
         return tokenizer
-    return tokenizer_from_metadata(tokenizer.metadata() | {TEMPLATE: read_template(path)})
+    keys = tokenizer.metadata()
+    own = None if os.path.isfile(which) else keys.get(f"{TEMPLATE}.{which}")
+    kept = {key: value for key, value in keys.items() if not key.startswith(TEMPLATE)}
+    return tokenizer_from_metadata(kept | {TEMPLATE: read_template(which) if own is None else own})
 
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:

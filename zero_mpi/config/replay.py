@@ -27,6 +27,8 @@ WORDS = (None, BYTE, FROM_INIT)  # of a setting that may be a path
 def recorded(config: Config) -> Config:
     """The settings as they are to be read again, from whatever folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
+    if not os.path.isfile(config.chat_template or ""):
+        settings["chat_template"] = config.chat_template  # the name of one of the tokenizer
     settings |= {name: FIELDS[name].default for name in OF_ONE_START}
     return replace(config, **settings)
 

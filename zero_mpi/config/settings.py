@@ -70,11 +70,7 @@ class Config:
         None, int, "adapter", "train adapters of this rank and leave the model of --init as it is", fixed=True
     )
     lora_alpha: float | None = flag(
-        None,
-        float,
-        "adapter",
-        "products count alpha / rank times (default: twice the rank)",
-        fixed=True,
+        None, float, "adapter", "products count alpha / rank times (default: twice the rank)", fixed=True
     )
     lora_targets: list[str] = flag(
         None,
@@ -91,12 +87,7 @@ class Config:
         "data",
         "text, token files, or conversations as .jsonl; PATH=SHARE mixes (default: Python's library)",
     )
-    tokenizer: str | None = flag(
-        None,
-        str,
-        "data",
-        "byte, from-init (default with --init), or a file",
-    )
+    tokenizer: str | None = flag(None, str, "data", "byte, from-init (default with --init), or a file")
     control_tokens: str | None = flag(
         None,
         str,
@@ -114,7 +105,17 @@ class Config:
         choices=BOS,
     )
     chat_template: str | None = flag(
-        None, str, "data", "Jinja file by which conversations become text (default: the tokenizer's own)"
+        None, str, "data", "Jinja file, or name of one of the tokenizer's templates, for conversations"
+    )
+    template_var: list[str] = flag(
+        None, list, "data", "NAME=VALUE: variables of the chat template; a value is JSON or text"
+    )
+    enable_thinking: str | None = flag(
+        None, str, "data", "that variable of the chat template", choices=("true", "false")
+    )
+    system: str | None = flag(None, str, "data", "system message of conversations that have none")
+    template_date: str | None = flag(
+        None, str, "data", "day for the template's strftime_now, as 2024-07-26 (default: of the beginning)"
     )
     loss_on: str | None = flag(
         None,
@@ -174,11 +175,7 @@ class Config:
     prefetch: int = flag(1, int, "sharding", "stages to gather parameters ahead")
     recompute: bool = flag(False, bool, "sharding", "keep only each block's input for backward")
     reduction: str = flag(
-        "exact",
-        str,
-        "sharding",
-        "exact: same bits on any ranks; or fast",
-        choices=("exact", "fast"),
+        "exact", str, "sharding", "exact: same bits on any ranks; or fast", choices=("exact", "fast")
     )
     transport: str = flag(
         "auto",
@@ -231,11 +228,7 @@ class Config:
     eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
     log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
     log_level: str = flag(
-        "info",
-        str,
-        "records",
-        "least level of what is said",
-        choices=("debug", "info", "warning", "error"),
+        "info", str, "records", "least level of what is said", choices=("debug", "info", "warning", "error")
     )
     tensorboard: bool = flag(False, bool, "records", "TensorBoard's event files in OUT/tensorboard")
     prometheus: str | None = flag(

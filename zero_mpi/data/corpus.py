@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Document, Stream, stream_of
@@ -101,6 +102,7 @@ def load_corpus(
     packs: bool = False,
     val_paths: Sequence[str] = (),
     batches: Batches | None = None,
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> Corpus:
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
@@ -110,14 +112,15 @@ def load_corpus(
     and ignore both. `bos`: the id that begins each window of text and each conversation. `loss_on`: what
     counts of conversations, "answers" or "all". `packs`: windows hold whole documents, so they need not be as
     long as `context`; those of conversations do anyway. Token files, and text of some size once it is
-    encoded, stay on disk. `batches`: what encodes. Raises UsageError for what the user can mend: paths,
+    encoded, stay on disk. `batches`: what encodes. `inputs`: what flags give to
+    chat templates. Raises UsageError for what the user can mend: paths,
     fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos)
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document
@@ -35,6 +36,7 @@ class DocumentReader(NamedTuple):
     packs: bool
     batches: Batches
     bos: int | None = None
+    inputs: TemplateInputs = NO_INPUTS
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Every document that holds something; raises UsageError where none does."""
@@ -76,7 +78,8 @@ class DocumentReader(NamedTuple):
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
         """What encodes files: conversations, or text."""
         if are_conversations(files):
-            return partial(_conversations, files, ConversationReader(text.tokenizer, self.loss_on, self.bos))
+            reader = ConversationReader(text.tokenizer, self.loss_on, self.bos, self.inputs)
+            return partial(_conversations, files, reader)
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
@@ -87,6 +90,7 @@ class DocumentReader(NamedTuple):
             "control tokens": text.asked,
             "loss on": self.loss_on,
             "bos": self.bos,
+            "template": (dict(self.inputs.variables), *self.inputs[1:]),
             "named": named,
         }
 

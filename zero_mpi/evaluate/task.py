@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.bounds import check, within
-from zero_mpi.config.command_line import add_settings, given
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings, given
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.session.same_flags import settings
@@ -18,7 +18,8 @@ MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
     "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
-    "bos": "", "chat_template": "", "loss_on": "", "micro_batch": "", "prefetch": "", "transport": "",
+    **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on"), ""),
+    "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # of these flags in --help

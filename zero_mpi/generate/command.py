@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
-from zero_mpi.config.inputs import tokenizer_of, with_template
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
 from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -47,9 +48,7 @@ def make_parser() -> Parser:
     parser.add_argument("--prompts", metavar="FILE", help="a prompt in each line; -: of standard input")
     parser.add_argument("--chat", action="store_true", help="answer prompts by the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
-    )
+    add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     parser.add_argument("--json", action="store_true", help="a line of JSON for each prompt, with its answer")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
@@ -70,7 +69,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     model = TextModel(open_merged(options.model, options.lora))
     tokenizer = with_template(tokenizer_of(model.file, model.config), options.chat_template)
     speaker = Speaker(model, tokenizer, options)
-    template = template_of(tokenizer) if options.chat else None
+    template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
         if template is None:
             go_on(speaker)
@@ -117,7 +116,7 @@ def check(options: argparse.Namespace) -> None:
     """Raise UsageError for the first number that is out of range."""
     if options.prompt is not None and options.prompts is not None:
         raise UsageError("--prompt and --prompts are two places for prompts: give one of them")
-    for name in ("system", "chat_template"):
+    for name in ("system", *OF_TEMPLATES):
         if getattr(options, name) is not None and not options.chat:
             raise UsageError(f"--{name.replace('_', '-')} belongs to a conversation: give --chat as well")
     for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):

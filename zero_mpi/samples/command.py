@@ -19,8 +19,8 @@ from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import percent, plural, write
 from zero_mpi.config.bounds import within
-from zero_mpi.config.command_line import add_settings
-from zero_mpi.config.inputs import read_model, tokenizer_in, tokenizer_of, with_template
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.bos import AUTO, bos_of
 from zero_mpi.data.conversations.formats import are_conversations
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="PATH", help="conversations as .jsonl, or folders of them"
     )
-    add_settings(parser, {"chat_template": "", "loss_on": ""})
+    add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on"), ""))
     parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     return parser
@@ -90,7 +90,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
     tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
     totals = Totals()
-    reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO))
+    reader = ConversationReader(
+        tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), template_inputs(options, tokenizer)
+    )
     for found in reader.read(files):
         totals.add(found, keep=totals.conversations < options.count)
     if options.json:

@@ -15,6 +15,7 @@ from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.models import ModelConfig
 from zero_mpi.session.resume import ResumePoint
@@ -36,6 +37,7 @@ def describe(
     else:
         metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
     if tokenizer is not None and config.chat_template is not None:
+        metadata = {key: value for key, value in metadata.items() if not key.startswith(TEMPLATE)}
         metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
@@ -58,10 +60,11 @@ def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
     """A description with what the data decide; `keys` are further ones of the model file."""
+    day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
     return replace(
         description,
         model={**description.model, **keys},
-        settings={**description.settings, **config.fixed(), "corpus": text, "packing": packing},
+        settings={**day, **description.settings, **config.fixed(), "corpus": text, "packing": packing},
         plan=config.plan(),
     )
 

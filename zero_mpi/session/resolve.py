@@ -35,6 +35,7 @@ from zero_mpi.config.inputs import (
     open_init,
     passed_over,
     read_model,
+    template_inputs,
 )
 from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
@@ -73,6 +74,7 @@ from zero_mpi.session.resume import (
     check_resume,
     find_checkpoint,
     settled_bos,
+    settled_day,
 )
 from zero_mpi.session.same_flags import check_settings
 from zero_mpi.session.transport import check_wish
@@ -180,7 +182,8 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     facts = what_was_read(config, checkpoint, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     said = remarks(config, tokenizer is not None, holds_token_files(config.data))
-    config = replace(config, bos=settled_bos(config, tokenizer, checkpoint))
+    day = settled_day(config, tokenizer, checkpoint)
+    config = replace(config, bos=settled_bos(config, tokenizer, checkpoint), template_date=day)
     description = describe(config, model, tokenizer, init)
     notes = (*said, *kept_as_floats(init, model, where))
     found = (config, threads, init, tokenizer, model, checkpoint, description, adapter, unsaid)
@@ -277,6 +280,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         control_tokens=config.control_tokens,
         bos=bos_of(tokenizer, config.bos),
         loss_on=config.loss_on or ANSWERS,
+        inputs=template_inputs(config, tokenizer),
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
         batches=batches,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, read_json
 from zero_mpi.config.bounds import check
+from zero_mpi.config.inputs import kinds_of_data
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files
 from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.conversations.chat_template import DAY, asks_day
 from zero_mpi.data.packing import NONE
 from zero_mpi.environment.portable import NATIVE
 from zero_mpi.errors import UsageError
@@ -33,7 +36,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.log import Caution
 
-CORPUS = "the text of --data and --val-data, or what --chat-template and --loss-on make of it (sha256)"
+CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
 # Settings that older checkpoints lack, as they were.
 SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
 
@@ -138,6 +141,16 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
         asked = {**SINCE, **read_json(point.files.state, "training.settings")}["bos"]
     wanted = not holds_token_files(config.data) and bos_of(tokenizer, asked) is not None
     return ALWAYS if wanted else NEVER
+
+
+def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
+    """Return the day for `--template-date`: the one on which the run began; None where no template asks."""
+    asked = config.template_date
+    if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
+        return asked
+    if point is None:
+        return date.today().isoformat()
+    return str(read_json(point.files.state, "training.settings").get("template_date", DAY))
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:

@@ -16,6 +16,7 @@ from zero_mpi.config.command_line import add_settings, given, joined
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import checked_type, read_toml
 from zero_mpi.data.bos import NEVER
+from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists
@@ -115,7 +116,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
 
 def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
     """The settings with those that a job of the run has said; raises UsageError for what is no setting."""
-    said = {"bos": NEVER, **said}  # as before there was such a setting
+    said = {"bos": NEVER, "template_date": DAY, **said}  # as before there were such settings
     then = {name: said.get(name) for name in NAMES if name in said}
     checked = {
         name: value if value is None else checked_type(proof, name, value) for name, value in then.items()

@@ -37,16 +37,18 @@ class AnswerFinder:
         self._tools: list[Any] | None = None  # of the conversation at hand
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
-    def find(self, conversation: Conversation) -> tuple[str, list[Span]]:
+    def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and where in it the answers are; raises ValueError.
 
-        A turn that the template leaves out is not among them.
+        A turn that the template leaves out is not among them. silent: those that are not to be learned.
         """
+        turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
         whole = self._template.render(messages, tools=self._tools)
-        turns = conversation.turns
-        if whole.marked:
+        if not turns:
+            return whole.text, []
+        if self._template.marks:
             return whole.text, marks_of(whole, messages, turns)
         spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
@@ -106,7 +108,9 @@ class AnswerFinder:
         """Render messages in which these turns say one letter that the text does not have."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
-        instead = [m | other if n in turns else m for n, m in enumerate(messages)]
+        calls = ("tool_calls", "function_call")
+        plain = [{key: each for key, each in message.items() if key not in calls} for message in messages]
+        instead = [plain[n] | other if n in turns else m for n, m in enumerate(messages)]
         return self._template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
@@ -147,7 +151,7 @@ class AnswerFinder:
 def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
     """Return the template's marks in these turns, told by its loop, or else by their order; or ValueError."""
     answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-    if len(turns) == len(answers):
+    if len(turns) == len(answers) or not whole.marked:
         return whole.marked
     places = segments(whole)
     if places.keys() >= set(answers):

@@ -6,6 +6,7 @@ A template is a stranger's program and runs in a process of its own (`sandbox`).
 from __future__ import annotations
 
 import marshal
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero_mpi.data.conversations.tool_calls import CallForm, form_of
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
@@ -24,11 +27,24 @@ from zero_mpi.files.open import read_file
 if TYPE_CHECKING:
     from zero_mpi.data.conversations.formats import Message
 
+TOOL_USE = f"{TEMPLATE}.tool_use"  # of rows with tools
+DAY = "2024-07-26"  # of `strftime_now` where nothing says another one
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
 SECONDS = 2.0  # CPU time of a rendering; templates of models take milliseconds
 MOST_BYTES = 1 << 20  # of a template: those of models have some thousands
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "give one with --chat-template FILE, such as the chat_template.jinja of a model like it"
+
+
+class TemplateInputs(NamedTuple):
+    """What flags give to templates: variables, the message of a system, the day for `strftime_now`."""
+
+    variables: Mapping[str, Any] = MappingProxyType({})
+    system: str | None = None
+    day: str = DAY
+
+
+NO_INPUTS = TemplateInputs()
 
 
 class RenderedText(NamedTuple):
@@ -49,8 +65,9 @@ class ChatTemplate:
     It runs in a process of its own, which starts again after a rendering that took too long has ended it.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self._source, self._tokens = source, dict(tokens)
+    def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
+        self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # what the assistant says
         try:
             self._process = self._started()
         except (ValueError, OSError) as error:
@@ -67,13 +84,19 @@ class ChatTemplate:
 
     def _fitted(self, message: Message) -> Message:
         """Return a message whose content is a text or a list of parts, whichever the template takes."""
+        if isinstance(message.get("tool_calls"), list):
+            message = self._calls.fitted(message)
         content = message["content"]
         if isinstance(content, list):
             joined = "\n".join(part["text"] for part in content)
             return message if self._takes_parts else message | {"content": joined}
-        if not self._takes_text and self._takes_parts:
+        if content is not None and not self._takes_text and self._takes_parts:
             return message | {"content": parts_of(content)}
         return message
+
+    @cached_property
+    def _calls(self) -> CallForm:
+        return form_of(lambda messages, tools: self._rendered(messages, False, tools).text)
 
     @cached_property
     def _takes_text(self) -> bool:
@@ -96,7 +119,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Message], generation_prompt: bool, tools: list[Any] | None
     ) -> RenderedText:
-        variables: dict[str, Any] = {"tools": tools, "documents": None, **self._tokens}
+        variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}
         variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()
@@ -107,7 +130,7 @@ class ChatTemplate:
         words, pipe = [sys.executable, "-P", PROGRAM, str(SECONDS)], subprocess.PIPE
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, ended, process)
-        asked(process, {"source": self._source})
+        asked(process, {"source": self._source, "day": self._day})
         return process
 
 
@@ -144,14 +167,21 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     return process.returncode
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(
+    tokenizer: Tokenizer, inputs: TemplateInputs = NO_INPUTS, key: str = TEMPLATE
+) -> ChatTemplate:
     """The chat template that came with a tokenizer; raises UsageError where there is none."""
-    metadata = tokenizer.metadata()
-    keys = GGUFKeys(metadata)
-    source = keys.text(TEMPLATE)
+    keys = GGUFKeys(tokenizer.metadata())
+    source = keys.text(key)
     if source is None:
         raise UsageError(f"the tokenizer has no chat template: {REMEDY}")
-    return ChatTemplate(source, special_tokens(keys))
+    return ChatTemplate(source, special_tokens(keys), inputs)
+
+
+def asks_day(tokenizer: Tokenizer) -> bool:
+    """Return if a template of a tokenizer asks for the day."""
+    keys = tokenizer.metadata().items()
+    return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 
 
 def special_tokens(keys: GGUFKeys) -> dict[str, str]:

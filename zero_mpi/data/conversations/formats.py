@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +28,15 @@ T = TypeVar("T")
 
 LINES, DOCUMENT = (".jsonl", ".ndjson"), ".json"  # suffixes: an object in each line; an array of them
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
-ROLES = ("developer", SYSTEM, USER, ASSISTANT, TOOL)
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
-SPEAKERS = {
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
+CALLERS = ("function_call", "tool_call")  # roles whose content is the JSON text of a call of the assistant
+SPEAKERS = {  # roles by the names that people give them, in any case
     **dict.fromkeys(("human", "user", "prompter"), USER),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bard", "bing", "model"), ASSISTANT),
     "system": SYSTEM,
     **dict.fromkeys(("tool", "function", "function_response", "observation"), TOOL),
+    "developer": "developer",
 }
 EXPECTED = (
     "expected an object with messages, with prompt and completion, with instruction and output, or with "
@@ -66,6 +68,14 @@ class Conversation:
         """The numbers of the messages to be learned."""
         answers = range(self.answers, len(self.messages))
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
+
+    def with_system(self, text: str) -> Conversation:
+        """Return the conversation with a message of the system in front, unless it has one."""
+        if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
+            return self
+        silent = frozenset(place + 1 for place in self.silent)
+        messages = ({"role": SYSTEM, "content": text}, *self.messages)
+        return replace(self, messages=messages, answers=self.answers + 1, silent=silent)
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
@@ -198,12 +208,10 @@ def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
         where = f"conversations[{place}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
             raise ValueError(f"{where}: expected an object with from and value, found {quoted(turn)}")
-        speaker = turn["from"]
-        if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
-            names = ", ".join(SPEAKERS)
-            raise ValueError(f"{where}: from: expected one of {names}, found {quoted(speaker)}")
-        message = said(SPEAKERS[speaker.lower()], turn, "value", f"{where}: ")
-        found.append(message | {key: turn[key] for key in TRAINED if key in turn})
+        kept = {key: turn[key] for key in TRAINED if key in turn}
+        found.append(
+            one_message(where, {"role": turn["from"], "content": turn["value"], **kept}, "from", "value")
+        )
     return [], [*by_system(value), *found]
 
 
@@ -220,10 +228,10 @@ def by_system(value: Message) -> list[Message]:
     return [said(SYSTEM, value, "system")] if value.get("system") else []
 
 
-def said(role: str, value: Message, key: str, where: str = "") -> Message:
+def said(role: str, value: Message, key: str) -> Message:
     """A message whose content is the text of a key."""
     if not is_text(value[key]):
-        raise ValueError(f"{where}{key}: expected a text, found {quoted(value[key])}")
+        raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
     return {"role": role, "content": value[key]}
 
 
@@ -239,26 +247,45 @@ def messages_of(key: str, value: Any) -> list[Message]:
     return [one_message(f"{key}[{place}]", each) for place, each in enumerate(listed(key, value))]
 
 
-def one_message(where: str, value: Any) -> Message:
-    """A message; one that calls tools may have no content. ValueError for anything else."""
+def one_message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
+    """A message; one that calls tools may have no content. ValueError, with these names, for others."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
-    role, content = value["role"], value.get("content")
-    calls = "tool_calls" in value or "function_call" in value
+    name, content = str(value["role"]).lower(), value.get("content")
     kept: Message = {key: each for key, each in value.items() if each != []}
-    if role not in ROLES:
-        raise ValueError(f"{where}: role: expected one of {', '.join(ROLES)}, found {quoted(role)}")
-    if content is None and calls and role == ASSISTANT:
+    if name in CALLERS:
+        kept["tool_calls"], name, content = calls_of(f"{where}: {of_content}", content), ASSISTANT, ""
+    if name not in SPEAKERS:
+        names = ", ".join(SPEAKERS)
+        raise ValueError(f"{where}: {of_role}: expected one of {names}, found {quoted(value['role'])}")
+    kept["role"] = SPEAKERS[name]
+    if kept["role"] == ASSISTANT and isinstance(kept.get("function_call"), dict):
+        kept.setdefault("tool_calls", [{"type": "function", "function": kept["function_call"]}])
+    if (thoughts := next((kept[key] for key in THOUGHTS if key in kept), None)) is not None:
+        kept = {THOUGHTS[1]: thoughts, **kept, THOUGHTS[0]: thoughts}  # as Transformers does
+    if content is None and kept["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
     texts: list[Any] = list(map(text_of, content)) if isinstance(content, list) else [content]
     for place, text in enumerate(texts):
         if not is_text(text):
             found = content[place] if isinstance(content, list) else content
             raise ValueError(
-                f'{where}: content: expected a text, or parts such as {{"type": "text", "text": "..."}}, '
-                f"found {quoted(found)}"
+                f"{where}: {of_content}: expected a text, or parts such as "
+                f'{{"type": "text", "text": "..."}}, found {quoted(found)}'
             )
     return kept | {"content": content}
+
+
+def calls_of(where: str, value: Any) -> list[Message]:
+    """The calls of a JSON text: an object with name and arguments, or a list of such; else ValueError."""
+    try:
+        found = parse_json(value) if is_text(value) else value
+    except ValueError:
+        found = None
+    calls: list[Any] = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and is_text(call.get("name")) for call in calls):
+        raise ValueError(f"{where}: expected a call as JSON with name and arguments, found {quoted(value)}")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def text_of(part: Any) -> Any:

@@ -4,11 +4,11 @@ A template comes with a model and is a stranger's program. Jinja2's sandbox keep
 lets it loop for ever and double a text as often as it likes, also inside a filter or a comparison, where no
 code of ours runs. So the system ends this process once a rendering has taken its CPU time, and refuses it
 memory beyond a limit. The same conversation must be the same text whenever and wherever it is read: there is
-no `random`, and `strftime_now` tells of one day.
+no `random`, and `strftime_now` tells of a given day.
 
 `chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
-`marshal` come in, each behind its length: the template (`source`), then the variables of each rendering. Each
-is answered by one value.
+`marshal` come in, each behind its length: the template (`source`, `day`), then variables of each rendering.
+Each is answered by one value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes for the day where there is no clock
 MEMORY = 256 << 20  # bytes of this process, which has 20 MiB before it begins
 LETTERS, GROWTH = 1 << 20, 2  # of a text at most: so many, and so many for each byte of its variables
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
@@ -67,7 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
             value, ensure_ascii=ensure_ascii, **options
         )  # as Transformers has it: nothing is made safe for HTML
-        self.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
+        self.globals |= {"raise_exception": refuse}
 
     def compiled(self, source: str) -> Template:
         """Return the template, in which each turn of a loop calls `begin` with its variable."""
@@ -127,6 +126,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # ends the process, whatever it does
         try:
             if "source" in request:
+                sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime
                 template, found = sandbox.compiled(request["source"]), {}
             else:
                 found = sandbox.rendered(template, request, LETTERS + GROWTH * size)

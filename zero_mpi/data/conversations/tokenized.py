@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.data.bos import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
-from zero_mpi.data.conversations.chat_template import template_of
+from zero_mpi.data.conversations.chat_template import NO_INPUTS, TOOL_USE, TemplateInputs, template_of
 from zero_mpi.data.conversations.formats import Conversation, read_conversations
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
@@ -63,15 +63,24 @@ class ConversationReader:
 
     loss_on   what counts: "answers" of the assistant, or "all"
     bos       the token that begins each, where the template does not write it
+    inputs    what flags give to templates
 
     Raises UsageError where there is no template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, loss_on: str = ANSWERS, bos: int | None = None) -> None:
-        self._tokenizer, self._all, self._bos = tokenizer, loss_on == ALL, bos
-        self._template = template_of(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        loss_on: str = ANSWERS,
+        bos: int | None = None,
+        inputs: TemplateInputs = NO_INPUTS,
+    ) -> None:
+        self._tokenizer, self._all, self._bos, self._system = tokenizer, loss_on == ALL, bos, inputs.system
         self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
-        self._finder = AnswerFinder(self._template, [self._spelt[place] for place in tokenizer.ends])
+        ends = [self._spelt[place] for place in tokenizer.ends]
+        self._finder = self._for_tools = AnswerFinder(template_of(tokenizer, inputs), ends)
+        if TOOL_USE in tokenizer.metadata():
+            self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
 
     def read(self, files: Iterable[tuple[str, Path]]) -> Iterator[TokenizedConversation]:
         """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
@@ -94,10 +103,19 @@ class ConversationReader:
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
-        if not self._all:
-            return RenderedConversation(conversation.name, *self._finder.find(conversation))
-        text = self._template.render(conversation.messages, tools=conversation.tools).text
-        return RenderedConversation(conversation.name, text, [(0, len(text))])
+        if self._system is not None:
+            conversation = conversation.with_system(self._system)
+        finder = self._finder if conversation.tools is None else self._for_tools
+        text, spans = finder.find(conversation, silent=self._all)
+        return RenderedConversation(
+            conversation.name, text, between(spans, len(text)) if self._all else spans
+        )
+
+
+def between(spans: Sequence[Span], size: int) -> list[Span]:
+    """Return what lies before, between and behind places, in their order, of a text of so many letters."""
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), size]
+    return list(zip(starts, stops, strict=True))
 
 
 def marked(

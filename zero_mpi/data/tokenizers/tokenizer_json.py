@@ -28,6 +28,7 @@ _KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here
 _WAY_OUT = "give --data as token files (1-D .npy)"
 _MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # bytes of tokenizer.json and of each file beside it
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # of a folder; letters of the name of one
 _GAP = 1 << 16  # ids without a token that a model may have besides as many as the tokenizer has tokens
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -93,7 +94,14 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    template = GGUFKeys(metadata, place).text(TEMPLATE)
+    GGUFKeys(metadata, place).text(TEMPLATE)
+    named = {
+        key[len(TEMPLATE) + 1 :] or "default": text
+        for key, text in metadata.items()
+        if key.startswith(TEMPLATE)
+    }
+    template: Any = [{"name": name, "template": text} for name, text in named.items()]
+    template = named["default"] if [*named] == ["default"] else template or None
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -278,19 +286,25 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
-    """The template that Transformers takes for rows without tools: a file's before that of the config."""
-    template = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
-    if isinstance(template, list):
-        named = (each for each in reversed(template) if isinstance(each, dict))
-        template = next((each.get("template") for each in named if each.get("name") == "default"), None)
-    folder = path.with_name("additional_chat_templates")
-    for file in (folder / "default.jinja", path.with_name("chat_template.jinja")):
-        if os.path.lexists(file):
-            template = read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
-            break
-    if isinstance(template, str) and not _is_text(template):
+    """The templates that Transformers takes, by their names: if there are files, those of files."""
+    given = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
+    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
+    more = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
+    files = {"default": path.with_name("chat_template.jinja")} | {file.stem: file for file in more}
+    read = {
+        name: read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
+        for name, file in files.items()
+        if os.path.lexists(file)
+    }
+    keys = {
+        TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": template
+        for name, template in ({"default": named.get("default"), **read} if read else named).items()
+        if isinstance(template, str) and len(name) <= _MOST_NAME
+    }
+    if not all(map(_is_text, (*keys, *keys.values()))):
         raise UsageError(f"{path}: chat_template: expected text that UTF-8 can hold")
-    return {"tokenizer.chat_template": template} if isinstance(template, str) else {}
+    return dict(keys)
 
 
 def _content(token: Any) -> str | None:

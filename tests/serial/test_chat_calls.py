@@ -1,0 +1,181 @@
+"""Calls of tools in conversations: texts and marks are those of Transformers, in whichever form they come."""
+
+import json
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from chat_templates import CALLING, HERMES, chat_tokenizer
+from jinja2 import TemplateError
+from test_conversations import answers_in, read, said, transformers_tokenizer, written
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
+from zero_mpi.errors import UsageError
+
+OBJECT = {"city": 'Pé"rth', "n": [1, 2.5], "deep": {"a": True, "b": ""}}
+TEXT = json.dumps(OBJECT, ensure_ascii=False)
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+
+
+@lru_cache
+def reader(template, loss_on=ANSWERS):
+    """What reads conversations by a template."""
+    return ConversationReader(chat_tokenizer(template), loss_on)
+
+
+def talk(arguments, content=None, **more):
+    """A conversation with a call of a tool."""
+    function = {"name": "look", "arguments": arguments}
+    call = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": "abcdefghi", "type": "function"} | {"function": function}],
+    }
+    return [
+        *said("where?"),
+        call | more,
+        {"role": "tool", "content": "here"},
+        {"role": "assistant", "content": "Here."},
+    ]
+
+
+THOUGHT = [*said("a"), {"role": "assistant", "content": "b", "reasoning": "hm"}]
+ROWS = {
+    "reasoning": THOUGHT,
+    "plain": said("a", "b", "c", "d"),
+    "system": said("a", "b", system="s"),
+    "object": talk(OBJECT),
+    "text": talk(TEXT),
+    "empty content": talk(TEXT, ""),
+    "with content": talk(OBJECT, "Let me see."),
+    "null": [message | {"name": None} for message in talk(OBJECT)],
+    "no JSON": talk("{no"),
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, *said("u", "b")[1:]],
+}
+
+
+def as_taken(messages, taken, content):
+    """Messages in the form in which a user of Transformers gives them to a template."""
+    found = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(message["content"], list):
+            message["content"] = message["content"][0]["text"]
+        if "tool_calls" in message:
+            (call,) = message["tool_calls"]
+            arguments = call["function"]["arguments"]
+            if taken is dict and arguments == TEXT:
+                arguments = OBJECT
+            if taken is str and arguments == OBJECT:
+                arguments = TEXT
+            call = call | {"function": call["function"] | {"arguments": arguments}}
+            message = message | {"tool_calls": [call], "content": message["content"] or content}
+        found.append(message)
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", CALLING)
+def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
+    template, taken = CALLING[name]
+    messages = as_taken(ROWS[row], taken, None if name == "deepseek" else "")
+    oracle, options = transformers_tokenizer(), {"chat_template": template, "tools": TOOLS}
+    line = written(tmp_path, {"messages": ROWS[row], "tools": TOOLS})
+    found = reader(template, ALL).read([("c", line)])
+    try:
+        if (
+            name == "deepseek"
+        ):  # apply_chat_template leaves a content of None out, for which this template asks
+            special = {"bos_token": "<s>", "eos_token": "</s>"}
+            text = render_jinja_template(conversations=[messages], **options, **special)[0][0]
+        else:
+            text = oracle.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError):
+        with pytest.raises(UsageError, match="chat template"):
+            list(found)
+        return
+    (found,) = found
+    assert found.text == text
+    if "{% generation %}" in template:
+        marks = oracle.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        (found,) = reader(template).read([("c", line)])
+        assert found.counted.tolist() == list(map(bool, marks["assistant_masks"]))
+
+
+def rows_of_calls():
+    """Rows in all forms that say the same: a question, a call, its result, an answer."""
+    function = {"name": "look", "arguments": TEXT}
+    asked, _, told, answer = talk(TEXT)
+    turns = [
+        ("human", "where?"),
+        ("Function_Call", json.dumps(function)),
+        ("observation", "here"),
+        ("gpt", "Here."),
+    ]
+    return {
+        "tool calls": talk(TEXT),
+        "capitals": [message | {"role": message["role"].title()} for message in talk(TEXT)],
+        "function call": [
+            asked,
+            {"role": "assistant", "content": None, "function_call": function},
+            told,
+            answer,
+        ],
+        "result of a function": [*talk(TEXT)[:2], told | {"role": "function"}, answer],
+        "flat": [asked, {"role": "assistant", "tool_calls": [function]}, told, answer],
+        "role": [asked, {"role": "function_call", "content": json.dumps([function])}, told, answer],
+        "sharegpt": [{"from": speaker, "value": value} for speaker, value in turns],
+        "object": [{"from": s, "value": json.loads(v) if s == "Function_Call" else v} for s, v in turns],
+    }
+
+
+@pytest.mark.parametrize("form", rows_of_calls())
+def test_calls_of_all_forms_are_one_text_and_count(form, tmp_path):
+    messages = rows_of_calls()[form]
+    line = written(tmp_path, {"conversations" if "from" in messages[0] else "messages": messages})
+    (found,) = reader(HERMES).read([("c", line)])
+    call = f'<tool_call>\n{{"name": "look", "arguments": {TEXT}}}\n</tool_call><|im_end|>'
+    assert [each.strip() for each in answers_in(found)] == [call, "Here.<|im_end|>"]
+
+
+THINKING = HERMES.replace(
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+)
+
+
+def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
+    """The history has no `<think>`, so the call lies where the text differs from another one."""
+    assert THINKING != HERMES
+    line = written(tmp_path, {"messages": talk(TEXT)})
+    (found,) = reader(THINKING).read([("c", line)])
+    assert f'"arguments": {TEXT}}}\n</tool_call><|im_end|>' in answers_in(found)[0]
+
+
+BAD = ["{no", "7", "[]", '{"arguments": {}}', '[{"name": "a"}, 1]', '{"name": 1}', "[" * 9999, None, 5]
+
+
+@pytest.mark.parametrize("value", BAD, ids=lambda value: str(value)[:20])
+def test_a_call_that_is_none_is_named(value, tmp_path):
+    line = written(tmp_path, {"messages": [*said("a"), {"role": "function_call", "content": value}]})
+    with pytest.raises(UsageError, match=r"line 1: messages\[1\]: content: expected a call"):
+        list(reader(HERMES).read([("c", line)]))
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_a_silent_turn_counts_by_no_loss(name, tmp_path):
+    talk = said("a", "wrong", "b", "right")
+    whole, silent = read(
+        tmp_path,
+        name,
+        *({"messages": [talk[0], talk[1] | more, *talk[2:]]} for more in ({}, {"weight": 0})),
+        loss_on=ALL,
+    )
+    assert whole.counted.all()
+    assert silent.ids.tolist() == whole.ids.tolist()
+    covered = np.repeat(silent.counted, silent.lengths)
+    start = silent.text.index("wrong")
+    assert np.flatnonzero(~covered).tolist() == list(range(start, start + len("wrong<|im_end|>")))

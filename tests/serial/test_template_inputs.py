@@ -1,0 +1,249 @@
+"""What flags give to chat templates, which template of several counts, and the day that one is told."""
+
+import json
+import tomllib
+from datetime import date
+
+import pytest
+from chat_templates import CHATML, LLAMA3, chat_keys, chat_tokenizer
+from jobs import run_job
+from test_chat_data import FLAGS, corpus, write_lines
+from test_command_bits import needs_mpiexec, train
+from test_conversations import said, transformers_tokenizer, written
+from test_samples import printed, write_model
+
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.state import read_json
+from zero_mpi.config.command_line import parse
+from zero_mpi.config.inputs import check_kind_of_data, template_inputs, tokenizer_in, with_template
+from zero_mpi.config.settings import Config
+from zero_mpi.data import BPETokenizer, tokenizer_config, tokenizer_json
+from zero_mpi.data.conversations.chat_template import TOOL_USE, TemplateInputs
+from zero_mpi.data.conversations.tokenized import ConversationReader
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import TEMPLATE
+
+SHOWING = "{{ v | default('-') | tojson }}{{ enable_thinking | default('-') }}" + CHATML
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+def inputs(**settings):
+    """What flags give."""
+    return template_inputs(Config(**settings), chat_tokenizer(LLAMA3))
+
+
+VARIABLES = {
+    'v={"a": [1, null]}': {"v": {"a": [1, None]}},
+    "v=true": {"v": True},
+    "v=a=b": {"v": "a=b"},
+    "v=": {"v": ""},
+    "v=1e999": {"v": "1e999"},
+    "date_string=1 Jan": {"date_string": "1 Jan"},
+}
+
+
+@pytest.mark.parametrize("text", VARIABLES)
+def test_a_variable_is_json_or_text(text):
+    assert inputs(template_var=[text]).variables == VARIABLES[text]
+    assert parse(["--template-var", text, "--template-var", "b=1"]).template_var == [text, "b=1"]
+
+
+BAD = {
+    "template_var": ["v", "=1", "1v=2", "messages=[]", "tools=1", "a b=1"],
+    "template_date": ["today", "2024-02-30", ""],
+}
+BAD_FLAGS = [(name, value) for name, values in BAD.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FLAGS)
+def test_what_is_no_variable_and_no_day_is_refused(name, value):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UsageError, match=f"^{flag} ") as caught:
+        inputs(**{name: [value] if name == "template_var" else value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["template_var", "enable_thinking", "system", "template_date"])
+def test_flags_of_templates_need_conversations(flag):
+    with pytest.raises(UsageError, match=f"^--{flag.replace('_', '-')} "):
+        check_kind_of_data(Config(**{flag: ["a=1"] if flag == "template_var" else "true"}))
+
+
+def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
+    line = written(tmp_path, {"messages": said("a", "b")}, {"messages": said("a", "b", system="own")})
+    given = inputs(template_var=["v=[1]"], enable_thinking="false", system="s")
+    found = list(ConversationReader(chat_tokenizer(SHOWING), inputs=given).read([("c", line)]))
+    for each, system in zip(found, ("s", "own"), strict=True):
+        expected = transformers_tokenizer().apply_chat_template(
+            said("a", "b", system=system), chat_template=SHOWING, v=[1], enable_thinking=False, tokenize=False
+        )
+        assert each.text == expected
+        assert each.text[np_spans(each)] == "b<|im_end|>"
+
+
+def np_spans(found):
+    """The letters that count, of a text in ASCII."""
+    ends = found.lengths.cumsum()
+    (counted,) = found.counted.nonzero()
+    return slice(ends[counted[0]] - found.lengths[counted[0]], ends[counted[-1]])
+
+
+def test_a_message_of_the_system_moves_what_counts(tmp_path):
+    row = {"prompt": said("a", "no", "b"), "completion": said("", "yes")[1:]}
+    silent = {
+        "messages": [
+            *said("a", "yes"),
+            *said("b", "no")[:1],
+            {"role": "assistant", "content": "no", "weight": 0},
+        ]
+    }
+    line = written(tmp_path, row, silent)
+    for each in ConversationReader(chat_tokenizer(CHATML), inputs=TemplateInputs(system="s")).read(
+        [("c", line)]
+    ):
+        assert each.text.startswith("<|im_start|>system\ns<|im_end|>")
+        assert each.text[np_spans(each)] == "yes<|im_end|>"
+
+
+def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "chat.jsonl", *[{"messages": said("a", "b")}] * 4)
+    keys = list[dict[str, object]]()
+    from zero_mpi.data import document_reader
+
+    through = document_reader.through
+    monkeypatch.setattr(
+        document_reader,
+        "through",
+        lambda files, settings, *rest: keys.append(settings) or through(files, settings, *rest),
+    )
+    given = [{}, {"variables": {"v": 1}}, {"system": "s"}, {"day": "2025-01-01"}]
+    found = [corpus(path, SHOWING, inputs=TemplateInputs(**each)).sha256 for each in given]
+    assert len(set(found)) == 3, "the day is asked by no template here"
+    assert len({repr(sorted(each.items())) for each in keys}) == 4
+
+
+# ----------------------------------------------------------------------------------------- which template
+
+
+def named_folder(folder, beside=None, **templates):
+    """A tokenizer of a folder with these templates in files; `beside`: those of its tokenizer_config.json."""
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(chat_keys())))
+    config = tokenizer_config(chat_keys()) | ({"chat_template": beside} if beside else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in templates.items():
+        place = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (folder / place).write_text(text)
+    return folder / "tokenizer.json"
+
+
+LISTED = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
+FOLDERS = {
+    "files": (None, {"default": "D", "tool_use": "T", "rag": "R"}),
+    "a list": (LISTED, {}),
+    "files before a list": (LISTED, {"default": "D"}),
+    "one of a list": (LISTED[:1], {}),
+    "a text": ("X", {}),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_path):
+    import transformers
+
+    beside, files = FOLDERS[case]
+    path = named_folder(tmp_path / "m", beside, **files)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(path.parent), tokenizer_in(str(path))
+    line = written(tmp_path, {"messages": said("a")}, {"messages": said("a"), "tools": TOOLS})
+    found = ConversationReader(ours, "all").read([("c", line)])
+    rendered = [theirs.apply_chat_template(said("a"), tools=tools, tokenize=False) for tools in (None, TOOLS)]
+    assert [each.text for each in found] == rendered
+    write_model(tmp_path / "m.gguf", ours.metadata())
+    again = BPETokenizer(GGUFFile.open(tmp_path / "m.gguf").metadata)
+    assert [each.text for each in ConversationReader(again, "all").read([("c", line)])] == rendered
+    (tmp_path / "out").mkdir()
+    for name, content in (("tokenizer.json", tokenizer_json), ("tokenizer_config.json", tokenizer_config)):
+        (tmp_path / "out" / name).write_text(json.dumps(content(again.metadata())))
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert [
+        exported.apply_chat_template(said("a"), tools=t, tokenize=False) for t in (None, TOOLS)
+    ] == rendered
+
+
+def test_a_template_is_chosen_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tokenizer_in(str(named_folder(tmp_path / "m", None, default="D", tool_use="T", rag="R")))
+    for which, text in {"rag": "R", "tool_use": "T"}.items():
+        chosen = with_template(tokenizer, which)
+        assert (chosen.metadata()[TEMPLATE], TOOL_USE in chosen.metadata()) == (text, False)
+    with pytest.raises(UsageError, match="--chat-template nope"):
+        with_template(tokenizer, "nope")
+    (tmp_path / "rag").write_text("F")
+    assert with_template(tokenizer, "rag").metadata()[TEMPLATE] == "F"
+
+
+def test_damaged_templates_of_a_folder_are_refused(tmp_path):
+    odd = [
+        {"name": ["a"], "template": "x"},
+        {"name": "b", "template": 1},
+        7,
+        {"name": "n" * 999, "template": "x"},
+    ]
+    found = tokenizer_in(str(named_folder(tmp_path / "m", odd)))
+    assert TEMPLATE not in found.metadata()
+    with pytest.raises(UsageError, match="chat_template"):
+        tokenizer_in(str(named_folder(tmp_path / "n", [{"name": "\ud800", "template": "x"}])))
+
+
+# ----------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Conversations, and a template that asks for the day."""
+    write_lines(tmp_path / "chat.jsonl", *[{"messages": said("Two?", "Four.")}] * 12)
+    (tmp_path / "t.jinja").write_text(LLAMA3.replace("{{- bos_token }}", "{{- v | default('-') }}"))
+    return tmp_path
+
+
+def test_samples_and_chat_take_the_flags(folder, capfdbinary):
+    write_model(folder / "m.gguf", chat_keys(LLAMA3))
+    flags = (
+        folder / "m.gguf",
+        "--data",
+        folder / "chat.jsonl",
+        "--chat-template",
+        folder / "t.jinja",
+        "--count",
+        "1",
+    )
+    said = printed(
+        capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", "--template-date", "2025-02-03"
+    )
+    assert "[1]" in said
+    assert "Be so" in said
+    assert "Today: 03 Feb 2025" in said
+    today = {date.today()}
+    said = printed(capfdbinary, *flags)
+    assert any(f"{day:Today: %d %b %Y}" in said for day in today | {date.today()})
+
+
+@needs_mpiexec
+def test_a_run_keeps_the_day_of_its_beginning(folder, monkeypatch):
+    """A resume says nothing of the day and trains on the same text; another day or variable is refused."""
+    flags = [*FLAGS, "--save-every", "1", "--template-var", "v=1"]
+    train(2, folder / "out", *flags, "--template-date", "2025-02-03")
+    settings = tomllib.loads((folder / "out" / "config.toml").read_text())
+    assert (settings["template_date"], settings["template_var"]) == ("2025-02-03", ["v=1"])
+    state = GGUFFile.open(folder / "out" / "latest" / "optimizer.gguf")
+    assert read_json(state, "training.settings")["template_date"] == "2025-02-03"
+    longer = ["3" if flag == "2" and flags[at - 1] == "--steps" else flag for at, flag in enumerate(flags)]
+    train(1, folder / "out", *longer)
+    for other, named in (
+        (["--template-date", "2025-02-04"], "2025-02-04"),
+        (["--template-var", "v=2"], "--data"),
+    ):
+        words = ["-m", "zero_mpi.train", "--out", str(folder / "out"), *longer, *other]
+        status, _, errors = run_job(1, words, cwd=folder, timeout=100)
+        assert (status, errors.count("\n")) == (2, 1), errors
+        assert named in errors
