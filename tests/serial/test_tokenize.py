@@ -323,8 +323,8 @@ def test_a_line_in_error_is_named_or_left_out(raw, line, problem, packed, tmp_pa
 
 
 def test_a_line_that_is_too_long_is_named_or_left_out(tmp_path, monkeypatch):
-    for name in ("text_streams", "text_formats"):
-        monkeypatch.setattr(f"zero_mpi.tokenize.{name}.MOST", 100)
+    for name in ("files.text_streams", "tokenize.text_formats"):
+        monkeypatch.setattr(f"zero_mpi.{name}.MOST", 100)
     (tmp_path / "t.jsonl").write_bytes(lines(["a", "b" * 1000, "c"]))
     with pytest.raises(UsageError, match=r"line 2: expected at most 100 bytes, found more"):
         tokenize("t.jsonl")

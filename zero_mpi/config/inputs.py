@@ -192,12 +192,14 @@ def check_kind_of_data(config: Config) -> None:
     why = {
         "chat_template": "--data holds no conversations, which are .jsonl files",
         "loss_on": "--data holds no conversations, which are .jsonl files",
+        "skip_bad": "--data holds no conversations, which are .jsonl files",
         "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
     }
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
-        if getattr(config, name) is not None and idle:
-            raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
+        value = getattr(config, name)
+        if value not in (None, False) and idle:
+            raise UsageError(f"{spelled(name)}{'' if value is True else f' {shown(value)}'}: {reason}")
 
 
 def with_template(tokenizer: Tokenizer, path: str | None) -> Tokenizer:

@@ -18,7 +18,8 @@ MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
     "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
-    "bos": "", "chat_template": "", "loss_on": "", "micro_batch": "", "prefetch": "", "transport": "",
+    "bos": "", "chat_template": "", "loss_on": "", "skip_bad": "",
+    "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # of these flags in --help

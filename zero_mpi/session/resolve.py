@@ -55,7 +55,7 @@ from zero_mpi.data import (
 from zero_mpi.data.bos import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
-from zero_mpi.data.documents import Stream
+from zero_mpi.data.documents import Remark, Stream
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.environment.portable import PORTABLE
@@ -146,7 +146,8 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
-        notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
+        said = [*spec.corpus.notes, *spec.loader.windows.notes()]
+        notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, passed_over(spec.init))
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
@@ -274,6 +275,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         tokenizer=tokenizer,
         vocab_size=model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
+        skip_bad=config.skip_bad,
         control_tokens=config.control_tokens,
         bos=bos_of(tokenizer, config.bos),
         loss_on=config.loss_on or ANSWERS,

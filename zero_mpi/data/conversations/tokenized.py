@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import accumulate, chain, groupby, pairwise, tee
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from zero_mpi.data.bos import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.data.conversations.formats import Conversation, read_conversations
+from zero_mpi.data.conversations.row_facts import BadRows, Facts
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -36,6 +39,7 @@ class TokenizedConversation(NamedTuple):
     name      of the file, and the number of the line in it
     ids       (n,) uint16 or uint32; counted (n,) bool: which of them the loss counts
     lengths   (n,) int64: bytes of the text that each stands for
+    facts     counts for the user
     """
 
     name: str
@@ -43,6 +47,7 @@ class TokenizedConversation(NamedTuple):
     ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+    facts: Facts
 
     @property
     def digest(self) -> bytes:
@@ -56,6 +61,7 @@ class RenderedConversation(NamedTuple):
     name: str
     text: str
     spans: list[Span]
+    facts: Facts
 
 
 class ConversationReader:
@@ -71,11 +77,20 @@ class ConversationReader:
         self._tokenizer, self._all, self._bos = tokenizer, loss_on == ALL, bos
         self._template = template_of(tokenizer)
         self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
+        self._is_end = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.ends))
         self._finder = AnswerFinder(self._template, [self._spelt[place] for place in tokenizer.ends])
 
-    def read(self, files: Iterable[tuple[str, Path]]) -> Iterator[TokenizedConversation]:
-        """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
-        read = (read_conversations(name, path, self.render) for name, path in files)
+    def read(
+        self, files: Iterable[tuple[str, Path]], bad: BadRows | None = None
+    ) -> Iterator[TokenizedConversation]:
+        """The conversations of files in their order; raises FileError, naming the line, and UsageError.
+
+        Rows in error go to `bad`, if it is given.
+        """
+        read = (
+            read_conversations(name, path, self.render, None if bad is None else partial(bad.add, name))
+            for name, path in files
+        )
         found, measured = tee(chain.from_iterable(read))
         ends = accumulate(len(each.text) for each in measured)
         for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
@@ -85,19 +100,38 @@ class ConversationReader:
                 yield self._begun(marked(each, ids, lengths))
 
     def _begun(self, found: TokenizedConversation) -> TokenizedConversation:
-        """Return a conversation with bos in front, which stands for no bytes."""
+        """Return a conversation with bos in front, which stands for no bytes, and with the facts on it."""
         ids = with_bos(found.ids, self._bos)
-        if len(ids) == len(found.ids):
-            return found
-        counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
-        return found._replace(ids=ids, counted=counted, lengths=lengths)
+        if len(ids) > len(found.ids):
+            counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
+            found = found._replace(ids=ids, counted=counted, lengths=lengths)
+        begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
+        ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
+        found.facts.update(
+            tokens=len(ids),
+            counted=int(found.counted.sum()),
+            bos=int(ids[:1].tolist() == [self._tokenizer.bos]),
+            turns=begins.size,
+            endless=int((ended == 0).sum()),
+        )
+        return found
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
-        if not self._all:
-            return RenderedConversation(conversation.name, *self._finder.find(conversation))
-        text = self._template.render(conversation.messages, tools=conversation.tools).text
-        return RenderedConversation(conversation.name, text, [(0, len(text))])
+        messages, tools = conversation.messages, conversation.tools
+        silent = sum(place >= conversation.answers for place in conversation.silent)
+        facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
+        facts["overruled"] = silent if self._all else 0
+        if self._all:
+            text = self._template.render(messages, tools=tools).text
+            spans = [(0, len(text))]
+        else:
+            text, spans = self._finder.find(conversation)
+            facts["unwritten"] = max(0, len(conversation.turns) - sum(start < stop for start, stop in spans))
+        if tools is not None:
+            with suppress(ValueError):  # the template asks for tools
+                facts["unread"] = int(self._template.render(messages).text == text)
+        return RenderedConversation(conversation.name, text, spans, facts)
 
 
 def marked(
@@ -117,7 +151,7 @@ def marked(
     for start, stop in in_bytes(each.text, each.spans):
         if start < stop:
             counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
-    return TokenizedConversation(each.name, each.text, ids, counted, lengths)
+    return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
