@@ -77,6 +77,13 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     return replace(model, lora=replace(model.lora, stored=stored))
 
 
+def shortened(config: Config, model: ModelConfig) -> Config:
+    """The configuration with the model's context where no flag says one and the default is longer."""
+    if "context" not in config.unsaid:
+        return config
+    return replace(config, context=min(config.context, model.context_length))
+
+
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context that the model has not, and for patterns that cannot be meant."""
     if config.context > model.context_length:

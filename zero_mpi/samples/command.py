@@ -63,8 +63,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if not are_conversations(files):
         for name, path in files:
             if kind := kind_of(beginning(path, bool)[:HEAD], name):
-                found = f"found {kind.name}: {kind.remedy}"
-                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {found}")
+                about = f"found {kind.name}: {kind.remedy}"
+                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {about}")
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
     tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
     samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None

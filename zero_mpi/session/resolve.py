@@ -35,6 +35,7 @@ from zero_mpi.config.inputs import (
     open_init,
     passed_over,
     read_model,
+    shortened,
 )
 from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.remarks import remarks, threads_within
@@ -72,6 +73,7 @@ from zero_mpi.session.resume import (
     changes_since,
     check_resume,
     find_checkpoint,
+    jumps_of_rate,
     settled_bos,
 )
 from zero_mpi.session.same_flags import check_settings
@@ -156,7 +158,7 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
         spec = replace(spec, description=description)
     phase("operations")
     if checkpoint is not None:
-        notes += changes_since(checkpoint, spec.description)
+        notes += [*changes_since(checkpoint, spec.description), *jumps_of_rate(checkpoint, spec.config)]
     return replace(spec, notes=tuple(notes))
 
 
@@ -175,6 +177,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     tokenizer = choose_tokenizer(config, init, named)
     where = device.in_use().name
     model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
+    config = shortened(config, model)
     check_model(config, model)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
