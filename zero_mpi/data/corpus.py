@@ -162,7 +162,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
     train, val = _hold_out(documents, fraction, seed)
     if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    said = _named(source.name, notes)
+    said = [type(note)(f"{source.name}: {note}") if source.name else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
     alone = bool(val) and _count(documents) == 1
     return _Split(source, train, val, said, digest, reader.bos_of(source.paths), alone)
@@ -174,14 +174,9 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
     held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
         raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
-    said = _named("--val-data", notes)
+    said = [type(note)(f"--val-data: {note}") for note in notes]
     source = DataSource("", list(paths))
     return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
-
-
-def _named(name: str, notes: Sequence[str]) -> list[str]:
-    """Notes of the same kinds that begin with a name, if there is one."""
-    return [type(note)(f"{name}: {note}") for note in notes] if name else list(notes)
 
 
 def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import MOST, TextStream
 
 BOM = b"\xef\xbb\xbf"  # of UTF-8, which some programs put first
 PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # where a text of one line is no JSON
-NO_JSON = "no JSON"
 T = TypeVar("T")
-Bad = Callable[[int, ValueError], object]  # is told of a line in error, which is then left out
 
 
 def each_line(
@@ -24,7 +22,7 @@ def each_line(
     flag: str,
     read: Callable[[int, Any], T],
     lines: Iterable[bytes] | None = None,
-    bad: Bad | None = None,
+    bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
     """What `read` makes of the number of each line, from 1, and of its value; one line is held at a time.
 
@@ -47,21 +45,18 @@ def each_line(
             yield found
 
 
+def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
+    with prefixed(flag):
+        yield from TextStream(path).each_line() if lines is None else lines
+
+
 def _value(text: bytes) -> Any:
     """The value of a line; ValueError that tells the column alone, for the line is the file's."""
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:
         told, count = PLACE.subn(r" at \1", str(error))
-        raise ValueError(f"{NO_JSON}: {told}" if count else told) from None
-
-
-def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
-    """Lines whose FileError names the flag."""
-    try:
-        yield from TextStream(path).each_line() if lines is None else lines
-    except FileError as error:
-        raise FileError(f"{flag} {error}") from None
+        raise ValueError(f"no JSON: {told}" if count else told) from None
 
 
 def is_text(value: Any) -> bool:

@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from zero_mpi.data.conversations.row_facts import BadRows
 from zero_mpi.data.conversations.row_sources import (
     DOCUMENT,
     LINES,
@@ -26,9 +27,9 @@ from zero_mpi.data.conversations.row_sources import (
     rows_of,
     suffix_of,
 )
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import Bad, each_line, is_text
+from zero_mpi.files.json_lines import each_line, is_text
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
@@ -92,38 +93,39 @@ def holds_conversations(path: Path) -> bool:
     if suffix not in (*LINES, DOCUMENT, PARQUET):
         return False
     try:
-        if suffix == PARQUET:
-            columns = columns_of(path)
-            return any(all(key in columns for key in keys) for keys, _ in FORMS)
-        head = beginning(path, lambda head: KEYS.search(head) or not (suffix in LINES or ROWS.match(head)))
-    except FileError as error:
-        raise FileError(f"--data {error}") from None
+        with prefixed("--data"):
+            if suffix == PARQUET:
+                columns = columns_of(path)
+                return any(all(key in columns for key in keys) for keys, _ in FORMS)
+            head = beginning(path, KEYS.search)
+    except FileError:
+        raise
     except UsageError:  # for want of a library
         return False
     return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(
-    name: str, path: Path, make: Callable[[Conversation], T], bad: Bad | None = None
+    name: str, path: Path, make: Callable[[Conversation], T], bad: BadRows | None = None
 ) -> Iterator[T]:
     """What `make` makes of each conversation of a file, called `name`.
 
-    FileError that names file, line, what was expected and what came, also where `make` raises ValueError; of
-    a row in error `bad` is told instead, if it is given.
+    A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
+    names file, line, what was expected and what came.
     """
 
     def one(number: int, value: Any) -> T:
         return make(one_conversation(f"{name}:{number}", value))
 
-    def refuse(number: int, error: ValueError) -> NoReturn:
-        raise FileError(f"{place} {number}: {error}; --skip-bad leaves out such rows") from None
+    def fail(number: int, error: ValueError) -> None:
+        if bad is None:
+            where = f"--data {shown(path)}, {kind} {number}"
+            raise FileError(f"{where}: {error}; --skip-bad leaves out such rows") from None
+        bad.add(name, number, error)
 
-    try:
+    with prefixed("--data"):
         kind, rows = rows_of(path)
-    except FileError as error:
-        raise FileError(f"--data {error}") from None
-    place = f"--data {shown(path)}, {kind}"
-    return each_line(path, "--data", one, rows, bad or refuse)
+    return each_line(path, "--data", one, rows, fail)
 
 
 def one_conversation(name: str, value: Any) -> Conversation:

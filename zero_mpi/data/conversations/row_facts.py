@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.json_lines import NO_JSON
 
 Facts = Counter[str]
 """Of a row, or of many: tokens; counted, those in the loss; bos, rows that begin with one; turns, stretches
@@ -20,7 +19,7 @@ CAUTIONS = {
     "of the vocabulary, and a model that learns it has none to stop by",
 }
 MOST_REASONS = 6  # that are told apart
-PLACES = re.compile(r"\[\d+\]")
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # by which reasons are not told apart
 
 
 def described(of: Facts) -> str:
@@ -61,8 +60,7 @@ class BadRows:
 
     def add(self, name: str, number: int, error: ValueError) -> None:
         """Count a row of a file."""
-        reason = PLACES.sub("", str(error))
-        key = NO_JSON if reason.startswith(NO_JSON) else reason.partition(", found ")[0]
+        key = VALUES.sub("", str(error))
         key = key if key in self.counts or len(self.counts) < MOST_REASONS else "other reasons"
         self.counts[key] += 1
         self._first.setdefault(key, f"{shown(error)} ({shown(name)}:{number})")

@@ -18,10 +18,8 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import MOST, TextStream, packing_named
 
 LINES, DOCUMENT, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"  # suffixes
-COLUMNS = (
-    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
-    *("system", "tools"),
-)
+COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
+BESIDE = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes in which a row must begin that tells what a file holds
 ROWS = 64  # of Parquet, read together
 
@@ -42,7 +40,7 @@ def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
 def columns_of(path: Path) -> list[str]:
     """The columns of a Parquet file that a conversation may have."""
     with open_parquet(path) as found:
-        return [name for name in found.schema_arrow.names if name in COLUMNS]
+        return [name for name in found.schema_arrow.names if name in COLUMNS | BESIDE]
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:

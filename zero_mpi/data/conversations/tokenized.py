@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate, chain, groupby, pairwise, tee
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
+Files = Iterable[tuple[str, Path]]
 ANSWERS, ALL = "answers", "all"
 LOSSES = (ANSWERS, ALL)
 GROUP = 1 << 20  # letters of conversations that are encoded together
@@ -80,17 +80,12 @@ class ConversationReader:
         self._is_end = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.ends))
         self._finder = AnswerFinder(self._template, [self._spelt[place] for place in tokenizer.ends])
 
-    def read(
-        self, files: Iterable[tuple[str, Path]], bad: BadRows | None = None
-    ) -> Iterator[TokenizedConversation]:
+    def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
         """The conversations of files in their order; raises FileError, naming the line, and UsageError.
 
         Rows in error go to `bad`, if it is given.
         """
-        read = (
-            read_conversations(name, path, self.render, None if bad is None else partial(bad.add, name))
-            for name, path in files
-        )
+        read = (read_conversations(name, path, self.render, bad) for name, path in files)
         found, measured = tee(chain.from_iterable(read))
         ends = accumulate(len(each.text) for each in measured)
         for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
@@ -107,27 +102,22 @@ class ConversationReader:
             found = found._replace(ids=ids, counted=counted, lengths=lengths)
         begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
         ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
-        found.facts.update(
-            tokens=len(ids),
-            counted=int(found.counted.sum()),
-            bos=int(ids[:1].tolist() == [self._tokenizer.bos]),
-            turns=begins.size,
-            endless=int((ended == 0).sum()),
-        )
+        size, bos = {"tokens": len(ids), "counted": int(found.counted.sum())}, self._tokenizer.bos
+        found.facts.update(size, bos=int(ids[:1].tolist() == [bos]), turns=begins.size)
+        found.facts["endless"] = int((ended == 0).sum())
         return found
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
         messages, tools = conversation.messages, conversation.tools
         silent = sum(place >= conversation.answers for place in conversation.silent)
-        facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
-        facts["overruled"] = silent if self._all else 0
+        facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0, overruled=0)
         if self._all:
-            text = self._template.render(messages, tools=tools).text
+            text, facts["overruled"] = self._template.render(messages, tools=tools).text, silent
             spans = [(0, len(text))]
         else:
             text, spans = self._finder.find(conversation)
-            facts["unwritten"] = max(0, len(conversation.turns) - sum(start < stop for start, stop in spans))
+            facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
         if tools is not None:
             with suppress(ValueError):  # the template asks for tools
                 facts["unread"] = int(self._template.render(messages).text == text)
