@@ -5,13 +5,19 @@ import json
 import tracemalloc
 
 import pytest
-from chat_templates import CHATML, chat_tokenizer
+from chat_templates import CHATML, chat_keys, chat_tokenizer
 
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import are_conversations, one_conversation, read_conversations
 from zero_mpi.data.conversations.row_facts import CAUTIONS, BadRows, Totals
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
+from zero_mpi.evaluate.choices import read_choices
+from zero_mpi.launch.world import World
+from zero_mpi.samples.command import command
 
+OPTIONS = {"val_fraction": 0, "context": 8, "seed": 0, "vocab_size": 400}
 AB = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -190,3 +196,22 @@ def test_reasons_are_bounded(tmp_path):
     assert bad.counts.total() == 1000
     assert len(bad.counts) < 9
     assert len(bad.notes()[0]) < 2000
+
+
+@pytest.mark.parametrize(("name", "pack"), [("q.jsonl.gz", gzip.compress), ("q.jsonl.zst", zstd)])
+def test_questions_may_be_packed(name, pack, tmp_path):
+    question = {"question": "a", "answers": ["b", "c"], "right": 0}
+    (tmp_path / name).write_bytes(pack(json.dumps(question).encode()))
+    assert [each.right for each in read_choices(tmp_path / name)] == [0]
+
+
+def test_text_of_two_bytes_a_letter_is_refused_with_its_encoding(tmp_path):
+    """By each command alike; a mark of its order stands first."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": AB}), encoding="utf-16")
+    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
+        load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
+    with GGUFStream(tmp_path / "m.gguf", "llama", chat_keys(CHATML), []):
+        pass
+    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
+        command(World(0, 1), [str(tmp_path / "m.gguf"), "--data", str(path)])
