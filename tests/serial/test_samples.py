@@ -18,7 +18,7 @@ LINES = [
     {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}]},
 ]
 SHOWN = """\
-chat.jsonl:1: 56 tokens, 11 counted, bos in 1, end of turn in 1 of 1
+chat.jsonl:1: 56 tokens, 11 counted, with bos, end of turn in 1 of 1
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -29,7 +29,7 @@ hi\\x1b[31m<|im_end|>
 Two é<|im_end|>»
 
 
-chat.jsonl:3: 47 tokens, 2 counted, bos in 1, end of turn in 1 of 1
+chat.jsonl:3: 47 tokens, 2 counted, with bos, end of turn in 1 of 1
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -109,7 +109,7 @@ def test_all_counts_and_another_template(chat, capfdbinary):
     flags = ("--data", chat / "chat.jsonl", "--count", "2", "--chat-template", chat / "z.jinja")
     text = printed(capfdbinary, chat / "m.gguf", *flags, "--loss-on", "all")
     assert text.startswith(
-        "chat.jsonl:1: 26 tokens, 26 counted, bos in 1, end of turn in 1 of 1\n"
+        "chat.jsonl:1: 26 tokens, 26 counted, with bos, end of turn in 1 of 1\n"
         "«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
     )
     assert "(100 %)" in text

@@ -24,10 +24,11 @@ VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # by whi
 
 def described(of: Facts) -> str:
     """The facts on a row, or on many."""
-    text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, "
-    text += f"bos in {of['bos']:,}, end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
-    text += f", {of['silent']:,} answers not to be learned" * (of["silent"] > 0)
-    return text + f", tools of {of['tools'] - of['unread']:,} of {of['tools']:,} read" * (of["tools"] > 0)
+    bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
+    text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
+    text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
+    text += f", answers not to be learned: {of['silent']:,}" * (of["silent"] > 0)
+    return text + f", tools read: {of['tools'] - of['unread']:,} of {of['tools']:,}" * (of["tools"] > 0)
 
 
 class Totals:
@@ -63,9 +64,9 @@ class BadRows:
         key = VALUES.sub("", str(error))
         key = key if key in self.counts or len(self.counts) < MOST_REASONS else "other reasons"
         self.counts[key] += 1
-        self._first.setdefault(key, f"{shown(error)} ({shown(name)}:{number})")
+        self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
 
     def notes(self) -> list[str]:
         """A line on all reasons; none where there are none."""
-        told = "; ".join(f"{count:,} as {self._first[key]}" for key, count in self.counts.items())
+        told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
         return [f"--skip-bad left out {self.counts.total():,} rows: {told}"] if told else []
