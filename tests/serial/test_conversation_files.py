@@ -98,7 +98,6 @@ def test_the_deciding_key_may_come_late(name, tmp_path):
     [
         ("t.jsonl.gz", MADE["t.jsonl.gz"](TABLE)[:-20], r"t\.jsonl\.gz: cannot be read"),
         ("t.jsonl.gz", b"{}", r"t\.jsonl\.gz: cannot be read"),
-        ("t.parquet", b"PAR1", r"t\.parquet: cannot be read as Parquet"),
         ("t.jsonl.gz", gzip.compress(b'{"messages": 1}'), r"t\.jsonl\.gz, line 1: messages: expected a list"),
         ("t.json.gz", gzip.compress(b'[{"messages": 1}]'), r"t\.json\.gz, row 1: messages: expected a list"),
     ],
@@ -109,6 +108,15 @@ def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_pat
     with pytest.raises(UsageError, match=f"^--data .*{expected}") as caught:
         list(read_conversations(*files[0], lambda one: one) if are_conversations(files) else ())
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_table_is_none_of_conversations(tmp_path):
+    """It is refused as what it looks like, and left out of folders, as all that is no text."""
+    path = tmp_path / "t.parquet"
+    path.write_bytes(parquet(TABLE)[:-20])
+    assert not are_conversations([("t.parquet", path)])
+    with pytest.raises(UsageError, match=r"t\.parquet looks like a Parquet file.*zero-mpi\[arrow\]"):
+        load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
 
 
 def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):

@@ -93,14 +93,14 @@ def holds_conversations(path: Path) -> bool:
     if suffix not in (*LINES, DOCUMENT, PARQUET):
         return False
     try:
+        if suffix == PARQUET:
+            columns = columns_of(path)
+            return any(all(key in columns for key in keys) for keys, _ in FORMS)
         with prefixed("--data"):
-            if suffix == PARQUET:
-                columns = columns_of(path)
-                return any(all(key in columns for key in keys) for keys, _ in FORMS)
             head = beginning(path, KEYS.search)
-    except FileError:
-        raise
-    except UsageError:  # for want of a library
+    except UsageError as error:  # no library, or a table that is damaged
+        if suffix != PARQUET and isinstance(error, FileError):
+            raise
         return False
     return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
