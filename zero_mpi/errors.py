@@ -47,6 +47,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def prefixed(text: str) -> Iterator[None]:
+    """Let a FileError of the body begin with a text: a flag, or a file."""
+    try:
+        yield
+    except FileError as error:
+        raise FileError(f"{text} {error}") from None
+
+
 def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -> Any:
     """The modules of an optional library, imported; one of them, or a tuple.
 

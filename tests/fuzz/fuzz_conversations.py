@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 from pathlib import Path
 from random import Random
@@ -9,6 +11,7 @@ from typing import Any
 
 from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_choices import ODD, lines
+from fuzz_texts import zstd
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 
@@ -54,13 +57,15 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def samples(folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str) -> list[str]:
+def samples(
+    folder: Path, raw: bytes, template: str = TEMPLATES["chatml"], *flags: str, name: str = "chat.jsonl"
+) -> list[str]:
     """The command on a file of these bytes, with this template in a file beside it."""
     with GGUFStream(folder / "m.gguf", "llama", chat_keys(), []):
         pass
-    (folder / "chat.jsonl").write_bytes(raw)
+    (folder / name).write_bytes(raw)
     (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")
-    command = ["-m", "zero_mpi.samples", "m.gguf", "--data", "chat.jsonl", "--chat-template", "t.jinja"]
+    command = ["-m", "zero_mpi.samples", "m.gguf", "--data", name, "--chat-template", "t.jinja"]
     return [*command, *flags]
 
 
@@ -90,6 +95,45 @@ def damaged(random: Random, folder: Path) -> list[str]:
     for _ in range(random.randint(1, 4)):
         raw[random.randrange(len(raw))] = random.randrange(256)
     return samples(folder, bytes(raw[: random.randint(1, len(raw))]), TEMPLATES["chatml"], "--json")
+
+
+def table(random: Random, rows: list[dict[str, Any]]) -> bytes:
+    """Rows as Parquet, a column of texts in the place of one at times."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return b"PAR1"
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in keys}
+    if random.random() < 0.3:
+        columns[random.choice([*columns])] = [random.choice(["", "x", "[]"]) for _ in rows]
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=2)
+    return sink.getvalue()
+
+
+def packed(random: Random, folder: Path) -> list[str]:
+    """Packed lines, an array and a table, rows in error among them, damaged at times; rows are left out."""
+    form = random.choice(FORMS)
+    bad = [json.loads(json.dumps(form)) | {random.choice([*form]): random.choice(["", 1, [], {}])}]
+    rows = [form] * 3 + bad * random.randint(0, 2)
+    text = lines(*rows) + random.choice([b"", b"{broken\n", b"\xff\n"])
+    kinds = {
+        "chat.jsonl": lambda: text,
+        "chat.jsonl.gz": lambda: gzip.compress(text),
+        "chat.ndjson.zst": lambda: zstd(text),
+        "chat.json": lambda: json.dumps(rows).encode(),
+        "chat.json.gz": lambda: gzip.compress(json.dumps(rows).encode()),
+        "chat.parquet": lambda: table(random, [form] * 9),
+    }
+    name = random.choice([*kinds])
+    raw = bytearray(kinds[name]())
+    for _ in range(random.choice([0, 0, 1, 4])):
+        raw[random.randrange(len(raw))] = random.randrange(256)
+    raw = raw[: random.choice([len(raw), len(raw), random.randint(1, len(raw))])]
+    flags = ["--skip-bad"] * random.randint(0, 1)
+    return samples(folder, bytes(raw), TEMPLATES["chatml"], *flags, name=name)
 
 
 def programs(random: Random, folder: Path) -> list[str]:
@@ -140,6 +184,7 @@ CASES = {
     "values": values,
     "others": others,
     "damaged": damaged,
+    "packed": packed,
     "programs": programs,
     "templates": templates,
 }

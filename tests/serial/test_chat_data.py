@@ -42,7 +42,7 @@ def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_
     path = write_lines(tmp_path / "chat.jsonl", {"messages": TALK}, ASKED, SAME, ASKED)
     found = corpus(path)
     assert found.documents == 2
-    assert found.notes == ("conversations without an answer left out: 2",)
+    assert found.notes[2:] == ("conversations without an answer left out: 2",)
     assert corpus(path, loss_on="all").documents == 4
     held = corpus(path, val_fraction=0.5)
     assert (held.documents, held.val_documents) == (2, 1), "whole conversations are held out"
@@ -158,7 +158,7 @@ def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
     train(1, folder / "out", *FLAGS, "--steps", "3", "--loss-on", "answers")
     command = ["-m", "zero_mpi.evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
     status, _, errors = run_job(1, command, cwd=folder, timeout=50)
-    assert (status, errors.count("\n")) == (0, 1), errors
+    assert (status, errors.count("\n")) == (0, 2), errors  # and bytes have no end of a turn
     assert "conversations without an answer left out: 6" in errors
 
 
@@ -187,6 +187,37 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     line = refusal(folder, "zero_mpi.evaluate", *command, "--stride", "9")
     assert "--stride 9: each conversation is read from its beginning" in line
     assert "no answer" in refusal(folder, "zero_mpi.evaluate", *command, "--context", "9")
+
+
+@needs_mpiexec
+def test_bad_rows_are_left_out_alike_at_each_number_of_ranks(folder):
+    """By `--skip-bad`; without it the file, line and flag are named. What is said is in the log once."""
+    raw = (folder / "chat.jsonl").read_text()
+    model = replace(LLAMA, context_length=200, value_length=4)
+    write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
+    (folder / "chat.jsonl").write_text("{broken\n" + raw + '{"messages": 1}\n')
+    for command in ("train", "evaluate", "samples"):
+        names = ["m.gguf"] if command != "train" else []
+        options = FLAGS if command == "train" else FLAGS[:4]
+        line = refusal(folder, f"zero_mpi.{command}", *names, *options)
+        assert "chat.jsonl, line 1: " in line
+        assert "--skip-bad" in line
+        status, printed, errors = run_job(
+            1, ["-m", f"zero_mpi.{command}", *names, *options, "--skip-bad"], cwd=folder, timeout=50
+        )
+        assert status == 0, errors
+        assert "left out 2 rows" in printed + errors
+    printed = train(3, folder / "3", *FLAGS, "--skip-bad")
+    assert printed.count("left out 2 rows") == 1
+    assert printed.count("conversations: 18, ") == printed.count("first conversation: chat.jsonl:2: ") == 1
+    train(1, folder / "1", *FLAGS, "--skip-bad")
+    assert_same_run(folder / "1", folder / "3")
+    (folder / "chat.jsonl").write_text('{"messages": 1}\n{broken\n')
+    assert "left out 2 rows" in refusal(folder, "zero_mpi.train", *FLAGS, "--skip-bad")
+    assert "left out 2 rows" in refusal(folder, "zero_mpi.samples", "m.gguf", *FLAGS[:4], "--skip-bad")
+    (folder / "chat.jsonl").write_text("text")
+    line = refusal(folder, "zero_mpi.train", *FLAGS[:2], *FLAGS[4:], "--skip-bad")
+    assert "--skip-bad: " in line
 
 
 @needs_mpiexec

@@ -1,5 +1,7 @@
 """Defaults that the data or an earlier start decide: what no flag says of conversations beside --init."""
 
+import math
+import re
 import tomllib
 from dataclasses import replace
 
@@ -88,3 +90,33 @@ def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
     assert "changed since the checkpoint: --steps was 2, now 3\n" in printed
     train(1, folder / "out", *FLAGS, "--steps", "4", "--warmup", "1", "--lr", "1e-3")
     assert (settings(folder)["warmup"], settings(folder)["lr"]) == (1, 1e-3)
+
+
+@needs_mpiexec
+def test_a_jump_of_the_rate_is_a_caution(folder):
+    """It has both rates, by the formula of the cosine; a resume that changes nothing has none."""
+    model(folder, 200)
+    flags = [*FLAGS, "--batch-size", "4", "--warmup", "1", "--lr", "1e-3"]
+    train(1, folder / "out", *flags, "--steps", "4")
+    assert "rate jumps" not in train(1, folder / "out", *flags, "--steps", "4")
+    printed = train(2, folder / "out", *flags, "--steps", "40", "--dry-run")
+    last, now = (1e-4 + 9e-4 * (1 + math.cos(math.pi * done)) / 2 for done in (2 / 3, 3 / 39))
+    (line,) = [line for line in printed.splitlines() if "rate jumps" in line]
+    assert f" {last:.3g} at step 4 to {now:.3g} at step 5:" in line
+    assert f"--lr {last:.3g}" in line
+
+
+@needs_mpiexec
+def test_a_model_of_a_short_context_needs_no_flag(folder):
+    """The default is the model's own where that is shorter; a flag that asks for more is refused."""
+    model(folder, 64)
+    (folder / "text.txt").write_text("some text " * 1000)
+    command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--data", "text.txt", "--dry-run"]
+    status, printed, errors = run_job(1, command, cwd=folder, timeout=50)
+    assert status == 0, errors
+    assert re.search(rf"(?m)^steps .* of {16 * 64:,} tokens: ", printed)
+    status, _, errors = run_job(1, [*command, "--context", "65"], cwd=folder, timeout=50)
+    assert (status, errors.count("\n")) == (2, 1)
+    assert "--context 65" in errors
+    command = ["-m", "zero_mpi.plan", "--init", "m.gguf", "--ranks", "2"]
+    assert run_job(1, command, cwd=folder, timeout=50)[0] == 0

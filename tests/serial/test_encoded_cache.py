@@ -21,6 +21,7 @@ from zero_mpi.data import (
     token_spans,
     tokenizer_from_metadata,
 )
+from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.token_spans import TokenSpans
 from zero_mpi.data.tokenizers import bpe, sentencepiece
@@ -307,6 +308,18 @@ def corpus(path, kind, **more):
     tokenizer = tokenizer_from_metadata(KINDS[kind]())
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
     return load_corpus([str(path)], tokenizer=tokenizer, **options, **more)
+
+
+def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
+    """Remarks stay remarks, and rows that are left out are told again; the flag is part of the name."""
+    path = data(tmp_path / "data", "conversations")
+    path.write_text(path.read_text() + "\n{broken")
+    first, again = (corpus(path, "bpe", skip_bad=True) for _ in range(2))
+    assert first.notes == again.notes
+    assert len(list(cache.iterdir())) == 1
+    assert [isinstance(note, Remark) for note in again.notes] == [True, True, False]
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 21: "):
+        corpus(path, "bpe")
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)

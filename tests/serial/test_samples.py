@@ -18,7 +18,7 @@ LINES = [
     {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}]},
 ]
 SHOWN = """\
-chat.jsonl:1: 56 tokens, 11 counted
+chat.jsonl:1: 56 tokens, 11 counted, with bos, end of turn in 1 of 1
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -29,7 +29,7 @@ hi\\x1b[31m<|im_end|>
 Two é<|im_end|>»
 
 
-chat.jsonl:3: 47 tokens, 2 counted
+chat.jsonl:3: 47 tokens, 2 counted, with bos, end of turn in 1 of 1
 <|im_start|>system
 You help.<|im_end|>
 <|im_start|>user
@@ -41,7 +41,7 @@ Sum
 
 
 3 conversations: 124 tokens, 13 of them counted (10.5 %); the longest has 56
-without an answer, which training leaves out: 1
+conversations without an answer left out: 1
 """
 
 
@@ -85,8 +85,11 @@ def test_samples_as_json(chat, capfdbinary):
         {"text": "3<|im_end|>", "counted": True},
         {"text": "\n", "counted": False},
     ]
-    totals = {name: value for name, value in found.items() if name != "samples"}
-    assert totals == {"conversations": 3, "tokens": 124, "counted": 13, "longest": 56, "left_out": 1}
+    totals = {"conversations": 3, "tokens": 124, "counted": 13, "longest": 56, "left_out": 1}
+    totals |= {"bos": 3, "turns": 2, "endless": 0, "silent": 0, "tools": 0, "unread": 0, "unwritten": 0}
+    assert totals == {name: found[name] for name in totals}
+    facts = {"tokens": 47, "counted": 2, "bos": 1, "turns": 1, "endless": 0, "tools": 0}
+    assert facts == {name: found["samples"][1][name] for name in facts}
 
 
 def test_colours_on_a_terminal(chat, capfdbinary, monkeypatch):
@@ -106,7 +109,8 @@ def test_all_counts_and_another_template(chat, capfdbinary):
     flags = ("--data", chat / "chat.jsonl", "--count", "2", "--chat-template", chat / "z.jinja")
     text = printed(capfdbinary, chat / "m.gguf", *flags, "--loss-on", "all")
     assert text.startswith(
-        "chat.jsonl:1: 26 tokens, 26 counted\n«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
+        "chat.jsonl:1: 26 tokens, 26 counted, with bos, end of turn in 1 of 1\n"
+        "«<|user|>\nhi\\x1b[31m</s>\n<|assistant|>\nOne."
     )
     assert "(100 %)" in text
 

@@ -84,6 +84,13 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     return replace(model, lora=replace(model.lora, stored=stored))
 
 
+def shortened(config: Config, model: ModelConfig) -> Config:
+    """The configuration with the model's context where no flag says one and the default is longer."""
+    if "context" not in config.unsaid:
+        return config
+    return replace(config, context=min(config.context, model.context_length))
+
+
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context that the model has not, and for patterns that cannot be meant."""
     if config.context > model.context_length:
@@ -197,13 +204,14 @@ def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag that has no meaning for data of this kind: conversations, or others."""
     chats = kinds_of_data(config)
     nothing = "--data holds no conversations, which are .jsonl files"
-    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system"), nothing) | {
+    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing) | {
         "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
     }
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
-        if getattr(config, name) not in (None, [], DAY) and idle:
-            raise UsageError(f"{spelled(name)} {shown(getattr(config, name))}: {reason}")
+        value = getattr(config, name)
+        if value not in (None, False, [], DAY) and idle:
+            raise UsageError(f"{spelled(name)}{'' if value is True else f' {shown(value)}'}: {reason}")
 
 
 def kinds_of_data(config: Config) -> list[bool]:

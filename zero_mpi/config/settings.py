@@ -124,6 +124,7 @@ class Config:
         "what counts of conversations: answers, those of the assistant; all (default: answers)",
         choices=LOSSES,
     )
+    skip_bad: bool = flag(False, bool, "data", "leave out rows of conversations that cannot be read")
     packing: str | None = flag(
         None,
         str,

@@ -6,6 +6,8 @@ pyarrow tells where the buffers lie; the ids themselves are read as those of any
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi.data.token_file import TokenLayout
-from zero_mpi.errors import import_optional
+from zero_mpi.errors import FileError, UsageError, import_optional
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import open_file, reason
 
 COLUMN = "input_ids"
 KINDS = ("int16", "int32", "int64", "uint16", "uint32")
@@ -24,6 +27,21 @@ KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 def pyarrow(what: str = "Arrow files") -> Any:
     """The package pyarrow, for files of a kind. UsageError, with the remedy, where it is not installed."""
     return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """An open Parquet file; raises FileError for what goes wrong with it."""
+    library, parquet = pyarrow("Parquet files"), import_module("pyarrow.parquet")
+    with open_file(path, "a Parquet file") as raw:
+        try:
+            yield parquet.ParquetFile(library.PythonFile(raw, mode="r"))
+        except UsageError:
+            raise
+        except (OSError, ValueError, library.lib.ArrowException) as error:
+            raise FileError(
+                f"{shown(path)}: cannot be read as Parquet: {shown(reason(error), 120)}"
+            ) from None
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:

@@ -51,7 +51,7 @@ class Corpus:
     sha256: str  # over names and bytes of all documents in order, whatever the split, and over shares
     documents: int
     val_documents: int  # held out whole; 0 where the tail of a single document is held out
-    notes: tuple[str, ...]  # what was left out and why, for the user
+    notes: tuple[str, ...]  # what was left out and why, and remarks on what was read, for the user
     vocab_size: int
 
     @property
@@ -96,6 +96,7 @@ def load_corpus(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     any_bytes: bool = False,
+    skip_bad: bool = False,
     control_tokens: str | None = None,
     bos: int | None = None,
     loss_on: str = ANSWERS,
@@ -107,20 +108,20 @@ def load_corpus(
     """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
     `paths`: `PATH=SHARE` each makes a source of each (`mixture.sources_of`). `val_paths`: what is held out
-    instead. `any_bytes`: a file that is named is taken as it is, text or not. `control_tokens`: what the
-    spelling of one in text means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer
-    and ignore both. `bos`: the id that begins each window of text and each conversation. `loss_on`: what
-    counts of conversations, "answers" or "all". `packs`: windows hold whole documents, so they need not be as
-    long as `context`; those of conversations do anyway. Token files, and text of some size once it is
-    encoded, stay on disk. `batches`: what encodes. `inputs`: what flags give to
-    chat templates. Raises UsageError for what the user can mend: paths,
-    fraction, files, sizes.
+    instead. `any_bytes`: a file that is named is taken as it is, text or not. `skip_bad`: rows of
+    conversations in error are left out, with a note. `control_tokens`: what the spelling of one in text
+    means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore both. `bos`:
+    the id that begins each window of text and each conversation. `loss_on`: what counts of conversations,
+    "answers" or "all". `packs`: windows hold whole documents, so they need not be as long as `context`; those
+    of conversations do anyway. Token files, and text of some size once it is encoded, stay on disk.
+    `batches`: what encodes. `inputs`: what flags give to chat templates. Raises UsageError for what the user
+    can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs)
+    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:
@@ -163,7 +164,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
     train, val = _hold_out(documents, fraction, seed)
     if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    said = [f"{source.name}: {note}" if source.name else note for note in notes]
+    said = [type(note)(f"{source.name}: {note}") if source.name else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
     alone = bool(val) and _count(documents) == 1
     return _Split(source, train, val, said, digest, reader.bos_of(source.paths), alone)
@@ -175,7 +176,7 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
     held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
         raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
-    said = [f"--val-data: {note}" for note in notes]
+    said = [type(note)(f"--val-data: {note}") for note in notes]
     source = DataSource("", list(paths))
     return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
 

@@ -7,14 +7,14 @@ it.
 
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.row_facts import BadRows, Totals
 from zero_mpi.data.conversations.tokenized import ConversationReader
-from zero_mpi.data.documents import Document
+from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text, separator_notes, text_documents
@@ -37,6 +37,7 @@ class DocumentReader(NamedTuple):
     batches: Batches
     bos: int | None = None
     inputs: TemplateInputs = NO_INPUTS
+    skips_bad: bool = False
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Every document that holds something; raises UsageError where none does."""
@@ -44,7 +45,7 @@ class DocumentReader(NamedTuple):
         documents = [document for document in read if document.tokens.size]
         if not documents:
             nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
-            raise UsageError("; ".join([nothing, *notes]))
+            raise UsageError("; ".join([nothing, *(note for note in notes if not isinstance(note, Remark))]))
         return documents, notes
 
     def bos_of(self, paths: Sequence[str]) -> int | None:
@@ -79,7 +80,7 @@ class DocumentReader(NamedTuple):
         """What encodes files: conversations, or text."""
         if are_conversations(files):
             reader = ConversationReader(text.tokenizer, self.loss_on, self.bos, self.inputs)
-            return partial(_conversations, files, reader)
+            return lambda notes: _conversations(files, reader, self, notes)
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
@@ -91,20 +92,22 @@ class DocumentReader(NamedTuple):
             "loss on": self.loss_on,
             "bos": self.bos,
             "template": (dict(self.inputs.variables), *self.inputs[1:]),
+            "skip bad": self.skips_bad,
             "named": named,
         }
 
 
-def _conversations(files: Files, reader: ConversationReader, notes: list[str]) -> Iterator[Document]:
+def _conversations(
+    files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
+) -> Iterator[Document]:
     """Each conversation as a document, as its template ends it; none of which nothing counts."""
-    left_out = 0
-    for found in reader.read(files):
+    totals, bad = Totals(), BadRows() if flags.skips_bad else None
+    for found in reader.read(files, bad):
+        totals.add(found.name, found.facts)
         if found.counted.any():
             yield Document(found.name, found.ids, found.digest, found.counted)
-        else:
-            left_out += 1
-    if left_out:
-        notes.append(f"conversations without an answer left out: {left_out:,}")
+    notes += map(Remark, totals.remarks())
+    notes += [*totals.cautions(), *(bad.notes() if bad else ())]
 
 
 def _text_documents(

@@ -21,6 +21,10 @@ Tokens = NDArray[np.integer[Any]] | TokenSpans
 Counted = NDArray[np.bool_]
 
 
+class Remark(str):
+    """A note on documents that warns of nothing."""
+
+
 class Document(NamedTuple):
     """Ids in their order, and where they are from.
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.documents import Document
+from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
@@ -206,6 +206,7 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
             documents.append((document.name, document.tokens.size, document.digest.hex()))
         has_counts = counted.tell() > 0
     about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
+    about["remarks"] = [isinstance(note, Remark) for note in notes]
     (scratch / ABOUT).write_text(json.dumps(about))
     (scratch / SUMS).write_bytes(sums(scratch, beat))
     for name in (IDS, COUNTED, ABOUT, SUMS):
@@ -249,7 +250,8 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         at += size
         counts = None if counted is None else counted[part]
         documents.append(Document(name, ids[part], bytes.fromhex(digest), counts))
-    return documents, about["notes"]
+    pairs = zip(about["notes"], about["remarks"], strict=True)
+    return documents, [Remark(note) if is_remark else note for note, is_remark in pairs]
 
 
 def drop_unused(base: Path) -> None:

@@ -37,9 +37,10 @@ class Beginning(NamedTuple):
     at: int = 0
 
 
+TABLES = "conversations in it take a column such as messages, and pip install 'zero-mpi[arrow]'"
 MODEL = "a model is named by --init"
 BEGINNINGS = (
-    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet)"),
+    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
     Beginning(b"ARROW1\0", "an Arrow file", EXTRACT),
     Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", EXTRACT),
     Beginning(b"\x89HDF\r\n\x1a\n", "an HDF5 file", EXTRACT),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
@@ -55,10 +55,8 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     found: dict[str, tuple[str, Path]] = {}
     for given in paths:
         mark = NANOGPT if given.startswith(NANOGPT) else ""
-        try:
+        with prefixed(flag):
             files = _files_of(Path(given.removeprefix(mark)), flag)
-        except FileError as error:
-            raise FileError(f"{flag} {error}") from None
         for name, path in files:
             found.setdefault(os.path.realpath(path), (mark + name, path))
     return list(found.values())

@@ -10,6 +10,7 @@ import numpy as np
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
 from zero_mpi.data.bos import bos_of
 from zero_mpi.data.corpus import Part
+from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.errors import UsageError
@@ -50,7 +51,8 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
         corpus = share_corpus(world.comm, read[0] if read else None, notes)
         cut = cut_up(corpus.parts[0], opened.config.context, task.stride)
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
-            log.tell(log.Caution(note))
+            if not isinstance(note, Remark):
+                log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
         text, tokens = about(cut, windows, corpus, opened)
     answers = []

@@ -18,7 +18,7 @@ MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
     "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
-    **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on"), ""),
+    **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
     "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip

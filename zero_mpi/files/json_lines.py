@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from io import BufferedReader
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import MOST, TextStream
 
-MOST = 16 << 20  # bytes of a line
 BOM = b"\xef\xbb\xbf"  # of UTF-8, which some programs put first
+PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # where a text of one line is no JSON
 T = TypeVar("T")
 
 
-def each_line(path: str | os.PathLike[str], flag: str, read: Callable[[int, Any], T]) -> Iterator[T]:
+def each_line(
+    path: Path,
+    flag: str,
+    read: Callable[[int, Any], T],
+    lines: Iterable[bytes] | None = None,
+    bad: Callable[[int, ValueError], object] | None = None,
+) -> Iterator[T]:
     """What `read` makes of the number of each line, from 1, and of its value; one line is held at a time.
 
     A ValueError of `read` and all else that is wrong becomes a FileError, which names `flag`, file and line.
+    lines: of a file of another kind; bad: is told of a line in error in the place of a FileError
     """
-    place = f"{flag} {shown(path)}"
-    for number, raw in enumerate(_lines(path, flag), 1):
-        if len(raw) > MOST:
-            raise FileError(f"{place}, line {number}: expected at most {MOST} bytes, found more")
+    for number, raw in enumerate(_flagged(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw
-        if text.strip():
-            try:
-                found = read(number, parse_json(text, unique=True))
-            except ValueError as error:
-                raise FileError(f"{place}, line {number}: {error}") from None
+        if not text.strip():
+            continue
+        try:
+            if len(raw) > MOST:
+                raise ValueError(f"expected at most {MOST} bytes, found more")
+            found = read(number, _value(text))
+        except ValueError as error:
+            if bad is None:
+                raise FileError(f"{flag} {shown(path)}, line {number}: {error}") from None
+            bad(number, error)
+        else:
             yield found
 
 
-def _lines(path: str | os.PathLike[str], flag: str) -> Iterator[bytes]:
-    """The lines of a regular file; of one that is too long the beginning, which is the last that comes."""
+def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
+    with prefixed(flag):
+        yield from TextStream(path).each_line() if lines is None else lines
+
+
+def _value(text: bytes) -> Any:
+    """The value of a line; ValueError that tells the column alone, for the line is the file's."""
     try:
-        with BufferedReader(open_file(path, "a file of JSON lines")) as file:
-            while raw := file.readline(MOST + 1):
-                yield raw
-    except FileError as error:
-        raise FileError(f"{flag} {error}") from None
-    except OSError as error:
-        raise FileError(f"{flag} {shown(path)}: cannot be read: {reason(error)}") from None
+        return parse_json(text.rstrip(b"\r\n"), unique=True)
+    except ValueError as error:
+        told, count = PLACE.subn(r" at \1", str(error))
+        raise ValueError(f"no JSON: {told}" if count else told) from None
 
 
 def is_text(value: Any) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.open import read_file
 
 STANDARD_INPUT = "-"
@@ -35,10 +35,8 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
 
 def lines_of(path: Path) -> list[str]:
     """The lines of a file, without their ends."""
-    try:
+    with prefixed("--prompts"):
         text = read_file(path, expected="a file of prompts, one in each line")
-    except FileError as error:
-        raise FileError(f"--prompts {error}") from None
     return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]
 
 

@@ -117,6 +117,7 @@ def read(arguments: Sequence[str]) -> Question:
     described = find_file(own)
     ranks, nodes = find_places(own, described)
     model = find_model(config, own.get("base"))
+    config = inputs.shortened(config, model)
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
     if "strategy" not in settings and config.device == "cuda" and nodes > 1:
         names.remove("hybrid-shard")
@@ -173,7 +174,7 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
     else:
         tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
         model = beside_adapters(config, inputs.model_from_flags(config, tokenizer), base)
-    inputs.check_model(config, model)
+    inputs.check_model(inputs.shortened(config, model), model)
     return model
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -24,41 +23,16 @@ from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, to
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.bos import AUTO, bos_of
 from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
+from zero_mpi.data.conversations.row_sources import HEAD, beginning
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
+from zero_mpi.data.file_kinds import kind_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import readable, shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World, run
 
 MARKS, COLOURS = ("«", "»"), ("\x1b[32m", "\x1b[0m")
-
-
-@dataclass
-class Totals:
-    """What was found in all, and the first conversations of it.
-
-    longest     tokens of the longest conversation, which a window has to hold
-    left_out    conversations of which nothing counts: training leaves them out
-    """
-
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    conversations: int = 0
-    tokens: int = 0
-    counted: int = 0
-    longest: int = 0
-    left_out: int = 0
-
-    def add(self, found: TokenizedConversation, keep: bool) -> None:
-        """Count a conversation, and keep it to be shown."""
-        tokens, counted = len(found.ids), int(found.counted.sum())
-        self.conversations += 1
-        self.tokens += tokens
-        self.counted += counted
-        self.longest = max(self.longest, tokens)
-        self.left_out += counted == 0
-        if keep:
-            parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
-            self.samples.append({"name": found.name, "tokens": tokens, "counted": counted, "parts": parts})
 
 
 def make_parser() -> Parser:
@@ -73,9 +47,9 @@ def make_parser() -> Parser:
         "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
     )
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="conversations as .jsonl, or folders of them"
+        "--data", nargs="+", required=True, metavar="PATH", help="files of conversations, or folders of them"
     )
-    add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on"), ""))
+    add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
     parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     return parser
@@ -87,20 +61,30 @@ def command(world: World, arguments: Sequence[str]) -> int:
     within("count", options.count, 0)
     files = collect_files(options.data)
     if not are_conversations(files):
+        for name, path in files:
+            if kind := kind_of(beginning(path, bool)[:HEAD], name):
+                about = f"found {kind.name}: {kind.remedy}"
+                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {about}")
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
     tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
-    totals = Totals()
-    reader = ConversationReader(
-        tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), template_inputs(options, tokenizer)
-    )
-    for found in reader.read(files):
-        totals.add(found, keep=totals.conversations < options.count)
+    samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
+    inputs = template_inputs(options, tokenizer)
+    reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
+    for found in reader.read(files, bad):
+        totals.add(found.name, found.facts)
+        if len(samples) < options.count:
+            parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
+            samples.append({"name": found.name, **found.facts, "parts": parts})
+    notes = [*totals.cautions(), *(bad.notes() if bad else ())]
+    if notes and not totals.sums:
+        raise UsageError(f"--data {named(options.data)}: expected a row that can be read; {notes[-1]}")
     if options.json:
-        write(json.dumps(asdict(totals), indent=2).replace("\x7f", "\\u007f").split("\n"))
+        figures = {"samples": samples, **totals.sums, "longest": totals.longest, "notes": notes}
+        write(json.dumps(figures, indent=2).replace("\x7f", "\\u007f").split("\n"))
     elif sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        write(lines(totals, *COLOURS), keep="\x1b")
+        write(lines(samples, totals, notes, *COLOURS), keep="\x1b")
     else:
-        write(lines(totals, *MARKS))
+        write(lines(samples, totals, notes, *MARKS))
     return 0
 
 
@@ -121,24 +105,25 @@ def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
             yield raw[ends[first] : ends[last]].decode(errors="replace"), bool(found.counted[first])
 
 
-def lines(totals: Totals, begin: str, end: str) -> Iterator[str]:
-    """The text of samples and totals, what counts between two signs."""
-    for sample in totals.samples:
-        counts = f"{plural(sample['tokens'], 'token')}, {sample['counted']:,} counted"
-        yield f"{shown(sample['name'])}: {counts}"
+def lines(
+    samples: list[dict[str, Any]], totals: Totals, notes: list[str], begin: str, end: str
+) -> Iterator[str]:
+    """The text of samples, totals and notes, what counts between two signs."""
+    for sample in samples:
+        yield f"{shown(sample['name'])}: {described(Facts(sample))}"
         text = "".join(
             marked(readable(part["text"]), begin, end) if part["counted"] else readable(part["text"])
             for part in sample["parts"]
         )
         yield from text.split("\n")
         yield ""
-    share = percent(totals.counted / max(1, totals.tokens))
+    of = totals.sums
+    share = percent(of["counted"] / max(1, of["tokens"]))
     yield (
-        f"{plural(totals.conversations, 'conversation')}: {plural(totals.tokens, 'token')}, "
-        f"{totals.counted:,} of them counted ({share}); the longest has {totals.longest:,}"
+        f"{plural(of['conversations'], 'conversation')}: {plural(of['tokens'], 'token')}, "
+        f"{of['counted']:,} of them counted ({share}); the longest has {totals.longest:,}"
     )
-    if totals.left_out:
-        yield f"without an answer, which training leaves out: {totals.left_out:,}"
+    yield from notes
 
 
 def marked(text: str, begin: str, end: str) -> str:

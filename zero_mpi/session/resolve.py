@@ -35,6 +35,7 @@ from zero_mpi.config.inputs import (
     open_init,
     passed_over,
     read_model,
+    shortened,
     template_inputs,
 )
 from zero_mpi.config.model_sizes import settled
@@ -56,7 +57,7 @@ from zero_mpi.data import (
 from zero_mpi.data.bos import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
-from zero_mpi.data.documents import Stream
+from zero_mpi.data.documents import Remark, Stream
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.environment.portable import PORTABLE
@@ -73,6 +74,7 @@ from zero_mpi.session.resume import (
     changes_since,
     check_resume,
     find_checkpoint,
+    jumps_of_rate,
     settled_bos,
     settled_day,
 )
@@ -148,7 +150,8 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
-        notes += map(log.Caution, [*spec.corpus.notes, *spec.loader.windows.notes()])
+        said = [*spec.corpus.notes, *spec.loader.windows.notes()]
+        notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, passed_over(spec.init))
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
@@ -157,7 +160,7 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
         spec = replace(spec, description=description)
     phase("operations")
     if checkpoint is not None:
-        notes += changes_since(checkpoint, spec.description)
+        notes += [*changes_since(checkpoint, spec.description), *jumps_of_rate(checkpoint, spec.config)]
     return replace(spec, notes=tuple(notes))
 
 
@@ -176,6 +179,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     tokenizer = choose_tokenizer(config, init, named)
     where = device.in_use().name
     model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
+    config = shortened(config, model)
     check_model(config, model)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
@@ -277,6 +281,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         tokenizer=tokenizer,
         vocab_size=model.vocab_size,
         any_bytes=config.tokenizer == BYTE,
+        skip_bad=config.skip_bad,
         control_tokens=config.control_tokens,
         bos=bos_of(tokenizer, config.bos),
         loss_on=config.loss_on or ANSWERS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
-from zero_mpi.checkpoint.state import Description, read_json
+from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
 from zero_mpi.config.inputs import kinds_of_data
 from zero_mpi.config.model_sizes import SIZES
@@ -33,10 +33,12 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
+from zero_mpi.session.lr_schedule import schedule_of
 from zero_mpi.session.same_bits import changes
 from zero_mpi.telemetry.log import Caution
 
 CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
+JUMP = 1.2  # times the rate that was planned
 # Settings that older checkpoints lack, as they were.
 SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
 
@@ -172,6 +174,22 @@ def changes_between(
     ]
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"
+
+
+def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
+    """A caution where the next step has quite another learning rate than the checkpoint planned."""
+    step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
+    kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
+    kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
+    begun = replace(config, **kept)
+    check(begun)
+    planned, now = schedule_of(begun), schedule_of(config)(step)
+    last = planned(max(0, step - 1))
+    if step < config.steps and max(now, planned(step)) > JUMP * min(now, planned(step)):
+        yield Caution(
+            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}: the "
+            f"schedule is not the one of the checkpoint; --schedule constant --lr {last:.3g} keeps it"
+        )
 
 
 def flag_of(key: str) -> str:

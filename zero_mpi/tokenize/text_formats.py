@@ -7,24 +7,21 @@ A new format is a row of `TEXT_FORMATS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.data.arrow_tokens import pyarrow
+from zero_mpi.data.arrow_tokens import open_parquet
 from zero_mpi.data.bin_tokens import MEGATRON_MOST
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text
 from zero_mpi.data.text_filter import TextFilter
-from zero_mpi.errors import FileError, JobError, UsageError
+from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import quoted, shown
-from zero_mpi.files.json_lines import MOST, is_text
-from zero_mpi.files.open import open_file, reason
+from zero_mpi.files.json_lines import is_text
 from zero_mpi.files.parse import parse_json
-from zero_mpi.tokenize.text_streams import MOST_UNPACKED, TextStream, length_of, line_number, packing_of
+from zero_mpi.files.text_streams import MOST, MOST_UNPACKED, TextStream, length_of, line_number, packing_of
 
 FLAG = "TEXT"  # names the inputs in messages
 ROWS = 256  # of Parquet, read together
@@ -168,23 +165,8 @@ def _line(path: Path, place: int) -> str:
     return f"line {line_number(path, place):,}"
 
 
-@contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    """Open a Parquet file; raises FileError for what goes wrong with it."""
-    library, parquet = pyarrow("Parquet files"), import_module("pyarrow.parquet")
-    with open_file(path, "a Parquet file") as raw:
-        try:
-            yield parquet.ParquetFile(library.PythonFile(raw, mode="r"))
-        except UsageError:
-            raise
-        except (OSError, ValueError, library.lib.ArrowException) as error:
-            raise FileError(
-                f"{shown(path)}: cannot be read as Parquet: {shown(reason(error), 120)}"
-            ) from None
-
-
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
-    with _parquet(file.path) as found:
+    with open_parquet(file.path) as found:
         names = found.schema_arrow.names
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
@@ -207,7 +189,7 @@ def _weight(group: Any, field: str) -> int:
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    with _parquet(file.path) as found:
+    with open_parquet(file.path) as found:
         row = sum(found.metadata.row_group(number).num_rows for number in range(first))
         groups = list(range(first, stop))
         for batch in found.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):

@@ -31,7 +31,7 @@ from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import read_file
 
@@ -72,23 +72,19 @@ class HuggingFaceFolder:
         """Read and check configuration and headers, never the data. UsageError where anything is off."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
-        try:
+        with prefixed(f"{folder / CONFIG}:"):
             arch = architecture(Settings(config))
             settings = of_one_kind(arch, Settings(config))
             metadata = keys_of(arch, settings)
             biases, tied = biases_of(arch, settings), is_tied(arch, settings)
             width = 0 if arch == "gpt2" else head_width(arch, settings)
-        except FileError as error:
-            raise FileError(f"{folder / CONFIG}: {error}") from None
         weights = open_weights(folder)
-        try:
+        with prefixed(f"{folder}:"):
             tensors = _tensors(arch, weights, width, metadata)
             _check_head(tensors, weights, tied)
             if arch != "gpt2":
                 _check_biases(tensors, biases)
             constants = rope_factors(arch, settings)  # now that tensors bear out the width of a head
-        except FileError as error:
-            raise FileError(f"{folder}: {error}") from None
         named = {name: TensorSpec(name, value.shape, F32) for name, value in constants.items()}
         return cls(folder, metadata, tensors | named, config, weights, constants)
 

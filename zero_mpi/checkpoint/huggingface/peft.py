@@ -21,7 +21,7 @@ from zero_mpi.checkpoint.huggingface.folder import HuggingFaceTensor, fill, read
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, order_of, to_gguf
 from zero_mpi.checkpoint.safetensors import SafetensorsModel
 from zero_mpi.checkpoint.tensor_file import TensorSpec, checked_range, output
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, prefixed
 from zero_mpi.files.foreign import quoted, show
 from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
 from zero_mpi.files.open import exists
@@ -58,17 +58,13 @@ class PeftFolder:
         arch = keys.architecture or ""
         if arch not in FAMILIES:
             raise FileError(f"{folder}: architecture {show(arch)} has no Hugging Face form here")
-        try:
+        with prefixed(f"{folder / PEFT_CONFIG}:"):
             alpha = alpha_of(Settings(read_config(folder / PEFT_CONFIG)))
-        except FileError as error:
-            raise FileError(f"{folder / PEFT_CONFIG}: {error}") from None
         if not exists(folder / PEFT_MODEL):
             raise FileError(f"{folder}: expected {PEFT_MODEL} beside {PEFT_CONFIG}, found none: save it so")
         weights = SafetensorsModel.open(folder / PEFT_MODEL)
-        try:
+        with prefixed(f"{folder}:"):
             tensors = dict(_tensor(weights, source, arch, keys) for source in weights.tensors)
-        except FileError as error:
-            raise FileError(f"{folder}: {error}") from None
         metadata = {ARCHITECTURE: arch, TYPE: "adapter", KIND: "lora", ALPHA: np.float32(alpha)}
         return cls(folder, metadata, tensors, weights)
 

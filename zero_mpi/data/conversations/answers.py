@@ -53,6 +53,13 @@ class AnswerFinder:
         spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
+    def reads_tools(self, conversation: Conversation, text: str) -> bool:
+        """Return if the text of a conversation differs from that without its tools."""
+        try:
+            return self._template.render(conversation.messages).text != text
+        except ValueError:  # the template asks for tools
+            return True
+
     def by_loop(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
         """Return the answer of each turn by the template's loop; none where it does not tell of all."""
         places, spans, leads = segments(whole), Spans(), dict[object, tuple[str, int] | None]()

@@ -59,6 +59,10 @@ class RenderedText(NamedTuple):
     begins: list[int | None]
 
 
+class EndlessTemplate(UsageError):
+    """A rendering took more time or memory than it may; trying with other values would do so again."""
+
+
 class ChatTemplate:
     """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
 
@@ -78,7 +82,7 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return the text of messages; `generation_prompt`: with what comes before an answer.
 
-        Raises ValueError, in one line, for whatever goes wrong in the template.
+        Raises ValueError or EndlessTemplate, in one line, for whatever goes wrong in the template.
         """
         return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
 
@@ -140,7 +144,10 @@ def parts_of(*texts: str) -> list[Message]:
 
 
 def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a template's process. Raises ValueError for a template that fails."""
+    """Return the answer of a template's process.
+
+    Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -154,7 +161,8 @@ def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str
         if not isinstance(error, BrokenPipeError | EOFError):
             raise
         late = f"it takes more than {SECONDS:g} s of CPU time"
-        found = {"error": late if status == -signal.SIGPROF else f"its process ended with status {status}"}
+        why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
+        raise EndlessTemplate(f"the chat template: {why}") from None
     if "error" in found:
         raise ValueError(f"the chat template: {shown(found['error'])}")
     return found

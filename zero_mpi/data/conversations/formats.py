@@ -1,4 +1,4 @@
-"""Files of conversations: one in each line of JSON, in the forms that people have, told apart by their keys.
+"""Files of conversations: one in each line or row, in the forms that people have, told apart by their keys.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both as lists of messages
@@ -17,16 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.data.conversations.row_facts import BadRows
+from zero_mpi.data.conversations.row_sources import (
+    DOCUMENT,
+    LINES,
+    PARQUET,
+    beginning,
+    columns_of,
+    rows_of,
+    suffix_of,
+)
+from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import BOM, MOST, each_line, is_text
-from zero_mpi.files.open import open_file, read_file, refusing
+from zero_mpi.files.json_lines import each_line, is_text
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
-LINES, DOCUMENT = (".jsonl", ".ndjson"), ".json"  # suffixes: an object in each line; an array of them
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
@@ -45,7 +53,6 @@ EXPECTED = (
 ROWS = re.compile(
     rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"(?:data|messages|conversations|prompt|instruction)")'
 )
-HEAD = 1 << 16  # bytes of a file in which a key of these must stand
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 
 
@@ -91,49 +98,44 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether a file is one of conversations, by its name and the keys at its beginning."""
-    suffix = path.suffix.lower()
-    if suffix not in (*LINES, DOCUMENT):
+    """Whether a file is one of conversations, by its name and the keys at its beginning; raises FileError."""
+    suffix = suffix_of(path)
+    if suffix not in (*LINES, DOCUMENT, PARQUET):
         return False
-    with refusing("--data", path), open_file(path) as file:
-        head = file.read(HEAD)
+    try:
+        if suffix == PARQUET:
+            columns = columns_of(path)
+            return any(all(key in columns for key in keys) for keys, _ in FORMS)
+        with prefixed("--data"):
+            head = beginning(path, KEYS.search)
+    except UsageError as error:  # no library, or a table that is damaged
+        if suffix != PARQUET and isinstance(error, FileError):
+            raise
+        return False
     return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
-def read_conversations(name: str, path: Path, make: Callable[[Conversation], T]) -> Iterator[T]:
+def read_conversations(
+    name: str, path: Path, make: Callable[[Conversation], T], bad: BadRows | None = None
+) -> Iterator[T]:
     """What `make` makes of each conversation of a file, called `name`.
 
-    FileError that names file, line, what was expected and what came, also where `make` raises ValueError.
+    A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
+    names file, line, what was expected and what came.
     """
 
     def one(number: int, value: Any) -> T:
         return make(one_conversation(f"{name}:{number}", value))
 
-    rows = rows_of(path) if path.suffix.lower() == DOCUMENT else None
-    return each_line(path, "--data", one) if rows is None else each_row(path, rows, one)
+    def fail(number: int, error: ValueError) -> None:
+        if bad is None:
+            where = f"--data {shown(path)}, {kind} {number}"
+            raise FileError(f"{where}: {error}; --skip-bad leaves out such rows") from None
+        bad.add(name, number, error)
 
-
-def rows_of(path: Path) -> list[Any] | None:
-    """Return the rows of a JSON document: an array, `{"data": array}` or one object; None for lines."""
-    try:
-        with refusing("--data", path):
-            value = parse_json(read_file(path, MOST, "a JSON document").removeprefix(BOM), unique=True)
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
-        return None
-    rows = value.get("data", [value]) if isinstance(value, dict) else value
-    return rows if isinstance(rows, list) else [value]
-
-
-def each_row(path: Path, rows: Sequence[Any], one: Callable[[int, Any], T]) -> Iterator[T]:
-    """Yield what `one` makes of each row and its number, from 1; FileError names file and row."""
-    for number, row in enumerate(rows, 1):
-        try:
-            found = one(number, row)
-        except ValueError as error:
-            raise FileError(f"--data {shown(path)}, row {number}: {error}") from None
-        yield found
+    with prefixed("--data"):
+        kind, rows = rows_of(path)
+    return each_line(path, "--data", one, rows, fail)
 
 
 def one_conversation(name: str, value: Any) -> Conversation:

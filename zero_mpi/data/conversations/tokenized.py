@@ -18,13 +18,21 @@ from numpy.typing import NDArray
 
 from zero_mpi.data.bos import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
-from zero_mpi.data.conversations.chat_template import NO_INPUTS, TOOL_USE, TemplateInputs, template_of
+from zero_mpi.data.conversations.chat_template import (
+    NO_INPUTS,
+    TOOL_USE,
+    EndlessTemplate,
+    TemplateInputs,
+    template_of,
+)
 from zero_mpi.data.conversations.formats import Conversation, read_conversations
+from zero_mpi.data.conversations.row_facts import BadRows, Facts
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 
+Files = Iterable[tuple[str, Path]]
 ANSWERS, ALL = "answers", "all"
 LOSSES = (ANSWERS, ALL)
 GROUP = 1 << 20  # letters of conversations that are encoded together
@@ -36,6 +44,7 @@ class TokenizedConversation(NamedTuple):
     name      of the file, and the number of the line in it
     ids       (n,) uint16 or uint32; counted (n,) bool: which of them the loss counts
     lengths   (n,) int64: bytes of the text that each stands for
+    facts     counts for the user
     """
 
     name: str
@@ -43,6 +52,7 @@ class TokenizedConversation(NamedTuple):
     ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+    facts: Facts
 
     @property
     def digest(self) -> bytes:
@@ -56,6 +66,7 @@ class RenderedConversation(NamedTuple):
     name: str
     text: str
     spans: list[Span]
+    facts: Facts
 
 
 class ConversationReader:
@@ -77,14 +88,18 @@ class ConversationReader:
     ) -> None:
         self._tokenizer, self._all, self._bos, self._system = tokenizer, loss_on == ALL, bos, inputs.system
         self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
+        self._is_end = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.ends))
         ends = [self._spelt[place] for place in tokenizer.ends]
         self._finder = self._for_tools = AnswerFinder(template_of(tokenizer, inputs), ends)
         if TOOL_USE in tokenizer.metadata():
             self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
 
-    def read(self, files: Iterable[tuple[str, Path]]) -> Iterator[TokenizedConversation]:
-        """The conversations of files in their order; raises FileError, naming the line, and UsageError."""
-        read = (read_conversations(name, path, self.render) for name, path in files)
+    def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
+        """The conversations of files in their order; raises FileError, naming the line, and UsageError.
+
+        Rows in error go to `bad`, if it is given.
+        """
+        read = (read_conversations(name, path, self.render, bad) for name, path in files)
         found, measured = tee(chain.from_iterable(read))
         ends = accumulate(len(each.text) for each in measured)
         for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
@@ -94,22 +109,36 @@ class ConversationReader:
                 yield self._begun(marked(each, ids, lengths))
 
     def _begun(self, found: TokenizedConversation) -> TokenizedConversation:
-        """Return a conversation with bos in front, which stands for no bytes."""
+        """Return a conversation with bos in front, which stands for no bytes, and with the facts on it."""
         ids = with_bos(found.ids, self._bos)
-        if len(ids) == len(found.ids):
-            return found
-        counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
-        return found._replace(ids=ids, counted=counted, lengths=lengths)
+        if len(ids) > len(found.ids):
+            counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
+            found = found._replace(ids=ids, counted=counted, lengths=lengths)
+        begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
+        ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
+        size, bos = {"tokens": len(ids), "counted": int(found.counted.sum())}, self._tokenizer.bos
+        found.facts.update(size, bos=int(ids[:1].tolist() == [bos]), turns=begins.size)
+        found.facts["endless"] = int((ended == 0).sum())
+        return found
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
         if self._system is not None:
             conversation = conversation.with_system(self._system)
-        finder = self._finder if conversation.tools is None else self._for_tools
-        text, spans = finder.find(conversation, silent=self._all)
-        return RenderedConversation(
-            conversation.name, text, between(spans, len(text)) if self._all else spans
-        )
+        tools = conversation.tools
+        silent = sum(place >= conversation.answers for place in conversation.silent)
+        facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
+        finder = self._finder if tools is None else self._for_tools
+        try:
+            text, spans = finder.find(conversation, silent=self._all)
+        except EndlessTemplate as error:  # of this row
+            raise ValueError(str(error)) from None
+        if not self._all:
+            facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
+        if tools is not None:
+            facts["unread"] = int(not finder.reads_tools(conversation, text))
+        counted = between(spans, len(text)) if self._all else spans
+        return RenderedConversation(conversation.name, text, counted, facts)
 
 
 def between(spans: Sequence[Span], size: int) -> list[Span]:
@@ -135,7 +164,7 @@ def marked(
     for start, stop in in_bytes(each.text, each.spans):
         if start < stop:
             counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
-    return TokenizedConversation(each.name, each.text, ids, counted, lengths)
+    return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:

@@ -14,19 +14,18 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from zero_mpi.data.arrow_tokens import pyarrow
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, UsageError, import_optional
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.json_lines import MOST
 from zero_mpi.files.open import open_file, reason
 
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
+MOST = 16 << 20  # bytes of a line
 MOST_UNPACKED = 1 << 30  # bytes of a packed text, which becomes one document and is held whole
 
 
 def _zstd(file: FileIO) -> Any:
-    library = pyarrow("files of zstd")
+    library = import_optional("files of zstd", "arrow", "pyarrow")
     return library.CompressedInputStream(library.PythonFile(file, mode="r"), "zstd")
 
 
@@ -103,6 +102,12 @@ class TextStream:
             raise self._refusal(error) from None
         self.at += len(part)
         return part
+
+    def each_line(self) -> Iterator[bytes]:
+        """All lines, as `line` gives them; then the file is closed."""
+        with self:
+            while raw := self.line():
+                yield raw
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield (place, line) of the lines that begin in [first, stop), which must not lie behind."""

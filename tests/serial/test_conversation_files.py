@@ -1,0 +1,226 @@
+"""Files of conversations: tables, packed files, rows in error, and facts on what is read."""
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+from chat_templates import CHATML, chat_keys, chat_tokenizer
+
+from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.data import load_corpus
+from zero_mpi.data.conversations.formats import are_conversations, one_conversation, read_conversations
+from zero_mpi.data.conversations.row_facts import CAUTIONS, BadRows, Totals
+from zero_mpi.data.conversations.tokenized import ConversationReader
+from zero_mpi.errors import UsageError
+from zero_mpi.evaluate.choices import read_choices
+from zero_mpi.launch.world import World
+from zero_mpi.samples.command import command
+
+OPTIONS = {"val_fraction": 0, "context": 8, "seed": 0, "vocab_size": 400}
+AB = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def written(folder, *rows, name="chat.jsonl"):
+    """A file of these lines."""
+    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / name
+
+
+def parquet(rows):
+    """Rows as a Parquet file, in groups of two; keys that a row lacks are null there."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as library
+
+    sink = pa.BufferOutputStream()
+    keys = dict.fromkeys(key for row in rows for key in row)
+    table = pa.table({key: [row.get(key) for row in rows] for key in keys} | {"extra": [b"\xff"] * len(rows)})
+    library.write_table(table, sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+def zstd(data):
+    """Data packed by zstd."""
+    pa = pytest.importorskip("pyarrow")
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"unit": None, "city": "Oslo"}}}
+TABLE = [
+    {"messages": AB, "tools": '[{"type": "function"}]'},
+    {"messages": [*AB, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": None},
+    {"messages": [{"role": "user", "content": "\u2028é"}, {"role": "assistant", "content": "b"}]},
+]
+LATE = {"id": "x" * 70_000, "messages": AB}
+MADE = {
+    "t.parquet": parquet,
+    "T.PARQUET": parquet,
+    "t.jsonl.gz": lambda rows: gzip.compress("\r\n".join(map(json.dumps, rows)).encode()),
+    "t.ndjson.zst": lambda rows: zstd("\n".join(map(json.dumps, rows)).encode()),
+    "t.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
+    "t.jsonl": lambda rows: "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode(),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        TABLE,
+        [{"prompt": AB[:1], "completion": AB[1:]}] * 130,
+        [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]}],
+        [{"instruction": "a", "input": "", "output": "b", "system": "s"}],
+    ],
+    ids=["messages", "prompt", "conversations", "instruction"],
+)
+def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
+    """They hold what the same rows as JSON Lines hold."""
+    path = tmp_path / name
+    path.write_bytes(MADE[name](rows))
+    assert are_conversations([(name, path)])
+    found = list(read_conversations("x", path, lambda one: one))
+    assert found == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_deciding_key_may_come_late(name, tmp_path):
+    (tmp_path / name).write_bytes(MADE[name]([LATE, {"messages": AB}]))
+    assert are_conversations([(name, tmp_path / name)])
+    (tmp_path / name).write_bytes(MADE[name]([{"text": "x" * 70_000}]))
+    assert not are_conversations([(name, tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("t.jsonl.gz", MADE["t.jsonl.gz"](TABLE)[:-20], r"t\.jsonl\.gz: cannot be read"),
+        ("t.jsonl.gz", b"{}", r"t\.jsonl\.gz: cannot be read"),
+        ("t.jsonl.gz", gzip.compress(b'{"messages": 1}'), r"t\.jsonl\.gz, line 1: messages: expected a list"),
+        ("t.json.gz", gzip.compress(b'[{"messages": 1}]'), r"t\.json\.gz, row 1: messages: expected a list"),
+    ],
+)
+def test_what_is_wrong_with_such_files_is_one_line(name, data, expected, tmp_path):
+    files = [(name, tmp_path / name)]
+    files[0][1].write_bytes(data)
+    with pytest.raises(UsageError, match=f"^--data .*{expected}") as caught:
+        list(read_conversations(*files[0], lambda one: one) if are_conversations(files) else ())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_table_is_none_of_conversations(tmp_path):
+    """It is refused as what it looks like, and left out of folders, as all that is no text."""
+    path = tmp_path / "t.parquet"
+    path.write_bytes(parquet(TABLE)[:-20])
+    assert not are_conversations([("t.parquet", path)])
+    with pytest.raises(UsageError, match=r"t\.parquet looks like a Parquet file.*zero-mpi\[arrow\]"):
+        load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
+
+
+def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
+    """Peak memory is far below what the files hold."""
+    rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
+    for name in ("t.jsonl.gz", "t.parquet"):
+        (tmp_path / name).write_bytes(MADE[name](rows))
+        list(read_conversations("x", tmp_path / name, lambda one: None))  # modules are loaded
+        tracemalloc.start()
+        assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda one: None)) == 1000
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 << 20
+
+
+def facts_of(tmp_path, template, *rows, loss_on="answers"):
+    """Sums of the facts on rows, by a template."""
+    totals = Totals()
+    for found in ConversationReader(chat_tokenizer(template), loss_on).read(
+        [("x", written(tmp_path, *rows))]
+    ):
+        totals.add(found.name, found.facts)
+    return totals
+
+
+SILENT = [*AB, AB[0], {**AB[1], "weight": 0}]
+LETTERS_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '###' }}{% endfor %}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "loss_on", "expected"),
+    [
+        (CHATML, {"messages": AB}, "answers", {"turns": 1}),
+        (CHATML, {"messages": SILENT}, "answers", {"turns": 1, "silent": 1}),
+        (CHATML, {"messages": SILENT}, "all", {"turns": 1, "silent": 1}),
+        (CHATML, {"messages": AB, "tools": TOOLS}, "answers", {"turns": 1, "tools": 1, "unread": 1}),
+        (WITH_TOOLS, {"messages": AB, "tools": TOOLS}, "answers", {"turns": 1, "tools": 1}),
+        (LETTERS_END, {"messages": AB}, "answers", {"turns": 1, "endless": 1}),
+        (CHATML, {"messages": AB[:1]}, "answers", {"left_out": 1}),
+        ("{{ messages[0].content }}", {"messages": AB}, "answers", {"unwritten": 1, "left_out": 1}),
+    ],
+)
+def test_facts_tell_how_a_row_is_read(template, row, loss_on, expected, tmp_path):
+    """`left_out` and those of `CAUTIONS` bring a caution each."""
+    totals = facts_of(tmp_path, template, row, loss_on=loss_on)
+    names = ("turns", "silent", "tools", *CAUTIONS)
+    assert {name: totals.sums[name] for name in names if totals.sums[name]} == expected
+    assert len(totals.cautions()) == len(expected.keys() & CAUTIONS.keys())
+    assert totals.first.startswith("x:1: ")
+
+
+BAD = [
+    "{broken",
+    '{"messages": [{"role": "x", "content": "a"}]}',
+    '{"no": 1}',
+    "{broken too",
+    '{"messages": []}',
+]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.json"])
+def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
+    """A line with the count of each reason and its first row; `name:number` of the others stays."""
+    good, rows = json.dumps({"messages": AB}), [row for row in BAD if name != "t.json" or "broken" not in row]
+    lines = [good, *rows, good]
+    text = f"[{','.join(lines)}]" if name == "t.json" else "\n".join(lines)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    bad = BadRows()
+    read = ConversationReader(chat_tokenizer(CHATML)).read
+    found = [each.name for each in read([(name, tmp_path / name)], bad)]
+    assert found == [f"{name}:1", f"{name}:{len(lines)}"]
+    (note,) = bad.notes()
+    assert "ValueError" not in note
+    assert sorted(bad.counts.values()) == [1, 1, 1] + [2] * (len(rows) == 5)
+    assert all(f"({name}:{2 + rows.index(row)})" in note for row in rows if row != BAD[3])
+    with pytest.raises(UsageError, match=rf"{name}, (line|row) 2: .*; --skip-bad"):
+        list(read([(name, tmp_path / name)]))
+
+
+def test_reasons_are_bounded(tmp_path):
+    bad = BadRows()
+    for number in range(1000):
+        bad.add("x", number, ValueError(f"reason {'abc'[number % 3] * number}"))
+    assert bad.counts.total() == 1000
+    assert len(bad.counts) < 9
+    assert len(bad.notes()[0]) < 2000
+
+
+@pytest.mark.parametrize(("name", "pack"), [("q.jsonl.gz", gzip.compress), ("q.jsonl.zst", zstd)])
+def test_questions_may_be_packed(name, pack, tmp_path):
+    question = {"question": "a", "answers": ["b", "c"], "right": 0}
+    (tmp_path / name).write_bytes(pack(json.dumps(question).encode()))
+    assert [each.right for each in read_choices(tmp_path / name)] == [0]
+
+
+def test_text_of_two_bytes_a_letter_is_refused_with_its_encoding(tmp_path):
+    """By each command alike; a mark of its order stands first."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": AB}), encoding="utf-16")
+    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
+        load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
+    with GGUFStream(tmp_path / "m.gguf", "llama", chat_keys(CHATML), []):
+        pass
+    with pytest.raises(UsageError, match=r"chat\.jsonl.*UTF-16.*iconv -f UTF-16"):
+        command(World(0, 1), [str(tmp_path / "m.gguf"), "--data", str(path)])

@@ -1,0 +1,71 @@
+"""Facts on rows of conversations, for the user: what training reads of them, and those that are left out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from zero_mpi.files.foreign import shown
+
+Facts = Counter[str]
+"""Of a row, or of many: tokens; counted, those in the loss; bos, rows that begin with one; turns, stretches
+that count; silent, answers that rows take out; tools, rows that have some; and `CAUTIONS`."""
+CAUTIONS = {
+    "left_out": "conversations without an answer left out: {:,}",
+    "unwritten": "answers that the chat template leaves out, which are not learned: {:,}",
+    "unread": "conversations whose tools the chat template does not read: {:,}",
+    "endless": "turns without a token that ends one: {:,}; the end that the chat template writes is no token "
+    "of the vocabulary, and a model that learns it has none to stop by",
+}
+MOST_REASONS = 6  # that are told apart
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # by which reasons are not told apart
+
+
+def described(of: Facts) -> str:
+    """The facts on a row, or on many."""
+    bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
+    text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
+    text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
+    text += f", answers not to be learned: {of['silent']:,}" * (of["silent"] > 0)
+    return text + f", tools read: {of['tools'] - of['unread']:,} of {of['tools']:,}" * (of["tools"] > 0)
+
+
+class Totals:
+    """Sums of facts, the most tokens of a row, and a text on the first one."""
+
+    def __init__(self) -> None:
+        self.sums, self.longest, self.first = Facts(), 0, ""
+
+    def add(self, name: str, facts: Facts) -> None:
+        """Add a row."""
+        self.first = self.first or f"{shown(name)}: {described(facts)}"
+        self.longest = max(self.longest, facts["tokens"])
+        self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
+
+    def remarks(self) -> list[str]:
+        """What is read, in total and of the first row."""
+        total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
+        return [total, f"first conversation: {self.first}"]
+
+    def cautions(self) -> list[str]:
+        """What is left out, or read otherwise than a row says."""
+        return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
+
+
+class BadRows:
+    """Rows in error that are left out, counted by reason, each with its first row."""
+
+    def __init__(self) -> None:
+        self.counts, self._first = Counter[str](), dict[str, str]()
+
+    def add(self, name: str, number: int, error: ValueError) -> None:
+        """Count a row of a file."""
+        key = VALUES.sub("", str(error))
+        key = key if key in self.counts or len(self.counts) < MOST_REASONS else "other reasons"
+        self.counts[key] += 1
+        self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
+
+    def notes(self) -> list[str]:
+        """A line on all reasons; none where there are none."""
+        told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
+        return [f"--skip-bad left out {self.counts.total():,} rows: {told}"] if told else []

@@ -1,0 +1,76 @@
+"""Rows of files of conversations as lines of JSON, whatever keeps them: lines, a JSON document, Parquet.
+
+Lines and documents may be packed (.gz, .zst). Memory holds a piece of a file; a document has a bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.data.arrow_tokens import open_parquet
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.json_lines import BOM
+from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import MOST, TextStream, packing_of
+
+LINES, DOCUMENT, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"  # suffixes
+COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
+BESIDE = frozenset(("system", "tools"))
+HEAD = 1 << 16  # bytes in which a row must begin that tells what a file holds
+ROWS = 64  # of Parquet, read together
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of what a file holds, without that of its packing."""
+    return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
+
+
+def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
+    """The first `HEAD` bytes of a file, with all of the line that they cut, within a bound, if need be."""
+    with TextStream(path) as stream:
+        head = stream.read(HEAD)
+        return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
+
+
+def columns_of(path: Path) -> list[str]:
+    """The columns of a Parquet file that a conversation may have."""
+    with open_parquet(path) as found:
+        return [name for name in found.schema_arrow.names if name in COLUMNS | BESIDE]
+
+
+def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
+    """What a piece of a file is called, a line or a row, and all pieces; FileError for an unsound file."""
+    suffix = suffix_of(path)
+    rows = _table(path) if suffix == PARQUET else _document(path) if suffix == DOCUMENT else None
+    return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
+
+
+def _table(path: Path) -> Iterator[Any]:
+    columns = columns_of(path)
+    with open_parquet(path) as found:
+        for batch in found.iter_batches(batch_size=ROWS, columns=columns):
+            yield from batch.to_pylist()
+
+
+def _document(path: Path) -> list[Any] | None:
+    """The rows of a JSON document: an array, `{"data": array}` or one object; None for lines."""
+    with TextStream(path) as stream:
+        raw = stream.read(MOST + 1)
+    if len(raw) > MOST:
+        raise FileError(f"{shown(path)}: expected a JSON document of at most {MOST} bytes, found more")
+    try:
+        value = parse_json(raw.removeprefix(BOM), unique=True)
+    except ValueError:
+        return None
+    rows = value.get("data", [value]) if isinstance(value, dict) else value
+    return rows if isinstance(rows, list) else [value]
+
+
+def _as_json(row: Any) -> bytes:
+    """A row as a line: what JSON has no name for as its text, and bytes as an object, which no content is."""
+    text = json.dumps(row, ensure_ascii=False, default=lambda x: {} if isinstance(x, bytes) else str(x))
+    return text.encode("utf-8", "surrogatepass")
