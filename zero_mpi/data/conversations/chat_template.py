@@ -59,7 +59,7 @@ class RenderedText(NamedTuple):
     begins: list[int | None]
 
 
-class EndlessTemplate(UsageError):
+class EndlessTemplate(Exception):
     """A rendering took more time or memory than it may; trying with other values would do so again."""
 
 
@@ -74,7 +74,7 @@ class ChatTemplate:
         self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # what the assistant says
         try:
             self._process = self._started()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, EndlessTemplate) as error:
             raise UsageError(str(error)) from None
 
     def render(
@@ -82,9 +82,12 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return the text of messages; `generation_prompt`: with what comes before an answer.
 
-        Raises ValueError or EndlessTemplate, in one line, for whatever goes wrong in the template.
+        Raises ValueError, in one line, for whatever goes wrong in the template.
         """
-        return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
+        try:
+            return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
+        except EndlessTemplate as error:
+            raise ValueError(str(error)) from None
 
     def _fitted(self, message: Message) -> Message:
         """Return a message whose content is a text or a list of parts, whichever the template takes."""

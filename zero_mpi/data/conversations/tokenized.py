@@ -21,7 +21,6 @@ from zero_mpi.data.conversations.answers import AnswerFinder, Span
 from zero_mpi.data.conversations.chat_template import (
     NO_INPUTS,
     TOOL_USE,
-    EndlessTemplate,
     TemplateInputs,
     template_of,
 )
@@ -115,6 +114,7 @@ class ConversationReader:
             counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
             found = found._replace(ids=ids, counted=counted, lengths=lengths)
         begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
+        begins = begins[:1] if self._all else begins  # a row is one stretch, whatever is silent in it
         ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
         size, bos = {"tokens": len(ids), "counted": int(found.counted.sum())}, self._tokenizer.bos
         found.facts.update(size, bos=int(ids[:1].tolist() == [bos]), turns=begins.size)
@@ -129,10 +129,7 @@ class ConversationReader:
         silent = sum(place >= conversation.answers for place in conversation.silent)
         facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
         finder = self._finder if tools is None else self._for_tools
-        try:
-            text, spans = finder.find(conversation, silent=self._all)
-        except EndlessTemplate as error:  # of this row
-            raise ValueError(str(error)) from None
+        text, spans = finder.find(conversation, silent=self._all)
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
         if tools is not None:
