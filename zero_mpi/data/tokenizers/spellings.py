@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
 _WHITE = frozenset(" \t\n\v\f\r")  # of ASCII
+Span = tuple[int, int, int]  # where a token begins and ends, with white space that is left out, and its id
 _PLACE = 40  # bits of a place in a number that sorts by the rank of a token, the longest first, and by place
 
 
@@ -27,13 +28,30 @@ class Spellings:
 
     def cut(self, text: str) -> list[int | str]:
         """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any."""
+        return self.cut_with_sizes(text)[0] or [text]
+
+    def cut_with_sizes(self, text: str) -> tuple[list[int | str], list[int]]:
+        """`text` as ids and the texts between them, none of which is empty; bytes that each id stands for."""
+        parts, sizes, at = list[int | str](), list[int](), 0
+        for start, stop, token in (*self.spans(text), (len(text), len(text), None)):
+            parts += [text[at:start]] * (at < start)
+            sizes += [0] * (at < start)
+            if token is not None:
+                parts.append(token)
+                sizes.append(len(text[max(at, start) : stop].encode()))
+            at = stop
+        return parts, sizes
+
+    def spans(self, text: str) -> list[Span]:
+        """Where tokens are spelt that are cut out, in the order of the text."""
         starts = (match.start() for match in self._start.finditer(text))
         ranked = [found for start in starts if (found := self._longest(text, start, len(text))) is not None]
-        parts, at = list[int | str](), 0
-        for start, stop, token in sorted(self._taken(text, ranked)):
-            parts += [text[at:start], self._ids[token]]
-            at = stop
-        return [part for part in (*parts, text[at:]) if part != ""] if parts else [text]
+        return sorted((start, stop, self._ids[token]) for start, stop, token in self._taken(text, ranked))
+
+    def longest_token(self, text: str, start: int) -> str | None:
+        """The longest token that begins at a place."""
+        found = self._longest(text, start, len(text))
+        return None if found is None else self._tokens[found >> _PLACE]
 
     def _taken(self, text: str, ranked: list[int]) -> Iterator[tuple[int, int, str]]:
         """(start, stop, token) of those that are cut out, with the white space that goes with them."""
