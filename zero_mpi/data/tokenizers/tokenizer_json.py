@@ -2,9 +2,8 @@
 
 Reading follows llama.cpp's converter: tokens in the order of their ids, `[PADn]` of type "unused" where there
 is none, added tokens as control tokens (if special, or of that look) or the user's, bos, eos and the chat
-template from the files beside it. A GGUF has no place for a normalizer: NFC (Qwen) is left out, as llama.cpp
-leaves it out, so text must be NFC already for equal ids; every other one is refused, as is any part that
-would change ids and has no key.
+template from the files beside it. What a GGUF has no key for, and would change ids, are `huggingface_rules`,
+which stay with the model; what they cannot say is refused.
 """
 
 import json
