@@ -294,6 +294,19 @@ def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path)
         assert tokenizer.encode(text, special=True).tolist() == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
+def test_ignore_merges_is_the_folders(kind, tmp_path):
+    """Words that are tokens, which no merge makes; the name alone says the other way to llama.cpp."""
+    content = bpe_files.trained_json(kind, tokens=300)
+    model, ignores = content["model"], kind == "qwen2"
+    first = len(model["vocab"]) + len(content["added_tokens"])
+    content["model"] = model | {"ignore_merges": ignores, "vocab": model["vocab"] | {"qzq": first}}
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+    ids = tokenizer.encode("qzq").tolist()
+    assert ids == library_of(content).encode("qzq").ids
+    assert (len(ids) == 1, tokenizer.metadata()[KEY + "pre"]) == (ignores, kind if ignores else "dbrx")
+
+
 U, W = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 SLASH = bpe_files.REST.replace(r"[\r\n]*", r"[\r\n/]*")
 CUTS = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")

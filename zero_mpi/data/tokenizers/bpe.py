@@ -71,14 +71,14 @@ class BPETokenizer(GGUFTokenizer):
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
         return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
 
-    def cut(self, text: str, special: bool) -> tuple[Parts, list[int]]:
-        parts, sizes = super().cut(text, special)
+    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
+        parts = super().cut(text, special, sizes)
         if not self.rules.cut:
-            return parts, sizes
+            return parts
         later, spelt = self._normalized[special], list[int | str]()
         for part in parts:
             spelt += [part] if isinstance(part, int) else later.cut(self.rules.normalized(part))
-        return [part for part in spelt if part != ""], []
+        return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
         if not self.rules.cut:

@@ -94,16 +94,16 @@ class GGUFTokenizer(ABC):
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         """`encode` of each, on all threads that the process may use."""
-        cut = [self.cut(as_text(data), special)[0] for data in documents]
+        cut = [self.cut(as_text(data), special) for data in documents]
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        cut = [self.cut(as_text(data), special=True) for data in documents]
+        cut = [(self.cut(as_text(data), True, sizes := list[int]()), sizes) for data in documents]
         each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
         return [self._with_lengths(parts, sizes, [next(each) for _ in parts]) for parts, sizes in cut]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        cut = (part for data in documents for part in self.cut(as_text(data), special=True)[0])
+        cut = (part for data in documents for part in self.cut(as_text(data), special=True))
         return Counter(
             self.tokens[part]
             for part in cut
@@ -178,17 +178,17 @@ class GGUFTokenizer(ABC):
         """What cuts these tokens out of a text."""
         return Spellings(ids, self.stripping())
 
-    def cut(self, text: str, special: bool) -> tuple[Parts, list[int]]:
-        """A text as ids that stood in it and the texts between them; bytes that each id stands for."""
-        return self._standing[special].cut_with_sizes(text)
+    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
+        """A text as ids that stood in it and the texts between them; bytes of each id go into `sizes`."""
+        return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
         self, parts: Parts, sizes: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
         """The ids of all parts of a text, and how many of its bytes each stands for."""
-        lengths = [np.zeros(0, np.int64)]
-        for part, size, found in zip(parts, sizes, ids, strict=True):
-            lengths.append(np.array([size]) if isinstance(part, int) else self.lengths(part, found))
+        stood, lengths = iter(sizes), [np.zeros(0, np.int64)]
+        for part, found in zip(parts, ids, strict=True):
+            lengths.append(np.array([next(stood)]) if isinstance(part, int) else self.lengths(part, found))
         return self._array(np.concatenate([np.zeros(0, np.uint32), *ids])), np.concatenate(lengths)
 
     def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:

@@ -137,7 +137,7 @@ class FlaggedSpellings(Spellings):
                     white += 1
                 stop = white
             if start < stop:
-                found.append((start, stop, self._ids[token]))
+                found.append((start, stop, token))
             before = stop
         return found
 
