@@ -17,7 +17,7 @@ from zero_mpi.files.foreign import show, shown
 
 # Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
 # some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows
-# one, or if a vocabulary merges its last byte with what stands beside it.
+# one, or if a vocabulary merges its last byte with what stands beside it; for deepseek-v3 new signs too.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
