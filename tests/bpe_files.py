@@ -13,6 +13,7 @@ from oracles import smollm2
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.models import Llama
 
 TINY = Llama(
@@ -83,6 +84,123 @@ def random_texts(count):
             yield "".join(draw.choices(mixed, k=40))
         else:
             yield "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(30))
+
+
+PARTS = [
+    *(
+        "'s",
+        "'S",
+        "'LL",
+        "'ve",
+        "'RE",
+        "'d",
+        "’s",
+        "\r\n",
+        "\n",
+        "\r",
+        "\t",
+        " ",
+        "  ",
+        "     ",
+        "\n\n\n",
+        " \n ",
+        "12",
+    ),
+    *(
+        "1234567",
+        "3.14",
+        "٣٤",
+        "½",
+        "Ⅷ",
+        "don't",
+        "aB",
+        "XMLHttp",
+        "ÉCOLE",
+        "École",
+        "ẞ",
+        "naïve",
+        "cafe\u0301",
+        "\u0301",
+    ),
+    *(
+        "Привет",
+        "МИР",
+        "Ελλάδα",
+        "שלום",
+        "مرحبا",
+        "नमस्ते",
+        "สวัสดี",
+        "ქართული",
+        "Աբ",
+        "漢字",
+        "かな",
+        "カナ",
+        "ー",
+        "한국어",
+        "。",
+    ),
+    *(
+        "、",
+        "！",
+        "Ａｂ",
+        "１２",
+        "😀",
+        "👩\u200d👧",
+        "🇩🇪",
+        "\u200b",
+        "\u00a0",
+        "\u3000",
+        "\u2028",
+        "\u0085",
+        "\x0b",
+        "\x1c",
+        "\0",
+    ),
+    *(
+        "ǅ",
+        "ʰ",
+        "ſ",
+        "ℓ",
+        "~",
+        "~~",
+        "/",
+        "//",
+        "$",
+        "^",
+        "`",
+        "|",
+        "<=",
+        "=>",
+        "--",
+        "...",
+        "!?",
+        "_",
+        "{",
+        "[",
+        "\\",
+        "€",
+        "\u0378",
+    ),
+    *("\U000e0fff", "\ufffd", "\ue000", "\U0001d400", "𐐨", "\U0001e943", "a", "Z", "x "),
+]
+
+
+def mixed_texts(count, more=(), seed=7):
+    """Texts of many scripts, signs, numbers, contractions and white space side by side; by a seed."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield "".join(draw.choices([*PARTS, *more * 9], k=draw.randint(1, 14)))
+
+
+def pair_keys(pre, **more):
+    """Keys of a vocabulary in which nearly every cut of a text shows: it has a token of each two bytes."""
+    letters = byte_characters()
+    pairs = [(a, b) for a in letters for b in letters]
+    random.Random(1).shuffle(pairs)
+    tokens = [*letters, *(a + b for a, b in pairs), "<|end|>"]
+    end = {f"{name}_token_id": np.uint32(len(tokens) - 1) for name in ("bos", "eos")}
+    keys = keys_of(tokens, [f"{a} {b}" for a, b in pairs], pre=pre, add_bos_token=False, **end, **more)
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def trained_json(kind, tokens=900):

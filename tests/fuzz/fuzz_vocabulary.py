@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,8 @@ import wild
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, RULES
+from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
 MOST = 20 << 20  # letters of all tokens of a file
 KINDS = ("llama", "t5")
@@ -116,7 +119,85 @@ def sound(random: Random, folder: Path) -> list[str]:
     return run(folder, keys_of(random, []), "a text\n" * 20)
 
 
-CASES = {"sound": sound, "merges": merges, "spelt": spelt, "pieces": pieces, "spellings": spellings}
+LETTERS = [
+    "a",
+    "A",
+    " ",
+    "\n",
+    "\r\n",
+    "é",
+    "e\u0301",
+    "\u0301",
+    "日",
+    "1",
+    "!",
+    "'s",
+    "~",
+    "\u3000",
+    "\ufdfa",
+    "<x>",
+]
+NAMES = [
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "Strip",
+    "Prepend",
+    "Replace",
+    "Sequence",
+    "Nmt",
+    "Precompiled",
+]
+
+
+def normalizer(random: Random, depth: int = 0) -> Any:
+    """A normalizer: sound, or without an end, growing, unknown, or no object."""
+    if random.random() < 0.05:
+        return random.choice([None, [], "NFC", 3, {}, {"type": None}])
+    long = random.choice(LETTERS) * random.choice([0, 1, 1, 1, 2, 15, 900, 100_000])
+    pattern = {random.choice(["String", "String", "Regex"]): random.choice([*LETTERS, "", "(a+)+b"])}
+    found = {"type": random.choice(NAMES), "prepend": long, "content": long, "pattern": pattern}
+    found |= {"strip_left": random.random() < 0.5, "strip_right": random.choice([True, False, None])}
+    if found["type"] == "Sequence":
+        inner = [normalizer(random, depth + 1) for _ in range(random.choice([0, 1, 3]) if depth < 3 else 0)]
+        found["normalizers"] = inner * random.choice([1, 1, 1, 50])
+    return found
+
+
+def rules(random: Random, folder: Path) -> list[str]:
+    """Rules of a Hugging Face tokenizer in a GGUF: flags of tokens that are much alike, any normalizer."""
+    added = random.sample([*LETTERS, "aa", "  ", " a", "a ", "AA"], 6)
+    tokens = list(dict.fromkeys([*byte_characters(), "ab", *added]))
+    types = [1] * 257 + [random.choice([3, 4]) for _ in tokens[257:]]
+    flags = {t: [f for f in FLAGS if random.random() < 0.5] for t in added}
+    given = {
+        "added_tokens": flags,
+        "normalizer": random.choice([None, normalizer(random)]),
+        "original": random.random() < 0.5,
+    }
+    raw = json.dumps(given | {"ignore_merges": random.choice([None, True, 3, "x"])})
+    if random.random() < 0.2:
+        raw = random.choice(
+            [wild.edited(random, raw.encode()).decode("utf-8", "replace"), "[1]", "{", "null"]
+        )
+    pre = random.choice(list(PRE_TOKENIZERS))
+    keys = bpe_files.keys_of(
+        tokens, ["a b"], types=types, pre=pre, eos_token_id=np.uint32(0), add_bos_token=False
+    )
+    parts = [random.choice(LETTERS) * random.choice([1, 3, 30_000]) for _ in range(random.choice([1, 3, 9]))]
+    return run(folder, keys | {RULES: raw.replace("\0", "")}, "".join(parts))
+
+
+CASES = {
+    "sound": sound,
+    "rules": rules,
+    "merges": merges,
+    "spelt": spelt,
+    "pieces": pieces,
+    "spellings": spellings,
+}
 
 for seed in range(8):  # both kinds: what compiles does so once, before anything is forked
     tokenizer_from_metadata(keys_of(Random(seed), ["texts"])).encode(b"a text")

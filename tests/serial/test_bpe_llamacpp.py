@@ -7,6 +7,7 @@ trained vocabularies. Skipped where the `xllamacpp` wheel is not installed, or f
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -147,30 +148,34 @@ def test_any_text_of_each_splitting_has_llama_cpps_ids(trained, text):
     assert_same(*trained, text)
 
 
-@pytest.fixture(scope="module")
-def plain_keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Keys of a vocabulary in which each splitting shows: trained with none but the least."""
-    path = bpe_files.write_json(tmp_path_factory.mktemp("plain"), bpe_files.trained_json("gpt-2"))
-    bos = {"tokenizer.ggml.bos_token_id": np.uint32(0), "tokenizer.ggml.eos_token_id": np.uint32(0)}
-    keys = tokenizer_from_json(path).metadata() | bos
-    return {key: value for key, value in keys.items() if "add_bos" not in key}
+DISTINCT = {splitting: name for name, splitting in reversed(PRE_TOKENIZERS.items())}.values()
+
+
+@pytest.mark.parametrize("pre", [None, *PRE_TOKENIZERS])
+def test_every_name_in_the_table_is_llama_cpps(pre, tmp_path):
+    """On mixed texts; tools may set MIXED_TEXTS to 10,000."""
+    keys = bpe_files.pair_keys(pre)
+    server, tokenizer = open_server(write_model(tmp_path / "model.gguf", keys)), BPETokenizer(keys)
+    count = int(os.environ.get("MIXED_TEXTS", 300 if pre in DISTINCT else 40))
+    for text in bpe_files.mixed_texts(count):
+        assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_every_name_in_the_table_is_llama_cpps(plain_keys, pre, tmp_path):
-    keys = plain_keys | {"tokenizer.ggml.pre": pre}
-    server, tokenizer = open_server(write_model(tmp_path / "model.gguf", keys)), BPETokenizer(keys)
-    for text in TEXTS[::3]:
-        assert_same(server, tokenizer, text)
+def test_bos_is_added_as_llama_cpp_does_it_where_no_key_says(pre, tmp_path):
+    keys = {key: value for key, value in seams(pre).items() if "add_bos" not in key}
+    found, expected = both(tmp_path, keys, "a", add_special=True)
+    assert found == expected
 
 
 # --------------------------------------------------------------------------------- where it is delicate
 
 
-def both(folder: Path, keys: dict[str, Any], text: str) -> tuple[list[int], list[int]]:
-    """Our ids and llama.cpp's, control tokens read."""
-    server = open_server(write_model(folder / "model.gguf", keys))
-    return BPETokenizer(keys).encode(text, special=True).tolist(), tokenize(server, text, parse_special=True)
+def both(folder: Path, keys: dict[str, Any], text: str, **more: bool) -> tuple[list[int], list[int]]:
+    """Our ids and llama.cpp's, control tokens read; of a prompt with `add_special`."""
+    server, tokenizer = open_server(write_model(folder / "model.gguf", keys)), BPETokenizer(keys)
+    ids = tokenizer.encode_prompt(text) if more else tokenizer.encode(text, special=True)
+    return ids.tolist(), tokenize(server, text, parse_special=True, **more)
 
 
 def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):

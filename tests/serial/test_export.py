@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
 from jobs import run_command
-from oracles import greedy, open_server, smollm2
+from oracles import greedy, open_server, smollm2, tokenize
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.weights import open_weights
-from zero_mpi.data import ByteTokenizer
+from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export.command import command
 from zero_mpi.export.encode import FILE_TYPES
@@ -251,6 +251,46 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     export(tmp_path / "hf", tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
+    config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    content = bpe_files.trained_json("gpt-2", tokens=300) | {"normalizer": {"type": "NFC"}}
+    bpe_files.write_json(tmp_path / "plain", content | {"normalizer": None})
+    for token in content["added_tokens"]:
+        token |= {"rstrip": True}
+    bpe_files.write_json(tmp_path / "hf", content)
+    status, _, err = run("hf", "m.gguf", cwd=tmp_path)
+    assert (status, err.count("\n")) == (0, 1)
+    assert all(name in err for name in ("llama.cpp", "rstrip", "NFC"))
+    export(tmp_path / "m.gguf", tmp_path / "back")
+    back = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
+    assert back["normalizer"] == {"type": "NFC"}
+    assert all(token["rstrip"] for token in back["added_tokens"])
+    (tmp_path / "plain" / "tokenizer.json").replace(tmp_path / "hf" / "tokenizer.json")
+    assert run("hf", "x.gguf", cwd=tmp_path)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("rows", [308, 320, 300])
+def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, rows: int) -> None:
+    """llama.cpp opens what comes of it; text never becomes the tokens of those rows."""
+    pytest.importorskip("tokenizers", reason=NO_TOKENIZERS)
+    config = hf_models.CONFIGS["llama"] | {"vocab_size": rows}
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2", tokens=300))
+    status, _, err = run("hf", "m.gguf", cwd=tmp_path)
+    if rows < 308:
+        assert (status, err.count("\n"), "308" in err, "300" in err) == (2, 1, True, True)
+        return
+    export(tmp_path / "m.gguf", tmp_path / "back")
+    tokenizer = BPETokenizer(GGUFFile.open(tmp_path / "m.gguf").metadata)
+    assert (tokenizer.vocab_size, tokenizer.tokens[rows - 1] == "[PAD319]") == (rows, rows == 320)
+    assert tokenizer.encode("[PAD319]", special=True).max() < 300
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == rows
+    assert "[PAD319]" not in json.loads((tmp_path / "back" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert tokenize(open_server(tmp_path / "m.gguf"), "a b") == tokenizer.encode("a b").tolist()
 
 
 OWN = CHATML.replace("<|im_end|>", "<|user|>")  # ends a turn by a token that no reader knows by its text

@@ -8,8 +8,7 @@ import pytest
 import sentencepiece_files as files
 
 from zero_mpi.data import tokenizer_from_json, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.tokenizers import pair_table, segmentation, spellings
-from zero_mpi.data.tokenizers import tokenizer_json as json_module
+from zero_mpi.data.tokenizers import bpe, pair_table, segmentation, spellings
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pair_table import FREE, find
 from zero_mpi.data.tokenizers.spellings import Spellings
@@ -151,7 +150,7 @@ def test_many_added_tokens_are_looked_for_once(name, monkeypatch):
 
 def test_added_tokens_are_written_at_once(monkeypatch, tmp_path):
     """The library looks at all that were added before, at each call."""
-    calls, build = [], json_module.build
+    calls, build = [], bpe.build
 
     class Counted:
         def __init__(self, tokenizer):
@@ -161,7 +160,7 @@ def test_added_tokens_are_written_at_once(monkeypatch, tmp_path):
             calls.append(name)
             return getattr(self.tokenizer, name)
 
-    monkeypatch.setattr(json_module, "build", lambda *given: Counted(build(*given)))
+    monkeypatch.setattr(bpe, "build", lambda *given: Counted(build(*given)))
     names = [f"[s_{number}]" for number in range(500)]
     kinds = [NORMAL] * 257 + [CONTROL, USER_DEFINED] * 250
     keys = bpe_files.keys_of([*byte_characters(), "he", *names], ["h e"], types=kinds)

@@ -2,13 +2,15 @@
 
 import copy
 import json
-import unicodedata
+import random
 
 import bpe_files
 import numpy as np
 import pytest
 
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_config, tokenizer_from_json, tokenizer_json
+from zero_mpi.data.tokenizers import huggingface_rules
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS
 from zero_mpi.errors import UsageError
 
 tokenizers = pytest.importorskip(
@@ -19,7 +21,7 @@ TEXTS = [*bpe_files.TEXTS, *bpe_files.random_texts(60)]
 # Here the library and llama.cpp differ: it takes U+017F for an s, and cuts out the leftmost token first.
 APART = ("\u017f", "l><tool")
 KEY = "tokenizer.ggml."
-FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+NO_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 @pytest.fixture(scope="module", params=bpe_files.KINDS)
@@ -66,7 +68,7 @@ def test_tokens_types_and_gaps_are_llama_cpps_converters(plain, tmp_path):
         {"id": 311, "content": "<think>", "special": False},
     ]
     model = plain["model"] | {"vocab": vocabulary | {"<|looks|>": 310, "<think>": 311}}
-    content = plain | {"model": model, "added_tokens": [token | FLAGS for token in added]}
+    content = plain | {"model": model, "added_tokens": [token | NO_FLAGS for token in added]}
     library = library_of(content)
     assert [library.token_to_id(token["content"]) for token in added] == [302, 310, 311]
     keys = tokenizer_from_json(bpe_files.write_json(tmp_path, content), vocab_size=320).metadata()
@@ -180,13 +182,185 @@ def test_nothing_beside_names_no_special_token(plain, tmp_path):
     assert (tokenizer.bos, tokenizer.eos, tokenizer.add_bos) == (None, None, False)
 
 
-def test_nfc_is_left_to_the_text_as_llama_cpp_leaves_it(plain, tmp_path):
-    normal = plain | {"normalizer": {"type": "NFC"}}
-    tokenizer, library = tokenizer_from_json(bpe_files.write_json(tmp_path, normal)), library_of(normal)
-    for text in ("café", "cafe\u0301"):
-        composed = unicodedata.normalize("NFC", text)
-        assert tokenizer.encode(composed).tolist() == library.encode(text).ids
-    assert tokenizer.decode(tokenizer.encode("cafe\u0301")).decode() == "cafe\u0301"
+# rules that no key of llama.cpp's names: the package tokenizers on the same file says the right ids
+
+LOWER = [
+    {"type": "NFD"},
+    {"type": "Lowercase"},
+    {"type": "Replace", "pattern": {"String": "é"}, "content": "ee"},
+]
+NORMALIZERS = [
+    *(None, *({"type": name} for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase"))),
+    *({"type": "Strip", "strip_left": a, "strip_right": b} for a in (False, True) for b in (False, True)),
+    {"type": "Prepend", "prepend": "_"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "_"},
+    {"type": "Sequence", "normalizers": LOWER},
+]
+MORE = ("abc", "bc", "a", "É!", "<MASK>", "٣", "_")
+
+
+def with_flags(content, normalizer, draw):
+    """Added tokens with flags of all kinds that overlap, and a normalizer."""
+    content, names = copy.deepcopy(content), (*bpe_files.CONTROL, "<tool>", "l><tool", *MORE)
+    vocabulary = content["model"]["vocab"]
+    for name in (*bpe_files.CONTROL, *bpe_files.USERS):
+        del vocabulary[name]
+    added = [name for name in names if name not in vocabulary]
+    ids = {name: len(vocabulary) + place for place, name in enumerate(added)}
+    content["added_tokens"] = [
+        {"id": (vocabulary | ids)[name], "content": name, "special": draw.random() < 0.5}
+        | {flag: draw.random() < 0.4 for flag in FLAGS}
+        for name in names
+    ]
+    return content | {"normalizer": normalizer}
+
+
+@pytest.mark.parametrize("number", range(len(NORMALIZERS)))
+def test_flags_of_added_tokens_and_normalizers_are_those_of_the_library(number, plain, tmp_path):
+    draw = random.Random(number)
+    for _ in range(3):
+        content = with_flags(plain, NORMALIZERS[number], draw)
+        tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+        names = [token["content"] for token in content["added_tokens"]]
+        texts = list(bpe_files.mixed_texts(60, names, draw.random()))
+        theirs = [ids.ids for ids in library_of(content).encode_batch(texts, add_special_tokens=False)]
+        assert [tokenizer.encode(text, special=True).tolist() for text in texts] == theirs
+        for text, ids, (same, lengths) in zip(
+            texts, theirs, tokenizer.encode_with_lengths(texts), strict=True
+        ):
+            assert same.tolist() == ids
+            assert lengths.sum() == len(text.encode()) or not ids
+        written = tokenizer_json(tokenizer.metadata())
+        back = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", written))
+        assert [
+            ids.ids for ids in library_of(written).encode_batch(texts, add_special_tokens=False)
+        ] == theirs
+        assert [ids.tolist() for ids in back.encode_batch(texts, special=True)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "flags"),
+    [
+        ("NFC", "\n", {"lstrip": True}),
+        ("Strip", " ", {}),
+        ("Lowercase", "<|BEGIN|>", {}),
+        ("Replace", "a", {}),
+    ],
+)
+def test_tokens_that_the_library_does_not_find_are_refused(kind, content, flags, plain, tmp_path):
+    normalizer = {
+        "type": kind,
+        "strip_left": True,
+        "strip_right": True,
+        "pattern": {"String": "a"},
+        "content": "",
+    }
+    changed = copy.deepcopy(plain)
+    for token in changed["added_tokens"]:
+        token["normalized"] = True
+    token = changed["added_tokens"][-1]
+    del changed["model"]["vocab"][token["content"]]
+    changed["added_tokens"][-1] = token | flags | {"content": content}
+    changed["model"]["vocab"] = {t: i for t, i in changed["model"]["vocab"].items() if t != content}
+    changed["model"]["vocab"][content] = token["id"]
+    with pytest.raises(UsageError, match="added token"):
+        tokenizer_from_json(bpe_files.write_json(tmp_path, changed | {"normalizer": normalizer}))
+
+
+@pytest.mark.parametrize("normalizer", [{"type": "NFC"}, {"type": "NFKD"}, {"type": "Lowercase"}])
+def test_pieces_of_a_long_text_are_normalized_as_the_whole(normalizer, plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_rules, "_CHUNK", 5)
+    content = plain | {"normalizer": normalizer}
+    tokenizer, library = tokenizer_from_json(bpe_files.write_json(tmp_path, content)), library_of(content)
+    for text in bpe_files.mixed_texts(100, ("e\u0301", "\u0316\u0301", "ᄒ", "ᅡ", "ᆫ", "Å", "か\u3099")):
+        assert tokenizer.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
+
+
+def test_tokens_stand_for_the_bytes_that_the_normalizer_made_them_of(plain, tmp_path):
+    content = plain | {"normalizer": {"type": "NFC"}}
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+    [(ids, lengths)] = tokenizer.encode_with_lengths(["e\u0301<|im_start|>日e\u0301"])
+    place = ids.tolist().index(next(t["id"] for t in plain["added_tokens"] if t["content"] == "<|im_start|>"))
+    assert (lengths[:place].sum(), lengths[place], lengths[place + 1 :].sum()) == (3, 12, 6)
+
+
+def test_flags_of_the_configuration_go_before_those_of_the_file(plain, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    flagged = {str(t["id"]): t | {"rstrip": True} for t in plain["added_tokens"]}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": flagged}
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, plain, tokenizer_config=names))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("a <|im_start|> \n b", "<tool>  x"):
+        assert tokenizer.encode(text, special=True).tolist() == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe"])
+def test_ignore_merges_is_the_folders(kind, tmp_path):
+    """Words that are tokens, which no merge makes; the name alone says the other way to llama.cpp."""
+    content = bpe_files.trained_json(kind, tokens=300)
+    model, ignores = content["model"], kind == "qwen2"
+    first = len(model["vocab"]) + len(content["added_tokens"])
+    content["model"] = model | {"ignore_merges": ignores, "vocab": model["vocab"] | {"qzq": first}}
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+    ids = tokenizer.encode("qzq").tolist()
+    assert ids == library_of(content).encode("qzq").ids
+    assert (len(ids) == 1, tokenizer.metadata()[KEY + "pre"]) == (ignores, kind if ignores else "dbrx")
+
+
+U, W = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+SLASH = bpe_files.REST.replace(r"[\r\n]*", r"[\r\n/]*")
+CUTS = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
+V3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+
+
+def cased(contraction, digits):
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return f"{lead}[{U}]*[{W}]+{contraction}|{lead}[{U}]+[{W}]*{contraction}|{digits}{SLASH}"
+
+
+# As Mistral Nemo, gpt-oss and Llama 4, Qwen 3.5, DeepSeek Coder and V3 have them in their files.
+FOLDERS_CUTS = {
+    "tekken": ([cased("", r"\p{N}")], True),
+    "gpt-4o": ([cased(f"{bpe_files.CASELESS}?", r"\p{N}{1,3}")], True),
+    "qwen35": (
+        [
+            bpe_files.CASELESS
+            + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+            + bpe_files.REST.replace(r"\p{L}", r"\p{L}\p{M}")
+        ],
+        False,
+    ),
+    "deepseek-coder": ([*CUTS, None], False),
+    "deepseek-v3": (
+        [
+            r"\p{N}{1,3}",
+            "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+            V3 + " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+        ],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", FOLDERS_CUTS)
+def test_words_of_a_folder_are_cut_by_its_own_regex_and_named_for_llama_cpp(pre, plain, tmp_path):
+    regexes, ignore_merges = FOLDERS_CUTS[pre]
+    steps = [
+        {"type": "Digits", "individual_digits": True}
+        if regex is None
+        else {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in regexes
+    ]
+    bytewise = bpe_files.GPT2 | {"use_regex": False}
+    content = copy.deepcopy(plain)
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, bytewise]}
+    content["model"]["ignore_merges"] = ignore_merges
+    tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
+    assert tokenizer.metadata()[KEY + "pre"] == pre
+    library = library_of(content)
+    for text in bpe_files.mixed_texts(300):
+        if not any(part in text for part in APART) or pre == "gpt-4o":
+            assert tokenizer.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
 
 
 # refusing
@@ -216,12 +390,14 @@ SPLIT = ("pre_tokenizer", "pretokenizers", 0)
         (("model", "vocab"), [], "expected a tokenizer.json with a byte-level BPE"),
         (("model", "byte_fallback"), True, "plain byte-level BPE, found byte_fallback True"),
         (("model", "end_of_word_suffix"), "</w>", "found end_of_word_suffix </w>"),
-        (("model", "ignore_merges"), True, "found ignore_merges and the pre_tokenizer"),
         (("model", "merges"), [], "no tokenizer.ggml.merges"),
         (("model", "merges"), [["a", "b", "c"]], "expected merges as 'a b'"),
         (("model", "merges"), [["a ", "b"]], "expected two parts of a token"),
-        (("normalizer",), {"type": "Lowercase"}, "found normalizer .*Lowercase"),
-        (("normalizer",), {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}, "found normalizer"),
+        (("normalizer",), {"type": "BertNormalizer"}, "found the normalizer .*BertNormalizer"),
+        (("normalizer",), {"type": "Sequence", "normalizers": [{"type": "Nmt"}]}, "normalizer .*Nmt"),
+        (("normalizer",), {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": ""}, "Regex"),
+        (("normalizer",), {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 17}, "16 times"),
+        (("normalizer",), {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 200}, "16 times"),
         (("pre_tokenizer",), None, "splitting of a known BPE .* found the pre_tokenizer None"),
         (("pre_tokenizer",), {"type": "Metaspace"}, "found the pre_tokenizer .*Metaspace"),
         (("pre_tokenizer",), bpe_files.GPT2 | {"add_prefix_space": True}, "found the pre_tokenizer"),

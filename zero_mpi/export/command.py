@@ -30,6 +30,7 @@ from zero_mpi.checkpoint.merged import MergedWeights, open_merged
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.data import tokenizer_from_json
+from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.export.encode import FILE_TYPES, encoded, kind_of
 from zero_mpi.export.ends import ends_of
@@ -183,6 +184,12 @@ def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
         keys["general.quantization_version"] = np.uint32(2)
     if isinstance(source, HuggingFaceFolder):
         keys |= tokenizer_keys(source)
+    if rules := rules_in_words(keys):
+        why = "it may read some text as other tokens"
+        print(
+            f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
+            file=sys.stderr,
+        )
     return keys | ends_of(keys, str(source.path))[1]
 
 

@@ -20,11 +20,18 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
     LONGEST,
     NORMAL,
     PIECE,
+    STANDING,
+    UNUSED,
     USER_DEFINED,
     GGUFTokenizer,
+    Ids,
+    Lengths,
     Parts,
+    as_text,
 )
-from zero_mpi.data.tokenizers.pretokenizers import GPT2, pre_tokenizer
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, Rules, normalizer_of
+from zero_mpi.data.tokenizers.pretokenizers import GPT2, PreTokenizer, pre_tokenizer
+from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
@@ -33,6 +40,7 @@ _BATCH = 1 << 21  # characters under way at once: its answers take 150 bytes for
 _WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
+_SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 
 
 def tokenizers() -> Any:
@@ -48,16 +56,70 @@ class BPETokenizer(GGUFTokenizer):
     """
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
-        self.pre = pre_tokenizer(GGUFKeys(metadata, place).text(KEY + "pre"), place)
+        keys = GGUFKeys(metadata, place)
+        self.rules = Rules(keys)
+        self.pre = self.rules.splitting(pre_tokenizer(keys.text(KEY + "pre"), place))
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
+        both = self.ids_in_text().items() if self.rules.cut else ()
+        self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
         tokenizers()  # now, and not when only rank 0 encodes
 
     def adds_bos(self) -> bool:
         return self.pre.add_bos
 
+    def spellings(self, ids: Mapping[str, int]) -> Spellings:
+        return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
+
+    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
+        parts = super().cut(text, special, sizes)
+        if not self.rules.cut:
+            return parts
+        later, spelt = self._normalized[special], list[int | str]()
+        for part in parts:
+            spelt += [part] if isinstance(part, int) else later.cut(self.rules.normalized(part))
+        return [part for part in spelt if part != ""]
+
+    def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
+        if not self.rules.cut:
+            return super().encode_with_lengths(documents)
+        texts = [as_text(data) for data in documents]  # which bytes became which the library knows
+        found = self.library.encode_batch(texts, add_special_tokens=False)
+        return [self._aligned(text, encoding) for text, encoding in zip(texts, found, strict=True)]
+
+    def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
+        """The library's ids of a text, and how many of its bytes each stands for."""
+        ids = np.array(encoding.ids, np.uint32)
+        bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        ends = np.maximum.accumulate(np.maximum(ends, np.append(begins[1:], len(text))[: len(ends)]))
+        last = np.diff(ends, append=-1) != 0  # of the tokens that stand for the same letters
+        spelt = np.cumsum(self.widths[ids])
+        stops = np.interp(spelt, [0, *spelt[last]], [0, *bytes_at[ends[last]]])
+        lengths: Lengths = np.diff(stops.astype(np.int64), prepend=0)
+        return self._array(ids), lengths
+
+    @cached_property
+    def library(self) -> Any:
+        """The library's tokenizer for all of a text, without unused `[PADn]`: who reads it fills gaps."""
+        filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == UNUSED}
+        vocabulary = {token: place for token, place in self.ids.items() if token not in filler}
+        tokenizer, lib = build(vocabulary, self.merges, self.pre, self.rules.normalizer), tokenizers()
+        added = [
+            (t, kind, self.rules.flags.get(t, ())) for t, kind in zip(self.tokens, self.types, strict=True)
+        ]
+        tokenizer.add_tokens(  # all at once: each call looks at all that were added before
+            [
+                lib.AddedToken(t, special=kind != USER_DEFINED, **{flag: flag in flags for flag in FLAGS})
+                for t, kind, flags in added
+                if kind in STANDING
+            ]
+        )
+        return tokenizer
+
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        cut = [[piece for part in parts for piece in pieces(part)] for parts in documents]
+        seam = _SEAM_OF_ASCII if self.pre.passes_letters else _SEAM
+        cut = [[piece for part in parts for piece in pieces(part, seam)] for parts in documents]
         found = self._words([piece for each in cut for piece in each if isinstance(piece, str)])
         row = partial(np.array, dtype=np.uint32)
         by_part = ([row([p]) if isinstance(p, int) else next(found) for p in each] for each in cut)
@@ -134,23 +196,25 @@ class BPETokenizer(GGUFTokenizer):
         """
         lacking = [character for character in byte_characters() if character not in self.ids]
         vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(lacking)}
-        return build(vocabulary, self.merges, self.pre.regexes, self.pre.ignore_merges)
+        return build(vocabulary, self.merges, self.pre)
 
 
 _BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def build(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], regexes: Sequence[str], ignore_merges: bool
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], words: PreTokenizer, normalizer: Any = None
 ) -> Any:
     """A tokenizer of the library with these parts. UsageError if it refuses them."""
     lib = tokenizers()
     pre = lib.pre_tokenizers
-    by_itself = regexes[-1] == GPT2  # which the library has compiled in, faster
-    cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in regexes[: -1 if by_itself else None]]
+    by_itself = words.regexes[-1] == GPT2  # which the library has compiled in, faster
+    cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in words.regexes[: -1 if by_itself else None]]
     bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=by_itself)
     try:
-        tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+        tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges))
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer_of(normalizer)
     except Exception as error:  # the library raises nothing more special
         why = shown(str(error))
         raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
@@ -175,14 +239,14 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     return list(merges)
 
 
-def pieces(part: int | str) -> Iterator[int | str]:
+def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
     """A text in pieces of about `PIECE` characters, which have the ids of the whole; an id as it is."""
     if isinstance(part, int) or len(part) <= PIECE:
         yield part
         return
     start = 0
-    while len(part) - start > PIECE and (seam := _SEAM.search(part, start + PIECE)):
-        yield part[start : seam.end()]
-        start = seam.end()
+    while len(part) - start > PIECE and (found := seam.search(part, start + PIECE)):
+        yield part[start : found.end()]
+        start = found.end()
     if start < len(part):
         yield part[start:]

@@ -94,16 +94,16 @@ class GGUFTokenizer(ABC):
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         """`encode` of each, on all threads that the process may use."""
-        cut = [self._cut(data, special)[0] for data in documents]
+        cut = [self.cut(as_text(data), special) for data in documents]
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        cut = [self._cut(data, special=True) for data in documents]
+        cut = [(self.cut(as_text(data), True, sizes := list[int]()), sizes) for data in documents]
         each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
-        return [self._with_lengths(parts, behind, [next(each) for _ in parts]) for parts, behind in cut]
+        return [self._with_lengths(parts, sizes, [next(each) for _ in parts]) for parts, sizes in cut]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        cut = (part for data in documents for part in self._standing[True].cut(as_text(data)))
+        cut = (part for data in documents for part in self.cut(as_text(data), special=True))
         return Counter(
             self.tokens[part]
             for part in cut
@@ -164,40 +164,31 @@ class GGUFTokenizer(ABC):
     @cached_property
     def _standing(self) -> dict[bool, Spellings]:
         """Tokens to look for in a text: with the control tokens, or only the user's."""
+        return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
+
+    def ids_in_text(self) -> dict[bool, dict[str, int]]:
+        """Ids of tokens that are read in a text: with the control tokens, or only the user's."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
-            special: Spellings(
-                {t: place for t, place in self.ids.items() if self.types[place] in wanted}, self.stripping()
-            )
+            special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
             for special, wanted in kinds.items()
         }
 
-    def _cut(self, data: bytes | str, special: bool) -> tuple[Parts, list[int]]:
-        """A text as ids that stood in it and the texts between them; bytes that were left out behind each."""
-        text = as_text(data)
-        parts = [part for part in self._standing[special].cut(text) if part != ""]
-        behind = [0] * len(parts)
-        if not self.stripping():
-            return parts, behind
-        end = 0
-        for place, part in enumerate(parts):
-            spelt = self.tokens[part] if isinstance(part, int) else part
-            start = text.index(spelt, end)
-            behind[place - 1] += start - end
-            end = start + len(spelt)
-        if parts:
-            behind[-1] += len(text) - end
-        return parts, behind
+    def spellings(self, ids: Mapping[str, int]) -> Spellings:
+        """What cuts these tokens out of a text."""
+        return Spellings(ids, self.stripping())
+
+    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
+        """A text as ids that stood in it and the texts between them; bytes of each id go into `sizes`."""
+        return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
-        self, parts: Parts, behind: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
+        self, parts: Parts, sizes: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
         """The ids of all parts of a text, and how many of its bytes each stands for."""
-        lengths = [np.zeros(0, np.int64)]
-        for part, left_out, found in zip(parts, behind, ids, strict=True):
-            here = self.widths[[part]] if isinstance(part, int) else self.lengths(part, found)
-            here[-1:] += left_out
-            lengths.append(here)
+        stood, lengths = iter(sizes), [np.zeros(0, np.int64)]
+        for part, found in zip(parts, ids, strict=True):
+            lengths.append(np.array([next(stood)]) if isinstance(part, int) else self.lengths(part, found))
         return self._array(np.concatenate([np.zeros(0, np.uint32), *ids])), np.concatenate(lengths)
 
     def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:

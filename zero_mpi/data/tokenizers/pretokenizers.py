@@ -2,10 +2,13 @@ r"""How a byte-level BPE tokenizer cuts text into words before it merges, by the
 
 `tokenizer.ggml.pre` names regexes that a file does not hold; whoever reads it must know them. They are
 applied in turn, each within the pieces of the one before, and what no regex matches is a piece too. Names and
-regexes are those of llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`). Left out are names where
-its regexes only come near those that the vocabulary was made with (tekken, gpt-4o): two truths there. With
-another splitting text would be read wrong and nobody would notice, so an unknown name is refused.
+regexes are those of llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that ids of a GGUF
+are its ids. Some of them only come near the regexes that the vocabulary was made with (tekken, gpt-4o,
+deepseek): those stand beside them as `original` and cut the text of a folder, whose tokenizer.json has them.
+With another splitting text would be read wrong and nobody would notice, so an unknown name is refused.
 """
+
+# ruff: noqa: RUF001 (classes of letters of many scripts)
 
 from typing import Any, NamedTuple
 
@@ -14,11 +17,11 @@ from zero_mpi.files.foreign import show, shown
 
 # Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
 # some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows
-# one, or if a vocabulary merges its last byte with what stands beside it.
+# one, or if a vocabulary merges its last byte with what stands beside it; for deepseek-v3 new signs too.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGIT = r"\p{N}"
+_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 # Llama 3's tokenizer.json ignores case in the first group, which would also take U+017F for an s; llama.cpp
 # spells it out, so it is spelt out here.
 _IGNORING_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -27,21 +30,66 @@ _AFTER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER
 # Qwen 2's tokenizer.json: Llama 3's, one digit at a time.
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _AFTER.replace(r"\p{L}", r"\p{L}\p{M}")
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
+def _by_case(upper: str, lower: str, contractions: str, digits: str) -> str:
+    """The regex of tekken and gpt-4o: a word ends before a capital behind small letters, too."""
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{lead}{upper}*{lower}+{contractions}|{lead}{upper}+{lower}*{contractions}"
+    return f"{words}|{digits}" + _AFTER.replace(r"[\r\n]*", r"[\r\n/]*")
+
+
+_CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # so llama.cpp takes "É" for a small letter too
+# llama.cpp has a tab in the place of a space outside ASCII where a regex names no category.
+_LINE_ENDS, _CJK, _CJK_NO_SPACES = r"[\r\n]", "[一-龥ࠀ-一가-퟿]+", r"[一-龥ࠀ-一가-퟿&&\S]+"
+_CASED = (
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
+    "Ὀ-Ὅὐ-ὗὙὛὝ\u1f5f-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎ"
+    "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
+    "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
+_SIGNS, _LAST_SPACES = r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$"
+_KANA = "[一-龥぀-ゟ゠-ヿ]+"
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+
+
 class PreTokenizer(NamedTuple):
-    """The regexes of a name, and two settings that llama.cpp ties to it."""
+    """The regexes of a name, and the settings that llama.cpp ties to it."""
 
     regexes: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
     add_bos: bool = False  # where the file does not say
+    original: tuple[str, ...] = ()  # those of tokenizer.json, where llama.cpp's are others
+    passes_letters: bool = False  # letters outside ASCII may be in no regex, and with spaces a piece
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _PLAIN, _DIGITS = PreTokenizer((GPT2,)), PreTokenizer((_DIGIT, GPT2))
 _THREES, _ONES = PreTokenizer((_LLAMA3,)), PreTokenizer((_QWEN2,))
 _WHOLE_WORDS = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_TEKKEN = PreTokenizer(
+    *((_by_case(*_CASES_OF_ASCII, "", _DIGIT),), True, True), original=(_by_case(*_CASES, "", _DIGIT),)
+)
+_GPT4O = PreTokenizer(
+    (_by_case(*_CASES_OF_ASCII, f"{_CONTRACTIONS}?", _THREE_DIGITS),),
+    original=(_by_case(*_CASES, f"{_IGNORING_CASE}?", _THREE_DIGITS),),
+)
+_LLM = PreTokenizer(
+    (_LINE_ENDS, _CASED, _SIGNS.replace("　-", "、-"), _LAST_SPACES, _CJK_NO_SPACES, r"\p{N}+"),
+    original=(_LINE_ENDS, _CASED, _SIGNS, _LAST_SPACES, _CJK, _DIGIT),
+    passes_letters=True,
+)
+_CODER = PreTokenizer(
+    (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK_NO_SPACES, _DIGIT),
+    original=(_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT),
+)
+_V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK3))
 
 # The first name with certain regexes is the one that a tokenizer.json with them gets.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -49,34 +97,50 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2"), _WHOLE_WORDS),
+    **dict.fromkeys(("pixtral", "midm-2.0"), _WHOLE_WORDS),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _THREES),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "grok-2"), _ONES),
+    **dict.fromkeys(("kormo", "f2llmv2"), _ONES),
+    "qwen35": PreTokenizer((_QWEN35,)),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "deepseek-llm": _LLM,
+    "deepseek-coder": _CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _V3),
     "default": _DEFAULT,
 }
 
 
 def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
-    """The entry of `tokenizer.ggml.pre` of the file at `place`. UsageError for a name not known, or none."""
-    if name in PRE_TOKENIZERS:
-        return PRE_TOKENIZERS[name]
-    found = "no tokenizer.ggml.pre" if name is None else f"tokenizer.ggml.pre {show(name)}"
+    """The entry of `tokenizer.ggml.pre` of the file at `place`; without one, as llama.cpp, "default".
+
+    Raises UsageError for a name that is not known.
+    """
+    if (name or "default") in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[name or "default"]
     raise UsageError(
-        f"{place} has {found}, expected one of {', '.join(PRE_TOKENIZERS)}: "
+        f"{place} has tokenizer.ggml.pre {show(str(name))}, expected one of {', '.join(PRE_TOKENIZERS)}: "
         "give --data as token files (1-D .npy of uint16 or uint32 ids)"
     )
 
 
-def name_of(definition: Any, ignore_merges: bool, where: str) -> str:
-    """The name for a tokenizer.json's `pre_tokenizer`. UsageError, beginning with `where`, without one."""
+def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict[str, bool]]:
+    """The name for a tokenizer.json's `pre_tokenizer`, and what it asks for that llama.cpp does not do:
+    `original` regexes, `ignore_merges`. UsageError, beginning with `where`, without a name.
+    """
     steps = definition.get("pretokenizers") if _is(definition, "Sequence") else [definition]
     regexes = _regexes(steps if isinstance(steps, list) else [])
-    for name, known in PRE_TOKENIZERS.items():
-        if (known.regexes, known.ignore_merges) == (regexes, ignore_merges):
-            return name
-    merges = "ignore_merges and " if ignore_merges else ""
+    spelt_out = regexes and tuple(regex.replace(_IGNORING_CASE, _CONTRACTIONS) for regex in regexes)
+    found = [
+        ({"original": True} if regexes == known.original else {}, known.ignore_merges, name)
+        for name, known in PRE_TOKENIZERS.items()
+        if regexes and (known.original == regexes or known.regexes == spelt_out)
+    ]
+    for rules, merges, name in sorted(found, key=lambda each: each[1] != ignore_merges)[:1]:
+        return name, rules | ({} if merges == ignore_merges else {"ignore_merges": ignore_merges})
     raise UsageError(
         f"{where}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found "
-        f"{merges}the pre_tokenizer {shown(definition, 300)}: give --data as token files (1-D .npy)"
+        f"the pre_tokenizer {shown(definition, 300)}: give --data as token files (1-D .npy)"
     )
 
 
@@ -103,4 +167,4 @@ def _regex(step: Any) -> str | None:
         return None
     pattern = step.get("pattern")
     regex = pattern.get("Regex") if isinstance(pattern, dict) else None
-    return regex.replace(_IGNORING_CASE, _CONTRACTIONS) if isinstance(regex, str) else None
+    return regex.replace("\r", r"\r").replace("\n", r"\n") if isinstance(regex, str) else None

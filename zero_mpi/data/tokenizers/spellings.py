@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
 _WHITE = frozenset(" \t\n\v\f\r")  # of ASCII
+Span = tuple[int, int, str]  # where a token begins and ends, with white space that is left out
 _PLACE = 40  # bits of a place in a number that sorts by the rank of a token, the longest first, and by place
 
 
@@ -25,19 +26,33 @@ class Spellings:
         self._ids, self._stripping = ids, frozenset(stripping)
         self._tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
-    def cut(self, text: str) -> list[int | str]:
-        """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any."""
+    def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
+        """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any.
+
+        The bytes that each id stands for go into `sizes`.
+        """
+        parts, at = list[int | str](), 0
+        for start, stop, token in self.spans(text):
+            if at < start:
+                parts.append(text[at:start])
+            parts.append(self._ids[token])
+            if sizes is not None:
+                sizes.append(len(text[max(at, start) : stop].encode()))
+            at = stop
+        return [*parts, text[at:]] if at < len(text) or not parts else parts
+
+    def spans(self, text: str) -> list[Span]:
+        """Where tokens are spelt that are cut out, in the order of the text."""
         starts = (match.start() for match in self._start.finditer(text))
         ranked = [found for start in starts if (found := self._longest(text, start, len(text))) is not None]
-        if not ranked:
-            return [text]
-        parts, at = list[int | str](), 0
-        for start, stop, token in sorted(self._taken(text, ranked)):
-            parts += [text[at:start], self._ids[token]]
-            at = stop
-        return [part for part in (*parts, text[at:]) if part != ""]
+        return sorted(self._taken(text, ranked)) if ranked else []
 
-    def _taken(self, text: str, ranked: list[int]) -> Iterator[tuple[int, int, str]]:
+    def longest_token(self, text: str, start: int) -> str | None:
+        """The longest token that begins at a place."""
+        found = self._longest(text, start, len(text))
+        return None if found is None else self._tokens[found >> _PLACE]
+
+    def _taken(self, text: str, ranked: list[int]) -> Iterator[Span]:
         """(start, stop, token) of those that are cut out, with the white space that goes with them."""
         taken, same = bytearray(len(text)), list[int]()  # letters; where the token of one rank starts
         heapify(ranked)

@@ -2,9 +2,8 @@
 
 Reading follows llama.cpp's converter: tokens in the order of their ids, `[PADn]` of type "unused" where there
 is none, added tokens as control tokens (if special, or of that look) or the user's, bos, eos and the chat
-template from the files beside it. A GGUF has no place for a normalizer: NFC (Qwen) is left out, as llama.cpp
-leaves it out, so text must be NFC already for equal ids; every other one is refused, as is any part that
-would change ids and has no key.
+template from the files beside it. What a GGUF has no key for, and would change ids, are `huggingface_rules`,
+which stay with the model; what they cannot say is refused.
 """
 
 import json
@@ -15,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.data.tokenizers.bpe import BPETokenizer, build, tokenizers
-from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, STANDING, UNUSED, USER_DEFINED
+from zero_mpi.data.tokenizers.bpe import BPETokenizer, tokenizers
+from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, check_normalizer, rules_json
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown
@@ -45,14 +45,16 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     model = _byte_level(path, content)
     added = _added(path, content)
     tokens, types = _vocabulary(path, model, added, vocab_size)
-    ignore_merges = bool(model.get("ignore_merges"))
+    pre, splitting = name_of(content.get("pre_tokenizer"), bool(model.get("ignore_merges")), str(path))
     metadata: dict[str, object] = {
         _KEY + "model": "gpt2",
-        _KEY + "pre": name_of(content.get("pre_tokenizer"), ignore_merges, str(path)),
+        _KEY + "pre": pre,
         _KEY + "tokens": tokens,
         _KEY + "token_type": np.array(types, np.int32),
         _KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
     }
+    flags = {token["content"]: [flag for flag in FLAGS if token.get(flag)] for token in added}
+    metadata |= rules_json(flags, content.get("normalizer"), splitting)
     metadata |= _special(path, content, added)
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
@@ -73,14 +75,7 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
     UsageError as `BPETokenizer` raises it. Unused `[PADn]` are left out: whoever reads it fills gaps.
     """
     bpe = BPETokenizer(metadata, place)
-    filler = {f"[PAD{place}]" for place, kind in enumerate(bpe.types) if kind == UNUSED}
-    vocabulary = {token: place for token, place in bpe.ids.items() if token not in filler}
-    tokenizer = build(vocabulary, bpe.merges, bpe.pre.regexes, bpe.pre.ignore_merges)
-    lib = tokenizers()
-    added = [(token, kind) for token, kind in zip(bpe.tokens, bpe.types, strict=True) if kind in STANDING]
-    tokenizer.add_tokens(  # all at once: each call looks at all that were added before
-        [lib.AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in added]
-    )
+    tokenizer, lib = bpe.library, tokenizers()
     if bpe.add_bos and bpe.bos is not None:
         bos = bpe.tokens[bpe.bos]
         tokenizer.post_processor = lib.processors.TemplateProcessing(
@@ -148,8 +143,10 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             + _WAY_OUT
         )
     found: dict[str, Any] = {name: model[name] for name in _WITHOUT_KEY if model.get(name)}
-    if _normalizers(content.get("normalizer")) - {"NFC"}:
-        found["normalizer"] = content["normalizer"]
+    try:
+        check_normalizer(content.get("normalizer"))
+    except ValueError as error:
+        raise UsageError(f"{path}: expected a plain byte-level BPE, found {error}: {_WAY_OUT}") from None
     if found:
         name, value = next(iter(found.items()))
         raise UsageError(
@@ -158,22 +155,30 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _normalizers(definition: Any) -> set[str]:
-    if definition is None:
-        return set()
-    steps = definition.get("normalizers") if isinstance(definition, dict) else None
-    if steps is None:
-        return {str(definition.get("type") if isinstance(definition, dict) else definition)}
-    return {name for step in _list(steps) for name in _normalizers(step)}
-
-
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The added tokens. UsageError unless they are objects."""
+    """The added tokens. UsageError unless they are objects. As in Transformers, those of
+    tokenizer_config.json are added and go before those of the same text.
+    """
     tokens = _given(path, content, "added_tokens", list) or []
-    for token in tokens:
+    by_id = (
+        _given(
+            path.with_name("tokenizer_config.json"),
+            _beside(path, "tokenizer_config"),
+            "added_tokens_decoder",
+            dict,
+        )
+        or {}
+    )
+    for token in (*tokens, *by_id.values()):
         if not isinstance(token, dict):
             raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
-    return tokens
+    config = {str(token.get("content")): {"id": _number(place)} | token for place, token in by_id.items()}
+    known = [token | config.pop(str(token.get("content")), {}) | {"id": token.get("id")} for token in tokens]
+    return known + sorted(config.values(), key=lambda token: str(token["id"]).zfill(9))
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 def _vocabulary(

@@ -1,0 +1,193 @@
+"""Rules of a Hugging Face tokenizer for which a GGUF has no key, and which llama.cpp does not follow.
+
+They come from a folder and stay with the model as JSON under a key of their own, which llama.cpp passes over:
+`added_tokens` (flags by token), `normalizer`, `original` (regexes, see `pretokenizers`) and `ignore_merges`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from zero_mpi.data.tokenizers.pretokenizers import PreTokenizer
+from zero_mpi.data.tokenizers.spellings import Span, Spellings
+from zero_mpi.errors import UsageError, import_optional
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.parse import parse_json
+
+RULES = "tokenizer.huggingface.rules"
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # what is far from a letter does not change how it is spelt
+_MOST_GROWTH, _MOST_JSON = 16, 2000  # times that a normalizer makes a text longer; letters of its definition
+_CHUNK = 1 << 16  # characters that the library, which takes 40 bytes for each, spells at once
+# Letters that no form joins to what is before them.
+_STABLE = re.compile("[\0-\x7f\u0400-\u0450\u3400-\u9fff\uac00-\ud7a3]")
+_WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+
+
+class Rules:
+    """The rules of a tokenizer's keys; FileError for what is none.
+
+    flags   of added tokens, by token
+    cut     whether they say how tokens are cut out of a text
+    """
+
+    def __init__(self, keys: GGUFKeys) -> None:
+        try:
+            given = parse_json(keys.text(RULES) or "{}")
+            flags = given.get("added_tokens", {}).items()
+            self.flags = {token: frozenset(names) & {*FLAGS} for token, names in flags}
+            self.normalizer, self._ignore_merges = given.get("normalizer"), given.get("ignore_merges")
+            self._original = bool(given.get("original"))
+            check_normalizer(self.normalizer)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise keys.fault(RULES, f"rules of a Hugging Face tokenizer ({shown(str(error), 100)})") from None
+        self.cut = bool(self.flags) or self.normalizer is not None
+        self._is_local = kinds_of(self.normalizer) <= _LOCAL
+
+    def splitting(self, pre: PreTokenizer) -> PreTokenizer:
+        """Return how words are cut and merged by these rules."""
+        regexes = (self._original and pre.original) or pre.regexes
+        merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
+        return pre._replace(regexes=regexes, ignore_merges=merges)
+
+    def normalized(self, text: str) -> str:
+        """Return a text as the normalizer spells it."""
+        kind = None if self.normalizer is None else self.normalizer["type"]
+        if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
+            return text
+        speller, parts, start = normalizer_of(self.normalizer), list[str](), 0
+        while start < len(text):
+            seam = _STABLE.search(text, start + _CHUNK) if self._is_local else None
+            stop = seam.start() if seam else len(text)
+            parts.append(speller.normalize_str(text[start:stop]))
+            start = stop
+        return "".join(parts)
+
+    def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
+        """Return the tokens that are looked for in text as it is, or as the normalizer spells it."""
+        found = dict[str, str]()
+        for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
+            spelt = self.normalized(token) if normalized else token
+            is_lost = "lstrip" in self.flags.get(token, ()) and not spelt.strip(_WHITE)
+            if not spelt or spelt in found or is_lost:
+                raise UsageError(
+                    f"the added token {show(token)} is white space with lstrip, or normalized to nothing or "
+                    "another one: expected one that the package tokenizers finds in a text"
+                )
+            found[spelt] = token
+        flags = {spelt: self.flags.get(token, frozenset()) for spelt, token in found.items()}
+        return FlaggedSpellings({spelt: ids[token] for spelt, token in found.items()}, flags)
+
+
+def rules_json(
+    flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
+) -> dict[str, object]:
+    """Return the key of rules, if there are any. `normalized` alone is none without a normalizer."""
+    has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
+    given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
+    rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
+    return {RULES: json.dumps(rules, sort_keys=True)} if rules else {}
+
+
+def rules_in_words(metadata: Mapping[str, object]) -> str:
+    """Name the rules of keys; empty without any."""
+    rules = parse_json(GGUFKeys(metadata).text(RULES) or "{}")
+    flagged = [
+        f"{flag} of {show(token)}" for token, flags in rules.pop("added_tokens", {}).items() for flag in flags
+    ]
+    more = [f"{len(flagged) - 3} more flags"] if len(flagged) > 3 else []
+    kinds = " ".join(sorted(kinds_of(rules.pop("normalizer", None)) - {"Sequence"}))
+    return ", ".join([*flagged[:3], *more, *([f"normalizer {kinds}"] if kinds else []), *rules])
+
+
+class FlaggedSpellings(Spellings):
+    """Tokens that the package tokenizers cuts out: from left to right, the longest, each by its flags."""
+
+    def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
+        super().__init__(ids)
+        self._flags = flags
+
+    def spans(self, text: str) -> list[Span]:
+        found = list[Span]()
+        at = before = white = 0  # behind the last match, behind its white space, behind a row of white space
+        for match in self._start.finditer(text):
+            start = match.start()
+            if start < at or (token := self.longest_token(text, start)) is None:
+                continue
+            at = stop = start + len(token)
+            flags = self._flags[token]
+            if "single_word" in flags and (
+                _is_word(text[start - 1 : start]) or _is_word(text[stop : stop + 1])
+            ):
+                continue
+            if "lstrip" in flags:
+                while start > before and text[start - 1] in _WHITE:
+                    start -= 1
+                start = max(start, before)
+            if "rstrip" in flags:
+                white = max(white, stop)
+                while white < len(text) and text[white] in _WHITE:
+                    white += 1
+                stop = white
+            if start < stop:
+                found.append((start, stop, token))
+            before = stop
+        return found
+
+
+def _library() -> Any:
+    return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
+
+
+def _is_word(letter: str) -> bool:
+    r"""Return whether a character is `\w` to the library; none is not."""
+    cut = _library().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
+    return letter != "" and cut[0][0] == "a" + letter
+
+
+def kinds_of(definition: Any) -> set[str]:
+    """Return the types in a normalizer."""
+    return set(re.findall(r'"type": "(\w+)"', json.dumps(definition)))
+
+
+def normalizer_of(definition: Any) -> Any:
+    """Return the library's normalizer."""
+    lib = _library()
+    empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
+    return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer
+
+
+def check_normalizer(definition: Any) -> None:
+    """Raise ValueError, naming it, for a normalizer that is not known, or makes much of little."""
+    if definition is not None:
+        if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
+            raise ValueError(
+                f"a normalizer that makes a text more than {_MOST_GROWTH} times as long, or is long"
+            )
+        try:
+            normalizer_of(definition)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"the normalizer {shown(definition, 100)} ({shown(str(error), 60)})") from error
+
+
+def _growth(definition: Any) -> int:
+    """Return how many times as long a normalizer makes a text; ValueError for one that is not known."""
+    given = definition if isinstance(definition, dict) else {}
+    kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
+    old = pattern.get("String") if isinstance(pattern, dict) else None
+    if kind in (*_FORMS, "Lowercase", "Strip"):
+        return 1
+    if kind == "Sequence" and isinstance(inner, list):
+        return math.prod(map(_growth, inner))
+    if kind == "Prepend" and isinstance(given.get("prepend"), str):
+        return 1 + len(given["prepend"])
+    if kind == "Replace" and isinstance(old, str) and isinstance(new, str) and old:
+        return max(1, -(-len(new) // len(old)))  # a regex may take time without end
+    raise ValueError(f"the normalizer {shown(definition, 100)}")
