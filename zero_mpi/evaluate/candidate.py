@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -177,9 +178,9 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
         )
 
 
-def differs(key: str, *tables: Mapping[str, object]) -> bool:
+def differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Whether two tokenizers have other values of a key that decides about ids."""
-    return key.startswith(DECIDES) and not np.array_equal(*(np.asarray(table[key]) for table in tables))
+    return key.startswith(DECIDES) and not np.array_equal(ours[key], theirs[key])
 
 
 def known_tokens(candidate: Candidate) -> list[str]:
