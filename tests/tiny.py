@@ -37,6 +37,7 @@ OTHERS = {  # further architectures: what is shown of several models is shown of
     for arch in architectures.ROWS
     if arch not in MODELS
 }
+OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
 
 

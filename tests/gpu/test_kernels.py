@@ -477,10 +477,12 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
 
 @every_kind
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 5, 6), (1, 4, 3, 64), (2, 2, 4, 40)], ids=str)
-def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, interleaved, kind):
+@pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # of a head is turned, an even number
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 5, 6), (1, 4, 3, 64), (2, 2, 4, 40)], ids=str)
+def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, interleaved, kind):
     b, t, heads, width = shape
-    angles = 10 * numbers(2 * t, width // 2)
+    turned = 2 * int(part * width / 2)
+    angles = 10 * numbers(2 * t, turned // 2)
     cos, sin = (turn(angles).astype(np.float32)[1 : t + 1] for turn in (np.cos, np.sin))
     table = [gpu.from_host(x) for x in (cos, sin)]
     for gap in (0, 3, 8):
@@ -491,6 +493,7 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, interleav
         view = there[..., gap:].reshape(shape)
         fresh = ops.rope(view, *table, interleaved)
         close(fresh, wanted, kind)
+        assert bits(fresh[..., turned:]) == x[..., turned:].tobytes(), "the rest of a head was turned"
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
         assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"

@@ -134,14 +134,22 @@ def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder
     found = []
     for asked in (ALWAYS, NEVER):
         flags = ["asks.gguf", "--data", "ids.npy", "--context", "16", "--bos", asked, "--json", "x.json"]
-        assert run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)[0] == 0
+        status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+        assert (status, len(errors.splitlines()), "--bos always" in errors) == (0, *[asked == ALWAYS] * 2)
         found.append(json.loads((folder / "x.json").read_text()))
     assert found[0] == found[1]
-    for asked, lines in ((AUTO, 1), (NEVER, 0)):
-        flags = ["asks.gguf", "--data", "text", "--against", "not.gguf", "--bos", asked]
+    keys = sentencepiece_files.merged(400, add_bos_token=True)
+    keys["tokenizer.ggml.scores"] = np.negative(keys["tokenizer.ggml.scores"])
+    bpe_files.write_model(folder / "other.gguf", keys | {"tokenizer.ggml.bos_token_id": np.uint32(2)})
+    for asked, other, told in (
+        (AUTO, "not", ["--bos always"]),
+        (NEVER, "not", []),
+        (AUTO, "other", ["tokenizer.ggml.scores", "tokenizer.ggml.bos_token_id"]),
+    ):
+        flags = ["asks.gguf", "--data", "text", "--against", f"{other}.gguf", "--bos", asked]
         status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
-        assert (status, len(errors.splitlines())) == (0, lines), errors
-        assert ("not.gguf" in errors) == bool(lines)
+        assert (status, len(errors.splitlines())) == (0, bool(told)), errors
+        assert all(each in errors for each in (*told, f"{other}.gguf" if told else ""))
 
 
 def test_of_a_mixture_only_text_has_it(folder):

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import bpe_files
 import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
@@ -10,6 +11,7 @@ from test_command_bits import needs_mpiexec
 from zero_mpi import __version__, completion
 from zero_mpi.cli import main, parser
 from zero_mpi.config.command_line import parse
+from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
@@ -89,6 +91,43 @@ def test_the_parser_brings_nothing_heavy_along():
     code = "import sys, zero_mpi.cli.parser\n"
     code += "print([name for name in ('numpy', 'mpi4py') if name in sys.modules])"
     assert python("-c", code) == (0, "[]\n", "")
+
+
+# MPI_Init, which a process on the login node of a cluster may not be allowed to call
+
+NO_MPI = """import builtins, runpy, sys
+class Stub:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            open("started", "a").write(" ".join(sys.argv))
+            raise ImportError(name)
+sys.meta_path.insert(0, Stub())
+sys.argv = ["zero-mpi", *sys.argv[1:]]
+runpy.run_module("zero_mpi", run_name="__main__")
+"""
+WITHOUT_RANKS = [
+    ["--help"],
+    ["--version"],
+    ["completion", "bash"],
+    ["hostfile", "none"],
+    ["inspect", "m.gguf"],
+    ["samples", "m.gguf", "--data", "c.jsonl", "--chat-template", "t.jinja"],
+    ["generate", "m.gguf", "--prompt", "a", "--tokens", "1"],
+    ["export", "m.gguf", "out.gguf", "--type", "q8_0"],
+    ["plan", "--ranks", "2", "--layers", "1", "--dim", "8", "--heads", "2"],
+    ["report", "none"],
+    ["trace", "none"],
+]
+
+
+@pytest.mark.parametrize("arguments", [*WITHOUT_RANKS, *([name, "--help"] for name in NAMES)], ids=" ".join)
+def test_what_needs_no_ranks_starts_no_mpi(arguments, tmp_path):
+    bpe_files.write_model(tmp_path / "m.gguf", ByteTokenizer().metadata())
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    status, _, errors = python("-c", NO_MPI, *arguments, cwd=tmp_path)
+    assert not (tmp_path / "started").exists(), errors
+    assert status == (2 if "none" in arguments else 0), errors
 
 
 def test_the_package_runs_as_the_console_script_does():

@@ -27,6 +27,8 @@ from test_generate import write_model
 from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.evaluate.choices import encode_choices, read_choices
+from zero_mpi.evaluate.task import read_task
+from zero_mpi.evaluate.task_forms import with_shots
 from zero_mpi.generate.text_model import TextModel
 
 QA = "Question: {}\nAnswer:"
@@ -161,6 +163,61 @@ def test_shares_and_log_likelihoods_are_lm_evals(small, tmp_path, which, name):
     for figure, count in hits.items():
         assert figures[figure] == count / len(TASKS[name])
         assert f" {figures[figure]:.4f}" in printed
+
+
+STEM = {"stem": "Why?", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}
+FLAT = {"question": "Why?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
+LISTED = "Why?\nA. a\nB. b\nAnswer:"
+ABOUT = "The following are multiple choice questions (with answers) about us history.\n\n"
+SCIQ = {"question": "Why?", "distractor1": "a", "distractor2": "b", "distractor3": "c", "correct_answer": "d"}
+PUBLISHED = [  # file, line, contexts, answers, right: after lm_eval/tasks; CORE with a delimiter
+    ("ARC-Easy-Test.jsonl", {"id": "MCAS_2000_4", "question": STEM, "answerKey": "B"}, [QA.format("Why?")],
+     [" a", " b"], 1),
+    ("OpenBookQA.jsonl", {"id": "8-343", "question": STEM, "answerKey": "A"}, ["Why?"], [" a", " b"], 0),
+    ("dev_rand_split.jsonl", {"question": {"question_concept": "x", **STEM}, "answerKey": "B"},
+     [f"Question: {LISTED}"], [" A", " B"], 1),
+    ("csqa.jsonl", {**FLAT, "question_concept": "x", "answerKey": "A"}, [f"Question: {LISTED}"],
+     [" A", " B"], 0),
+    ("mmlu.jsonl", {"question": " Why?\n", "subject": "us_history", "choices": ["a", "b"], "answer": 1},
+     [ABOUT + LISTED], [" A", " B"], 1),
+    ("sciq.jsonl", {**SCIQ, "support": " So. "}, ["So. \n" + QA.format("Why?")],
+     [" a", " b", " c", " d"], 3),
+    ("boolq.jsonl", {"passage": "It is.", "question": "is it", "title": "x", "answer": True},
+     ["It is.\n" + QA.format("is it?")], [" no", " yes"], 1),
+    ("lambada_test_en.jsonl", {"text": "He ate the  bread"}, ["He ate the "], [" bread"], 0),
+    ("docs.jsonl", {"text": "He ate the bread"}, [""], ["He ate the bread"], 0),
+    ("winogrande.jsonl", {"sentence": "A _ or _ .", "option1": "b", "option2": "c", "answer": "2"},
+     ["A b", "A c"], [" or _ ."] * 2, 1),
+    ("jeopardy.jsonl", {"context": " Who? ", "continuation": "Ada"}, ["Who?\nAnswer: "], ["Ada"], 0),
+    ("arc.jsonl", {"query": "Why?", "choices": ["a", "b"], "gold": 1}, ["Why?\nAnswer: "], ["a", "b"], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "contexts", "answers", "right"), PUBLISHED, ids=lambda x: str(x)[:20]
+)
+def test_forms_are_those_of_the_data_sets(tmp_path, name, line, contexts, answers, right):
+    (tmp_path / name).write_text(json.dumps(line))
+    (found,) = with_shots(read_choices(tmp_path / name, "\nAnswer: "), 0)
+    assert [[*found.contexts], [*found.answers], found.right] == [contexts, answers, right]
+
+
+def test_solved_questions_stand_between_subject_and_question(tmp_path):
+    lines = [{**FLAT, "choices": ["a", "b"], "subject": "us_history", "answer": n} for n in (0, 1)]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = with_shots(read_choices(tmp_path / "m.jsonl"), 1)
+    assert [each.contexts for each in found] == [[f"{ABOUT}{LISTED} {x}\n\n{LISTED}"] for x in "BA"]
+
+
+def test_the_delimiter_is_of_the_question(tmp_path):
+    """Of CORE's language modeling only what follows `prompt.strip()` counts."""
+    (tmp_path / "q.jsonl").write_text(json.dumps({"context": "Who?", "continuation": "Ada"}))
+    found = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
+    assert bytes(found.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
+    assert found.tokens == [4]
+    assert read_task(["m", "--task", "q", "--delimiter", r"\nAnswer: "]).delimiter == "\nAnswer: "
+    with pytest.raises(UsageError, match="--delimiter"):
+        read_task(["m", "--data", "t", "--delimiter", "x"])
 
 
 TEXTS = ["The lazy dog jumps  over the fox. " * 12, "Une école d'été\n\nand more.", "a"]
@@ -321,7 +378,9 @@ def test_long_sequences_lose_their_beginnings(tmp_path):
      {"query": "q", "choices": ["a", "b"], "gold": 2}, {"query": "q", "choices": None, "gold": 0},
      {"sentence": "no place", "option1": "a", "option2": "b", "answer": "1"}, {"text": "\ud800"},
      {"context_options": [], "continuation": "a", "gold": 0},
-     {"goal": "g", "sol1": "a", "sol2": 2, "label": 0}],
+     {"goal": "g", "sol1": "a", "sol2": 2, "label": 0}, {"goal": None, "sol1": "a", "sol2": "b", "label": 0},
+     {"query": "q", "choices": "ab", "gold": 0}, {**FLAT, "choices": [1, 2], "answer": 0},
+     {"question": {"stem": "q", "choices": [1]}, "answerKey": "A"}],
     ids=str,
 )  # fmt: skip
 def test_damaged_fields_are_named(tmp_path, line):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
@@ -20,7 +23,7 @@ from zero_mpi.config.inputs import (
 )
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
-from zero_mpi.data.bos import AUTO
+from zero_mpi.data.bos import ALWAYS, AUTO
 from zero_mpi.data.token_folder import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.evaluate.task import MOST_CONTEXT, Task
@@ -33,6 +36,11 @@ from zero_mpi.session.resolve import set_threads
 from zero_mpi.session.resume import settled_bos
 from zero_mpi.session.transport import check_wish
 
+# Keys of a tokenizer that decide about ids; whether it asks for bos is said apart.
+DECIDES = tuple(
+    "tokenizer.ggml." + each
+    for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
+)
 LONGEST_NAME = 40  # letters of a model's path that are shown in a table
 
 
@@ -148,17 +156,31 @@ def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
             )
 
 
-def bos_notes(task: Task, opened: Opened) -> Iterator[str]:
-    """A line where one of two models asks for bos and the other does not, and both read the same."""
-    asks = [
-        tokenizer is not None and tokenizer.add_bos for tokenizer in map(own_tokenizer, opened.candidates)
-    ]
-    if task.config.bos == AUTO and len({*asks}) > 1:
+def cautions(task: Task, opened: Opened) -> Iterator[str]:
+    """A line for each thing that the user may not expect of bos and of two tokenizers."""
+    config, path = task.config, shown(task.against or "")
+    if config.bos == ALWAYS and config.data and holds_token_files(config.data):
+        yield f"--bos {ALWAYS}: token files are read as they are, no bos is put in"
+    found = [own_tokenizer(each) for each in opened.candidates]
+    asks = [each is not None and each.add_bos for each in found]
+    if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
         yield (
             f"--against: {one} asks for bos and {other} does not: both are read as the first one asks; "
             "--bos always or never says it for both"
         )
+    ours, *theirs = ({} if each is None else each.metadata() for each in found)
+    differ = sorted(key for each in theirs for key in ours.keys() & each.keys() if differs(key, ours, each))
+    if differ:
+        yield (
+            f"--against {path}: {', '.join(differ)} are others than in {opened.candidates[0].name}: both "
+            "models read what the first one's tokenizer makes of the text"
+        )
+
+
+def differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether two tokenizers have other values of a key that decides about ids."""
+    return key.startswith(DECIDES) and not np.array_equal(ours[key], theirs[key])
 
 
 def known_tokens(candidate: Candidate) -> list[str]:

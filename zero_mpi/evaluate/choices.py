@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from zero_mpi.evaluate.task_forms import (
     DIFFERING,
     TEXT,
     Question,
+    flat,
     published,
     with_shots,
 )
@@ -69,19 +71,20 @@ class EncodedChoices:
         return [len(answer.encode()) for answer in self.answers]
 
 
-def read_choices(path: Path) -> list[Question]:
+def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
     """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
-    found = list(each_line(path, "--choices", one_choice))
+    found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
     return found
 
 
-def one_choice(line: int, value: Any) -> Question:
-    """The question of a line; raises ValueError for anything else."""
+def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
+    """The question of a line in a file `name`; raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
-    if (found := published(line, value)) is not None:
+    value = flat(value)
+    if (found := published(line, value, name, delimiter)) is not None:
         return found
     names = [name for name in QUESTION if name in value]
     if len(names) != 1:
@@ -104,14 +107,19 @@ def one_choice(line: int, value: Any) -> Question:
 
 
 def encode_choices(
-    path: Path, tokenizer: Tokenizer, context: int, bos: int | None = None, shots: int = 0
+    path: Path,
+    tokenizer: Tokenizer,
+    context: int,
+    bos: int | None = None,
+    shots: int = 0,
+    delimiter: str = " ",
 ) -> EncodedChoices:
     """The questions of a file as tokens, control tokens read as such. What is too long loses its beginning.
 
     `bos` comes before each, bos or eos before CORE's and where else nothing would. Raises FileError for an
     answer that is longer than `context` positions, or has no token.
     """
-    read = with_shots(read_choices(path), shots)
+    read = with_shots(read_choices(path, delimiter), shots)
     found = EncodedChoices(span=read[0].span)
     edge = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
     for each in read:

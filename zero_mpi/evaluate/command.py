@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_mpi.cli.text import write
 from zero_mpi.device.types import Array
-from zero_mpi.evaluate.candidate import Candidate, Opened, bos_notes, look
+from zero_mpi.evaluate.candidate import Candidate, Opened, cautions, look
 from zero_mpi.evaluate.material import Material, gather_material
 from zero_mpi.evaluate.measure import measure
 from zero_mpi.evaluate.printout import lines
@@ -56,7 +56,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     watchdog.beat("trying the operations")
     notes: list[str] = []
     try_operations(world, opened.config, opened.threads, notes)
-    notes += map(log.Caution, bos_notes(task, opened))
+    notes += map(log.Caution, cautions(task, opened))
     for note in notes if world.rank == 0 else ():
         log.tell(note)
     sets = [found for found in (material.windows, *material.answers) if found is not None]

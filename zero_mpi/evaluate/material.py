@@ -18,7 +18,7 @@ from zero_mpi.evaluate.candidate import Opened
 from zero_mpi.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.evaluate.task import Task
-from zero_mpi.evaluate.task_forms import GREEDY
+from zero_mpi.evaluate.task_forms import GREEDY, LAST
 from zero_mpi.launch.world import World
 from zero_mpi.session.resolve import read_corpus
 from zero_mpi.session.shared_corpus import share_corpus
@@ -57,7 +57,7 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
         text, tokens = about(cut, windows, corpus, opened)
     answers = []
     if choices is not None:
-        scales = (1.0, 0.0) if choices.span == GREEDY else (1.0,)
+        scales = (1.0, 0.0) if choices.span in (GREEDY, LAST) else (1.0,)
         answers = [AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
     return Material(windows, text, tokens, answers, choices)
 
@@ -69,7 +69,7 @@ def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
     assert opened.tokenizer is not None, "questions are text"
     context = min(candidate.model.context_length for candidate in opened.candidates)
     bos = bos_of(opened.tokenizer, task.config.bos)
-    return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots)
+    return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots, task.delimiter)
 
 
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:

@@ -12,6 +12,7 @@ from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import OF_TEMPLATES, add_settings, given
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.session.same_flags import settings
 
 MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
@@ -23,6 +24,7 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # of these flags in --help
+OF_QUESTIONS = ("shots", "delimiter")
 OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
 Examples:
@@ -46,6 +48,7 @@ class Task:
     against   a second model
     choices   a file of questions with several answers, or of a published task
     shots     solved questions before each
+    delimiter   what is between question and answer of CORE
     context   tokens of a window, None: the model's, at most MOST_CONTEXT
     stride    tokens from a window to the next, None: as many as a window has
     windows   how many at most, None: all
@@ -57,6 +60,7 @@ class Task:
     against: str | None = None
     choices: Path | None = None
     shots: int = 0
+    delimiter: str = " "
     context: int | None = None
     stride: int | None = None
     windows: int | None = None
@@ -91,6 +95,11 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--shots", type=int, metavar="N", help="solved questions of FILE before each (default: 0)"
     )
+    parser.add_argument(
+        "--delimiter",
+        metavar="TEXT",
+        help=r"text between question and answer of CORE's files, as '\nAnswer: ' (default: a space)",
+    )
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
     parser.add_argument(
         "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
@@ -117,6 +126,9 @@ def read_task(arguments: Sequence[str]) -> Task:
         if name in own and not config.data:
             raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
         within(name, own.get(name, 1), 1)
-    if "shots" in own and "choices" not in own:
-        raise UsageError(f"--shots {own['shots']}: of no questions: give --task FILE as well")
+    for name in OF_QUESTIONS:
+        if name in own and "choices" not in own:
+            raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
+    if "delimiter" in own:
+        own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
     return Task(config, **own)

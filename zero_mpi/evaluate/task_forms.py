@@ -11,26 +11,33 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.files.json_lines import is_text
 
-# What counts: the answers; of CORE what begins where prompts differ, what they have in common at their ends,
-# or an answer of which each token has to be the likeliest; all of a text.
-ANSWERS, DIFFERING, COMMON, GREEDY, TEXT = "answers", "differing", "common", "greedy", "text"
-CORE = (DIFFERING, COMMON, GREEDY)
-QA = "Question: {}\nAnswer:"
+# What counts: the answers; a last word, each token of which has to be the likeliest; all of a text. Of CORE
+# what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.
+ANSWERS, LAST, TEXT = "answers", "last", "text"
+DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
+MANY = {"choices", "context_options", "endings"}  # fields with several texts
+LETTERS = "ABCDEFGHIJ"
+ABOUT = "The following are multiple choice questions (with answers) about "
+BY_NAME = "lambada"  # in the name of a file: its lines are texts whose last word is asked for
 
 
 class Question(NamedTuple):
-    """Answers, the contexts that they follow (one, or one for each), and the number of the right answer."""
+    """Answers, the contexts that they follow (one, or one for each), and the number of the right answer.
+
+    `front` comes before all, solved questions too.
+    """
 
     contexts: Sequence[str]
     answers: Sequence[str]
     right: int
     span: str = ANSWERS
+    front: str = ""
     line: int = 0
 
 
-def spaced(contexts: Sequence[str], answers: Sequence[str], right: Any, span: str = ANSWERS) -> Question:
-    """A question whose answers follow a space."""
-    return Question(contexts, [" " + answer for answer in answers], int(right), span)
+def asked(question: str, before: str = "") -> str:
+    """The prompt of most data sets."""
+    return before + "Question: " + question + "\nAnswer:"
 
 
 def hellaswag(v: Any) -> Question:
@@ -38,47 +45,104 @@ def hellaswag(v: Any) -> Question:
     text = f"{v['ctx_a']} {v['ctx_b'].capitalize()}" if "ctx_a" in v else v["ctx"]
     texts = [f"{v['activity_label']}: {text}" if "activity_label" in v else text, *v["endings"]]
     texts = [re.sub(r"\[.*?\]", "", t.strip().replace(" [title]", ". ")).replace("  ", " ") for t in texts]
-    return spaced(texts[:1], texts[1:], v["label"])
+    return Question(texts[:1], texts[1:], v["label"])
 
 
 def labelled(context: str, v: Any) -> Question:
     """A question whose answers have labels, as ARC's."""
-    return spaced([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"]))
+    return Question([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"].strip()))
+
+
+def lettered(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
+    """A question with its answers, of which the letter is asked for."""
+    listed = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
+    return Question(["".join([question, *listed, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
+
+
+def mmlu(v: Any) -> Question:
+    """A line of MMLU, behind its subject."""
+    front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
+    return lettered(v["question"].strip(), v["choices"], v["answer"], front)
+
+
+def boolq(v: Any) -> Question:
+    """A line of BoolQ, of its own or of SuperGLUE."""
+    context = asked(v["question"] + "?", v["passage"] + "\n")
+    return Question([context], ["no", "yes"], v["label" if "label" in v else "answer"])
 
 
 def winogrande(v: Any) -> Question:
     """One end of a sentence behind two beginnings."""
-    before, after = v["sentence"].split("_")
-    return spaced([before + v["option1"], before + v["option2"]], [after.strip()] * 2, int(v["answer"]) - 1)
+    before, after = v["sentence"].split("_", 1)
+    return Question([before + v["option1"], before + v["option2"]], [after.strip()] * 2, int(v["answer"]) - 1)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line
+def lambada(v: Any) -> Question:
+    """The last word of a text."""
+    before, _, last = v["text"].rpartition(" ")
+    return Question([before], [last], 0, LAST)
+
+
+FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the first that it has
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
-    "question choices answerKey": lambda v: labelled(QA.format(v["question"]), v),
-    "goal sol1 sol2 label": lambda v: spaced([QA.format(v["goal"])], [v["sol1"], v["sol2"]], v["label"]),
-    "passage question label": lambda v: spaced(
-        [f"{v['passage']}\n" + QA.format(v["question"] + "?")], ["no", "yes"], v["label"]
+    "question question_concept choices answerKey": lambda v: lettered(
+        "Question: " + v["question"].strip(), v["choices"]["text"], labelled("", v).right
     ),
+    "question choices answerKey": lambda v: labelled(asked(v["question"]), v),
+    "question choices answer": mmlu,
+    "question support distractor1 distractor2 distractor3 correct_answer": lambda v: Question(
+        [asked(v["question"], v["support"].lstrip() + "\n")],
+        [*(v[f"distractor{number}"] for number in (1, 2, 3)), v["correct_answer"]],
+        3,
+    ),
+    "goal sol1 sol2 label": lambda v: Question([asked(v["goal"])], [v["sol1"], v["sol2"]], v["label"]),
+    "passage question label": boolq,
+    "passage question answer": boolq,
     "sentence option1 option2 answer": winogrande,
-    "query choices gold": lambda v: spaced([v["query"]], v["choices"], v["gold"], DIFFERING),
-    "context_options continuation gold": lambda v: spaced(
+    "query choices gold": lambda v: Question([v["query"]], v["choices"], v["gold"], DIFFERING),
+    "context_options continuation gold": lambda v: Question(
         v["context_options"], [v["continuation"]] * len(v["context_options"]), v["gold"], COMMON
     ),
-    "context continuation": lambda v: spaced([v["context"].strip()], [v["continuation"]], 0, GREEDY),
+    "context continuation": lambda v: Question([v["context"].strip()], [v["continuation"]], 0, GREEDY),
+    f"({BY_NAME}) text": lambada,
     "text": lambda v: Question([""], [v["text"]], 0, TEXT),
 }
 
 
-def published(line: int, value: dict[str, Any]) -> Question | None:
-    """The question of a line in a published form, None for others; raises ValueError for damaged fields."""
-    fields = next((each for each in FORMS if value.keys() >= {*each.split()}), None)
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """A line as AI2 has it, its answers within the question, in the fields of the data sets made of it."""
+    inside = value.get("question")
+    if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
+        return value
+    table = {
+        name: [each.get(name) for each in inside["choices"] if isinstance(each, dict)]
+        for name in ("text", "label")
+    }
+    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # so OpenBookQA numbers its questions, ARC does not
+    stem = {"question_stem" if book else "question": inside.get("stem")}
+    return {**{k: v for k, v in value.items() if k != "question"}, **inside, **stem, "choices": table}
+
+
+def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
+    """The question of a line in a published form, None for others; raises ValueError for damaged fields.
+
+    `name` of the file tells what fields do not; `delimiter` is between question and answer of CORE.
+    """
+    has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
+    fields = next((each for each in FORMS if has.issuperset(each.split())), None)
     if fields is None:
         return None
     try:
-        found = FORMS[fields](value)._replace(line=line)
-        if all(map(is_text, [*found.contexts, *found.answers])) and found.right in range(len(found.answers)):
-            return found
+        made = FORMS[fields](value)
+        contexts, answers, right = made.contexts, made.answers, int(made.right)
+        many = all(isinstance(value[each], list | dict) for each in MANY & value.keys())
+        if many and all(map(is_text, [*contexts, *answers])) and right in range(len(answers)):
+            if made.span in CORE:
+                contexts = [each + delimiter for each in contexts]
+            elif made.span != TEXT:
+                answers = [" " + each for each in answers]
+            return made._replace(contexts=contexts, answers=answers, right=right, line=line)
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise ValueError(f"expected {fields.replace(' ', ', ')} as they are published, found {quoted(value)}")
@@ -94,5 +158,6 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
     for number, place in enumerate(order):
         drawn = Random(1234 + number).sample(range(len(order) - 1), shots)
         front = "".join(shots_of[order[other + (other >= number)]] for other in drawn)
+        front = found[place].front + front
         found[place] = found[place]._replace(contexts=[front + each for each in found[place].contexts])
     return found

@@ -196,15 +196,16 @@ def run(
 ) -> NoReturn:
     """Run command(world, arguments) on this rank and end the process with the job's exit status.
 
-    `alone`: the command is for one process, so MPI is started only where a launcher started us, and where
-    that are several ranks they are told what to do `instead`.
+    `alone`: the command is for one process, so MPI is started only where a launcher started us, as for
+    --help and --version, and where that are several ranks they are told what to do `instead`.
     """
     world, problem = World(environment.launch_rank(), 1), ""  # until it is known
     try:
-        if not alone or environment.under_launcher():
+        helping = not HELP.isdisjoint(arguments)
+        if environment.under_launcher() or not (alone or helping):
             world = find_world()
             interrupts.handle_again()
-        if alone and world.size > 1 and not HELP.intersection(arguments):
+        if alone and world.size > 1 and not helping:
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
         with interrupts.at_work():
