@@ -21,7 +21,7 @@ from test_export import export
 from zero_mpi.evaluate.command import command
 from zero_mpi.launch.world import World
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 names = ("transformers", "lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
 _, transformers, lm_eval, tasks, huggingface = torch_with(*names)
 FILES = {
