@@ -266,7 +266,7 @@ def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
             begin, end = trial.words.rfind("\n", 0, found.start()) + 1, trial.words.find("\n", found.end())
             words = " ".join(trial.words[begin:end].split())
         cells = [fault.event, fault.launcher, fault.transport, trial.job.returncode, words]
-        cells += [f"{said['state']} {said['reason']}".strip(), f"{seconds:.1f}", lost]
+        cells += [f"`{said['state']}`", f"{seconds:.1f}", lost]
         with open(path, "a") as file:
             file.write(f"| {' | '.join(map(str, cells))} |\n".replace(str(trial.out), "OUT"))
 
