@@ -157,7 +157,7 @@ def warm_python(environ: Mapping[str, str]) -> list[str]:
 
 
 def with_warm_python(folder: Path) -> str:
-    """A PATH of this python and its launcher, before them a `python` that starts ranks as `run_job` does.
+    """Return a PATH of this Python and its launcher, headed by a warm `python` and `zero-mpi`.
 
     For shells. What begins itself anew, as portable bits make it, starts as users start it.
     """
@@ -169,7 +169,10 @@ def with_warm_python(folder: Path) -> str:
         f'#!/bin/sh\ncase "$*" in *portable*) exec {plain} "$@" ;; esac\n'
         f'case "$1 $2" in "-m zero_mpi"*) exec {warm} "$@" ;; esac\nexec {plain} "$@"\n'
     )
-    program.chmod(0o755)
+    command = folder / "zero-mpi"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(str(program))} -m zero_mpi "$@"\n')
+    for path in (program, command):
+        path.chmod(0o755)
     return os.pathsep.join(
         [str(folder), str(Path(launcher()[0]).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     )

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Count the lines of the package and hold them to a budget.
+"""Count the lines of the package and the words of the pages, and hold them to budgets.
 
     python tools/budget.py [ROOT]
 
-Prints the lines of the engine and of the package beside their budgets, and the lengths of functions. Exits
-with status 1 if a budget is exceeded. A budget is a bound: a change that needs more lines takes others out
-first.
+Prints the lines of the engine and of the package and the words of the pages beside their budgets, and the
+lengths of functions. Exits with status 1 if a budget is exceeded. A budget is a bound: a change that needs
+more lines or words takes others out first.
 """
 
 import ast
@@ -22,6 +22,11 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # lines of a function
+WORDS = {"pages": 24000, "README.md": 1000}  # as `wc -w` counts them
+PAGES = {
+    "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
+    "README.md": ("README.md",),
+}
 
 
 def count_lines(root: Path, names: tuple[str, ...]) -> int:
@@ -35,9 +40,19 @@ def check_budget(root: Path) -> Iterator[str]:
     """Print the lines of the engine and the package, and yield a line for each budget that is exceeded."""
     for what, names in (("engine", ENGINE), ("package", (".",))):
         found, allowed = count_lines(root, names), BUDGET[what]
-        print(f"{what:8} {found:6} lines, budget {allowed} ({found - allowed:+})")
+        print(f"{what:9} {found:6} lines, budget {allowed} ({found - allowed:+})")
         if found > allowed:
             yield f"{what}: {found} lines, budget {allowed}: take lines out"
+
+
+def check_words(root: Path) -> Iterator[str]:
+    """Print the words of the pages, and yield a line for each budget that is exceeded."""
+    for what, allowed in WORDS.items():
+        paths = [path for pattern in PAGES[what] for path in root.glob(pattern)]
+        found = sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
+        print(f"{what:9} {found:6} words, budget {allowed} ({found - allowed:+})")
+        if found > allowed:
+            yield f"{what}: {found} words, budget {allowed}: take words out"
 
 
 def check_lengths(root: Path) -> Iterator[str]:
@@ -55,7 +70,7 @@ def check_lengths(root: Path) -> Iterator[str]:
 def main() -> int:
     """Print the counts and the violations. Return the exit status."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
-    found = [*check_budget(root), *check_lengths(root)]
+    found = [*check_budget(root), *check_words(root), *check_lengths(root)]
     for text in found:
         print(text)
     return 1 if found else 0

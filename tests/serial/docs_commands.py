@@ -102,7 +102,6 @@ STARTING: dict[str, How] = {
 TRAINING: dict[str, How] = {
     TRAIN: Run(TINY),  # where a page has trained already it goes on, or has nothing to do
     f"{TRAIN} --help": Run(says="--strategy"),
-    f"{TRAIN} --steps 440": Run(TINY),
     "mpirun -n 3 python -m zero_mpi.train --steps 500": Run(
         f"{TINY} --steps 9", "resuming from .* at step 6"
     ),
@@ -132,7 +131,7 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
-    "python -m zero_mpi.inspect runs/proved runs/other": Run(
+    "zero-mpi inspect runs/proved runs/other": Run(
         says="verdict +not the same",
         statuses=(1,),
     ),
@@ -151,13 +150,13 @@ TRAINING: dict[str, How] = {
 }
 
 MAKING: dict[str, How] = {
-    "mpirun -n 8 python -m zero_mpi.tokenize my-texts --tokenizer MODEL.gguf --out tokens": Run(
+    "mpirun -n 8 zero-mpi tokenize my-texts --tokenizer MODEL.gguf --out tokens": Run(
         says="tokens: .* documents, .* trains on them"
     ),
     "mpirun -n 8 python -m zero_mpi.train --data tokens --context 128 --out runs/tokens": Run(
         f"{SMALL} --steps 6 --warmup 2", SAVED
     ),
-    "mpirun -n 3 python -m zero_mpi.tokenize pages.jsonl.zst more.parquet --field content "
+    "mpirun -n 3 zero-mpi tokenize pages.jsonl.zst more.parquet --field content "
     "--tokenizer tokenizer.json": ByTest("tests/serial/test_tokenize.py::test_documents_of_each_format"),
 }
 
@@ -166,106 +165,97 @@ EVALUATING: dict[str, How] = {
     "--out runs/chat": ByTest(
         "tests/serial/test_defaults.py::test_conversations_beside_a_model_decide_what_no_flag_says"
     ),
-    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128": Run(
+    "mpirun -n 2 zero-mpi evaluate MODEL.gguf --data my-texts --context 128": Run(
         "--context 64", "nats a token"
     ),
-    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --data my-texts --context 128 --stride 64 "
+    "mpirun -n 2 zero-mpi evaluate MODEL.gguf --data my-texts --context 128 --stride 64 "
     "--json figures.json": Run("--context 64 --stride 32", "a new one every 32"),
-    "python -m zero_mpi.evaluate runs/tuned/latest --data my-texts --context 128 "
-    "--against MODEL.gguf": ByTest(
+    "zero-mpi evaluate runs/tuned/latest --data my-texts --context 128 --against MODEL.gguf": ByTest(
         "tests/serial/test_evaluate.py::test_a_second_model_reads_the_same_windows"
     ),
-    "python -m zero_mpi.evaluate MODEL.gguf --lora runs/adapter/latest --data my-texts --context 128 "
+    "zero-mpi evaluate MODEL.gguf --lora runs/adapter/latest --data my-texts --context 128 "
     "--against MODEL.gguf": ByTest("tests/serial/test_lora.py::test_evaluate_takes_an_adapter_with_its_base"),
-    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --choices questions.jsonl": ByTest(
+    "mpirun -n 2 zero-mpi evaluate MODEL.gguf --choices questions.jsonl": ByTest(
         "tests/serial/test_evaluate.py::test_answers_have_the_likelihood_of_their_tokens"
     ),
-    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --task arc_easy.jsonl --json figures.json": ByTest(
+    "mpirun -n 2 zero-mpi evaluate MODEL.gguf --task arc_easy.jsonl --json figures.json": ByTest(
         "tests/serial/test_task_files.py::test_shares_and_log_likelihoods_are_lm_evals"
     ),
-    "mpirun -n 2 python -m zero_mpi.evaluate MODEL.gguf --task core/hellaswag.jsonl --shots 10": ByTest(
+    "mpirun -n 2 zero-mpi evaluate MODEL.gguf --task core/hellaswag.jsonl --shots 10": ByTest(
         "tests/serial/test_task_files.py::test_core_is_nanochats"
     ),
 }
 
 LOOKING: dict[str, How] = {
-    "python -m zero_mpi.samples MODEL.gguf --data chat.jsonl --chat-template chat_template.jinja": ByTest(
+    "zero-mpi samples MODEL.gguf --data chat.jsonl --chat-template chat_template.jinja": ByTest(
         "tests/serial/test_samples.py::test_all_counts_and_another_template"
     ),
     "ls runs/default": Run(says="metrics.jsonl"),
     "ls runs/saved": Run(says="step-00000080\nstep-00000100\n"),
     "cat runs/default/status.json": Run(says='"state": "done"'),
     "tail -n 1 runs/default/metrics.jsonl": Run(says='"step": 6, .*"val_loss"'),
-    "python -m zero_mpi.inspect runs/default/latest": Run(says="sound"),
-    "python -m zero_mpi.inspect MODEL.gguf": Run(says="llama"),
-    "python -m zero_mpi.inspect model.gguf": Run(says="F16"),
-    "python -m zero_mpi.inspect runs/saved/latest": Run(says="sound"),
-    "mpirun -n 3 python -m zero_mpi.verify runs/proved --strategy no-shard --transport mpi": Run(
+    "zero-mpi inspect runs/default/latest": Run(says="sound"),
+    "zero-mpi inspect MODEL.gguf": Run(says="llama"),
+    "zero-mpi inspect model.gguf": Run(says="F16"),
+    "zero-mpi inspect runs/saved/latest": Run(says="sound"),
+    "mpirun -n 3 zero-mpi verify runs/proved --strategy no-shard --transport mpi": Run(
         says="yes: .* steps 1-12 have the same bits, computed again on 3 ranks"
     ),
-    "python -m zero_mpi.verify runs/proved --sample 1": Run(says="yes: .* have the same bits"),
-    "python -m zero_mpi.verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
-    "python -m zero_mpi.inspect runs/saved/latest --tensors --keys": Run(says="blk.0.attn_q.weight"),
-    "python -m zero_mpi.inspect runs/saved/latest runs/again/latest": Run(says="verdict +the same"),
-    "python -m zero_mpi.inspect runs/one/latest runs/three/latest": Run(says="verdict +the same"),
+    "zero-mpi verify runs/proved --sample 1": Run(says="yes: .* have the same bits"),
+    "zero-mpi verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
+    "zero-mpi inspect runs/saved/latest --tensors --keys": Run(says="blk.0.attn_q.weight"),
+    "zero-mpi inspect runs/saved/latest runs/again/latest": Run(says="verdict +the same"),
+    "zero-mpi inspect runs/one/latest runs/three/latest": Run(says="verdict +the same"),
     "diff <(grep -o '\"loss\": [^,]*' runs/one/metrics.jsonl) "
     "<(grep -o '\"loss\": [^,]*' runs/three/metrics.jsonl)": Run(),
-    'python -m zero_mpi.generate runs/tuned/latest/model.gguf --prompt "The " --tokens 50': Run(says="The "),
-    'python -m zero_mpi.generate MODEL.gguf --lora runs/adapter/latest --prompt "The " --tokens 50': Run(
-        says="The "
+    'zero-mpi generate runs/tuned/latest/model.gguf --prompt "The " --tokens 50': Run(says="The "),
+    'zero-mpi generate MODEL.gguf --lora runs/adapter/latest --prompt "The " --tokens 50': Run(says="The "),
+    "zero-mpi export runs/adapter/latest peft-folder --base MODEL.gguf": Run(says="peft-folder: f32"),
+    "zero-mpi export peft-folder adapter.gguf --base MODEL.gguf": Run(says="adapter.gguf: f32"),
+    'zero-mpi generate runs/default/latest/model.gguf --prompt "def " --tokens 100': Run(says="def "),
+    'zero-mpi generate runs/default/latest --prompt "class " --tokens 100 --temperature 0.5 --seed 1': Run(
+        says="class "
     ),
-    "python -m zero_mpi.export runs/adapter/latest peft-folder --base MODEL.gguf": Run(
-        says="peft-folder: f32"
-    ),
-    "python -m zero_mpi.export peft-folder adapter.gguf --base MODEL.gguf": Run(says="adapter.gguf: f32"),
-    'python -m zero_mpi.generate runs/default/latest/model.gguf --prompt "def " --tokens 100': Run(
-        says="def "
-    ),
-    'python -m zero_mpi.generate runs/default/latest --prompt "class " --tokens 100 --temperature 0.5 '
-    "--seed 1": Run(says="class "),
-    'python -m zero_mpi.generate MODEL.gguf --chat --system "Be short." --prompt "What is a list?" '
-    "--tokens 40": ByTest(
+    'zero-mpi generate MODEL.gguf --chat --system "Be short." --prompt "What is a list?" --tokens 40': ByTest(
         "tests/serial/test_chat.py::test_a_prompt_is_answered_by_the_template_up_to_the_end"
     ),
-    "python -m zero_mpi.export runs/tuned/latest tuned-q8.gguf --type q8_0": Run(says="tuned-q8.gguf"),
-    "python -m zero_mpi.export MODEL.gguf merged.gguf --merge runs/adapter/latest": Run(says="merged.gguf"),
-    "python -m zero_mpi.export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
-    "python -m zero_mpi.export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
-    "python -m zero_mpi.export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "zero-mpi export runs/tuned/latest tuned-q8.gguf --type q8_0": Run(says="tuned-q8.gguf"),
+    "zero-mpi export MODEL.gguf merged.gguf --merge runs/adapter/latest": Run(says="merged.gguf"),
+    "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
+    "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
+    "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
     "zero-mpi --help": Run(says="doctor"),
     "zero-mpi --version": Run(says=r"zero_mpi \d+\.\d+"),
     "zero-mpi completion bash > zero-mpi.bash": Run(),
 }
 
 PLANNING: dict[str, How] = {
-    "mpirun -n 2 python -m zero_mpi.doctor --out runs/default --json doctor.json": Run(
+    "mpirun -n 2 zero-mpi doctor --out runs/default --json doctor.json": Run(
         "--quick",
         "transport|MPI",
         statuses=(0, 1),  # the machine of a test may be bad for a real job
     ),
-    "mpirun -n 2 python -m zero_mpi.doctor --quick": ByTest(
-        "tests/serial/test_doctor.py::test_rows_are_true"
-    ),
-    "python -m zero_mpi.plan --init MODEL.gguf --context 128 --batch-size 64 --ranks 16 --nodes 4 "
+    "mpirun -n 2 zero-mpi doctor --quick": ByTest("tests/serial/test_doctor.py::test_rows_are_true"),
+    "zero-mpi plan --init MODEL.gguf --context 128 --batch-size 64 --ranks 16 --nodes 4 "
     "--doctor doctor.json": Run("--memory 50M --strategy full-shard", "full-shard"),
-    "python -m zero_mpi.plan --init MODEL.gguf --context 128 --batch-size 8 --ranks 2": Run(
-        says="hybrid-shard"
-    ),
-    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks 64 --nodes 8 --memory 64G": Run(
+    "zero-mpi plan --init MODEL.gguf --context 128 --batch-size 8 --ranks 2": Run(says="hybrid-shard"),
+    "zero-mpi plan --layers 32 --dim 2048 --heads 16 --ranks 64 --nodes 8 --memory 64G": Run(
         "--layers 1 --dim 256 --memory 200M --strategy full-shard", "largest"
     ),
-    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --ranks-per-node 8 --sweep": Run(
+    "zero-mpi plan --layers 32 --dim 2048 --heads 16 --ranks-per-node 8 --sweep": Run(
         "--layers 1 --dim 256 --most-ranks 32", "32"
     ),
-    "python -m zero_mpi.plan --layers 32 --dim 2048 --heads 16 --vocab-size 32000 --context 1024 "
+    "zero-mpi plan --layers 32 --dim 2048 --heads 16 --vocab-size 32000 --context 1024 "
     "--micro-batch 1 --batch-size 16384 --strategy hybrid-shard --sweep --ranks-per-node 8 "
     "--most-ranks 16384": Run(says=r"16384 \(2048\).* 99%"),
-    "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --context 512 --batch-size 32 --ranks 16 "
-    "--nodes 4": Run(says="shard-grad-op"),
-    "python -m zero_mpi.plan --layers 12 --dim 768 --heads 12 --ranks 16 --nodes 4 "
-    "--strategy hybrid-shard": Run(says="hybrid-shard"),
+    "zero-mpi plan --layers 12 --dim 768 --heads 12 --context 512 --batch-size 32 --ranks 16 --nodes 4": Run(
+        says="shard-grad-op"
+    ),
+    "zero-mpi plan --layers 12 --dim 768 --heads 12 --ranks 16 --nodes 4 --strategy hybrid-shard": Run(
+        says="hybrid-shard"
+    ),
     **{
-        f"python -m zero_mpi.plan --strategy full-shard --recompute --context 1024 --micro-batch 1 {sizes} "
+        f"zero-mpi plan --strategy full-shard --recompute --context 1024 --micro-batch 1 {sizes} "
         "--lora 16 --base q4_0": ByTest(
             "tests/serial/test_plan_stored.py::test_the_table_of_the_page_is_planned"
         )
@@ -280,39 +270,32 @@ PLANNING: dict[str, How] = {
             "--ffn 28672 --vocab-size 128256",
         )
     },
-    "python -m zero_mpi.plan --machine examples/machines/small.toml --ranks 8": Run(
+    "zero-mpi plan --machine examples/machines/small.toml --ranks 8": Run(
         "--strategy full-shard", "saving a checkpoint"
     ),
-    **{
-        "python -m zero_mpi.plan --machine examples/machines/large.toml --sweep --strategy full-shard "
-        "--precision bf16 --recompute --micro-batch 1 --batch-size 16384 --context 4096 "
-        f"--checkpoint-io parallel {sizes}": Run("--layers 1 --dim 256 --heads 8 --kv-heads 8", "16384 ")
-        for sizes in (
-            "--layers 16 --dim 2048 --heads 32 --kv-heads 8 --ffn 8192 --vocab-size 128256 --tied",
-            "--layers 32 --dim 4096 --heads 32 --ffn 11008 --vocab-size 32000",
-            "--layers 80 --dim 8192 --heads 64 --kv-heads 8 --ffn 28672 --vocab-size 128256",
-            "--layers 126 --dim 16384 --heads 128 --kv-heads 8 --ffn 53248 --vocab-size 128256",
-        )
-    },
-    "python -m zero_mpi.plan --device cuda --precision bf16 --ranks 4 --memory 80G": Run(
+    "zero-mpi plan --machine examples/machines/large.toml --sweep --strategy full-shard "
+    "--precision bf16 --recompute --micro-batch 1 --batch-size 16384 --context 4096 --checkpoint-io parallel "
+    "--layers 80 --dim 8192 --heads 64 --kv-heads 8 --ffn 28672 --vocab-size 128256": Run(
+        "--layers 1 --dim 256 --heads 8 --kv-heads 8", "16384 "
+    ),
+    "zero-mpi plan --device cuda --precision bf16 --ranks 4 --memory 80G": Run(
         "--memory 200M --strategy full-shard", "full-shard"
     ),
 }
 
 PLACES: dict[str, How] = {
-    "python -m zero_mpi.hostfile hostfiles/two_nodes.mpich --for openmpi > hosts": Run(),
+    "zero-mpi hostfile hostfiles/two_nodes.mpich --for openmpi > hosts": Run(),
     "python -m zero_mpi.hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
     "python -m zero_mpi.hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
-    "scontrol show hostnames | python -m zero_mpi.hostfile - --for mpich > hosts": ByTest(
+    "scontrol show hostnames | zero-mpi hostfile - --for mpich > hosts": ByTest(
         "tests/serial/test_hostfiles.py::test_standard_input_is_read"
     ),
     'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.train --out /shared/run': OVER_HOSTS,
-    "python -m zero_mpi.supervise -- mpirun -n 8 python -m zero_mpi.train --config run.toml "
-    "--out runs/default": ByTest(
+    "zero-mpi supervise -- mpirun -n 8 python -m zero_mpi.train --config run.toml --out runs/default": ByTest(
         "tests/serial/test_supervise.py::"
         "test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing_disturbed"
     ),
-    "python -m zero_mpi.supervise --hostfile hosts --spare 1 -- mpirun -f {hostfile} -n {ranks} "
+    "zero-mpi supervise --hostfile hosts --spare 1 -- mpirun -f {hostfile} -n {ranks} "
     "python -m zero_mpi.train --out /shared/run": ByTest(
         "tests/cluster/test_supervised_hosts.py::"
         "test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done"
@@ -325,7 +308,7 @@ PLACES: dict[str, How] = {
     "qsub -l select=4:ncpus=8:mpiprocs=8 examples/pbs/many_nodes.pbs": ByTest(
         f"{BATCH}test_a_supervised_pbs_job_goes_on_without_a_host"
     ),
-    'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.doctor --out /shared/run '
+    'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi doctor --out /shared/run '
     "--json doctor.json": ByTest("tests/cluster/test_doctor_hosts.py::test_hosts_and_the_link_between_them"),
     "mpiexec -f hostfiles/two_nodes.mpich -n 4 python -m zero_mpi.train --out /shared/run": OVER_HOSTS,
     "mpiexec -f hostfiles/four_nodes.mpich -n 8 python -m zero_mpi.train --out /shared/run": OVER_HOSTS,
@@ -362,28 +345,13 @@ PLACES: dict[str, How] = {
 
 MEASURING: dict[str, How] = {
     "python benchmarks/peers.py --workload W3 --rounds 3 --steps 50 --torch-python PYTHON": NO_TORCH,
-    "python benchmarks/peers.py --workload W3 --ranks 8 --rounds 2 --steps 20 --peers fsdp2 ddp "
-    "--torch-python PYTHON": NO_TORCH,
     "python benchmarks/peers.py --workload W1 --rounds 2 --steps 6 --torch-python PYTHON": NO_TORCH,
-    "python benchmarks/peers.py --workload W1 --rounds 5 --steps 8 --peers ddp fsdp2 "
-    "--torch-python PYTHON": NO_TORCH,
     "python benchmarks/peers.py --workload W2 --rounds 1 --steps 4 --torch-python PYTHON": NO_TORCH,
-    "python benchmarks/peers.py --workload W2 --rounds 3 --steps 4 --peers ddp fsdp2 "
-    "--torch-python PYTHON": NO_TORCH,
     "python benchmarks/ops.py --repeats 8": Nobody("a minute of large products, and times are no test"),
     "python benchmarks/losses.py --workload W3 W1 --ranks 1": ByTest(
         f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
     ),
-    "python benchmarks/losses.py --workload W2 --ranks 1": ByTest(
-        f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"
-    ),
-    "python benchmarks/losses.py --init MODEL.gguf --ranks 1 -- --context 128 --batch-size 4 --micro-batch 4 "
-    "--lr 1e-4 --warmup 20": ByTest(f"{BENCHMARKS}test_losses_of_two_precisions_are_compared"),
     "python benchmarks/step.py --workload W1 --threads 2 --precision fp32 bf16 --rounds 2 --steps 3": ByTest(
-        f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
-    ),
-    "mpirun -n 2 python benchmarks/step.py --workload W1 --layers 8 --width 1024 --heads 16 --ffn 2816 "
-    "--context 1024 --batch 1 --precision fp32 bf16 --rounds 2 --steps 2 --warmup 1": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
     ),
     "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
@@ -391,9 +359,6 @@ MEASURING: dict[str, How] = {
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
     ),
     "mpirun -n 2 python benchmarks/collectives.py": ByTest(f"{BENCHMARKS}test_collectives_are_timed_by_size"),
-    "mpirun -n 8 python benchmarks/collectives.py --most-mb 64": ByTest(
-        f"{BENCHMARKS}test_collectives_are_timed_by_size"
-    ),
     "python benchmarks/overlap.py --rate 1gbit": ByTest(
         f"{HOSTS}test_most_of_the_transfers_hide_behind_computation"
     ),
@@ -402,9 +367,6 @@ MEASURING: dict[str, How] = {
     "python benchmarks/plan_scale.py": SPEED,
     "python benchmarks/scaling.py": ByTest(f"{BENCHMARKS}test_sizes_are_swept"),
     "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR": ByTest(
-        f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"
-    ),
-    "mpirun -n 4 python benchmarks/checkpoint.py --mb 512 --repeats 7 --folder DIR --warm-memory": ByTest(
         f"{BENCHMARKS}test_checkpoint_prints_its_table_and_leaves_nothing_behind"
     ),
     "mpirun -n 4 python benchmarks/checkpoint_calls.py --mb 24 --ranks-per-node 2 --system lustre": ByTest(
@@ -425,10 +387,10 @@ OBSERVING: dict[str, How] = {
     "cat runs/seen/status.json": Run(says='"state": "done"'),
     "tail -n 1 runs/seen/metrics.jsonl": Run(says='"step": 60, .*"memory_bytes"'),
     "cat runs/seen/events.jsonl": Run(says='"started"(?s:.)*"saved"(?s:.)*"sample"(?s:.)*"done"'),
-    "python -m zero_mpi.report runs/seen": Run(says="wrote runs/seen/report.html"),
+    "zero-mpi report runs/seen": Run(says="wrote runs/seen/report.html"),
     "mpirun -n 3 python -m zero_mpi.train --steps 60 --lr 2e-3 --out runs/slower": Run(TINY, SAVED),
-    "python -m zero_mpi.report runs/seen runs/slower --out both.html": Run(says="wrote both.html"),
-    "python -m zero_mpi.trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),
+    "zero-mpi report runs/seen runs/slower --out both.html": Run(says="wrote both.html"),
+    "zero-mpi trace runs/seen/trace.json.gz": Run(says="steps 10 to 12 of 2 ranks"),
 }
 
 OWN: dict[str, How] = {
@@ -443,8 +405,8 @@ OWN: dict[str, How] = {
     "--out runs/scaled": Run(f"{TINY} --steps 6", "at step 4"),
     'python -c "import scaled; from zero_mpi.generate.command import main; main()" runs/scaled/latest '
     "--tokens 40": Run(says="def "),
-    "mpirun -n 1 python compare.py": Run(says="the same bits in 10 losses"),
-    "mpirun -n 3 python compare.py": Run(says="the same bits in 10 losses"),
+    "mpirun -n 1 python compare.py": Run(says="the same bits"),
+    "mpirun -n 3 python compare.py": Run(says="the same bits"),
     "mpirun -n 3 python examples/custom_loop.py": EXAMPLE,
     "mpirun -n 3 python examples/custom_model.py": EXAMPLE,
     "mpirun -n 3 python examples/mlp_digits.py": EXAMPLE,

@@ -98,7 +98,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 def test_the_table_of_the_page_is_planned():
     """A row of its table for each of its commands, whose last flags are those of the last columns."""
     text = PAGE.read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m zero_mpi\.plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
+    commands = re.findall(r"^zero-mpi plan (.*) --lora 16 --base q4_0$", text, re.MULTILINE)
     rows = re.findall(r"^\| [0-9]+[MB] \| [0-9]+ \| (.*iB) \|$", text, re.MULTILINE)
     assert len(rows) == len(commands) == 4
     for row, sizes in zip(rows, commands, strict=True):
