@@ -28,10 +28,10 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.session.resolve import set_threads
-from zero_mpi.session.setup import make_module, make_optimizer
-from zero_mpi.session.transport import choose_transport
 from zero_mpi.sharding.precision import PRECISIONS
+from zero_mpi.train.resolve import set_threads
+from zero_mpi.train.setup import make_module, make_optimizer
+from zero_mpi.train.transport import choose_transport
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 

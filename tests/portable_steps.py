@@ -15,7 +15,7 @@ from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedMod
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
-from zero_mpi.session.lr_schedule import make_schedule
+from zero_mpi.train.lr_schedule import make_schedule
 
 SIZES = {
     "vocab_size": 40,

@@ -22,11 +22,11 @@ from zero_mpi.config.command_line import parse
 from zero_mpi.launch.consistency import check_installation, own_source
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import Hearing, World
-from zero_mpi.session import setup
-from zero_mpi.session.resolve import resolve
-from zero_mpi.session.transport import Chosen
+from zero_mpi.train import setup
 from zero_mpi.train.command import stand_guard
+from zero_mpi.train.resolve import resolve
 from zero_mpi.train.trainer import Trainer
+from zero_mpi.train.transport import Chosen
 
 PER_NODE = 8
 OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in one of their own

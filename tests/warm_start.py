@@ -160,7 +160,7 @@ def become(asked: dict) -> list[str]:
 
 def load() -> None:
     """Import what ranks need, but nothing of MPI, which must see the environment of each."""
-    import zero_mpi.evaluate.command
+    import zero_mpi.commands.evaluate.command
     import zero_mpi.train.command  # noqa: F401
     from zero_mpi import ops
 
@@ -178,7 +178,7 @@ def compute_once() -> None:
     from zero_mpi import environment
     from zero_mpi.launch import consistency
     from zero_mpi.ops import trial
-    from zero_mpi.session import mfu
+    from zero_mpi.train import mfu
 
     package = Path(environment.__file__).parents[1]
     remember(consistency, "source_digest", package)

@@ -18,8 +18,8 @@ COLUMN, ROW, HEIGHT = 129, 92, 56
 TOP = 86
 # Package: row, first column, columns, and what it has.
 BOXES = {
-    "train": (0, 0, 7, "command, trainer, saving"),
-    "session": (1, 0, 7, "resolve, setup, steps"),
+    "commands": (0, 0, 7, "evaluate, verify, export, ..."),
+    "train": (1, 0, 7, "resolve, setup, trainer, saving"),
     "models": (2, 0, 1, "architectures"),
     "checkpoint": (2, 2, 1, "files of a run"),
     "launch": (2, 5, 1, "start and end"),
@@ -32,8 +32,8 @@ BOXES = {
 }
 # Who imports whom, and the column of the arrow.
 ARROWS = (
-    ("train", "session", 3), ("session", "models", 0), ("session", "checkpoint", 2),
-    ("session", "sharding", 3), ("session", "launch", 5), ("session", "data", 6),
+    ("commands", "train", 3), ("train", "models", 0), ("train", "checkpoint", 2),
+    ("train", "sharding", 3), ("train", "launch", 5), ("train", "data", 6),
     ("models", "nn", 0), ("checkpoint", "sharding", 2), ("sharding", "nn", 1),
     ("sharding", "ops", 2), ("sharding", "comm", 3), ("nn", "ops", 1), ("comm", "device", 4),
     ("ops", "device", 2),

@@ -22,10 +22,7 @@ ORDER = (
     "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",
     "ops", "comm", "nn", "launch", "models", "sharding",
-    "trace", "checkpoint", "config",
-    "export", "generate", "samples", "tokenize", "plan", "doctor", "report",
-    "session", "train", "evaluate", "verify", "inspect",
-    "hostfile", "supervise", "completion", "__main__",
+    "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
 # What the order would allow and the design does not: a room, and those that it may not use.
@@ -48,7 +45,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
     "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*", "data.tokenizers.segmentation"),
     "scipy": ("ops.cpu.*",),
-    "jinja2": ("data.conversations.sandbox", "report.page"),
+    "jinja2": ("data.conversations.sandbox", "commands.report.page"),
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 500

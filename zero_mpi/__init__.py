@@ -12,12 +12,15 @@ if interrupts.program == "train":  # first of all: what is imported below takes 
 elif interrupts.program:
     interrupts.begin()
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zero_mpi import environment
+from zero_mpi.commands.old_form import OldForms
 from zero_mpi.environment import portable
 
+sys.meta_path.append(OldForms)
 environment.prepare()  # before numpy is imported and MPI starts
 portable.prepare()
 
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from zero_mpi.sharding.clipping import clip_grad_norm
     from zero_mpi.sharding.grad_accum import GradAccum
     from zero_mpi.sharding.optimizer import ShardedAdamW
-    from zero_mpi.trace.timeline import tracing
+    from zero_mpi.train.timeline import tracing
 
 PUBLIC = {
     "load": "checkpoint.module_files",
@@ -68,7 +71,7 @@ PUBLIC = {
     "ShardedLinear": "sharding",
     "ShardedModule": "sharding",
     "Strategy": "sharding",
-    "tracing": "trace.timeline",
+    "tracing": "train.timeline",
 }
 
 __all__ = [

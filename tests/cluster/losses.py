@@ -75,7 +75,7 @@ def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
     place = job.index("--hostfile" if "--hostfile" in job else "-machinefile") + 1
     hostfile, job[place], job[job.index("-n") + 1] = job[place], "{hostfile}", "{ranks}"
     of_hosts = ["--hostfile", hostfile, "--for", mpi, "--probe", f"{here.state / 'ssh'} {{host}} true"]
-    start = [enter, first, sys.executable, "-m", "zero_mpi.supervise", *SUPERVISE, *of_hosts, "--", *job]
+    start = [enter, first, sys.executable, "-m", "zero_mpi", "supervise", *SUPERVISE, *of_hosts, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
     trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
 

@@ -17,7 +17,7 @@ def examine(here: Hosts, ranks: int, per_host: int, *flags: str):
     except LookupError as error:
         pytest.skip(str(error))
     figures = here.folder / "figures.json"
-    job = ["-m", "zero_mpi.doctor", "--json", str(figures), *flags]
+    job = ["-m", "zero_mpi", "doctor", "--json", str(figures), *flags]
     status, said, errors = here.run(ranks, per_host, job, timeout=100)
     assert (status in (0, 1), errors) == (True, ""), said + errors
     found = json.loads(figures.read_text())

@@ -218,8 +218,10 @@ def read_status(out: Path) -> dict[str, str]:
 
 
 def is_sound(checkpoint: Path) -> bool:
-    """Whether `zero_mpi.inspect` finds nothing wrong."""
-    status, printed, errors = run_command([sys.executable, "-m", "zero_mpi.inspect", checkpoint], timeout=60)
+    """Whether `zero-mpi inspect` finds nothing wrong."""
+    status, printed, errors = run_command(
+        [sys.executable, "-m", "zero_mpi", "inspect", checkpoint], timeout=60
+    )
     assert status in (0, 1, 2), printed + errors  # 1: another content, 2: cannot be read
     return status == 0
 

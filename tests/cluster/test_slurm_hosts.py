@@ -12,7 +12,7 @@ from slurm import ROOT, Slurm, slurm_over, why_no_slurm
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 from test_slurm import SMALL, prepared, until_steps
 
-from zero_mpi.report.runs import read_events
+from zero_mpi.commands.report.runs import read_events
 
 SCRIPT = "examples/slurm/many_nodes.sbatch"
 STEPS = ["--steps", "1200", "--save-every", "40", "--keep", "2", "--transport", "mpi"]

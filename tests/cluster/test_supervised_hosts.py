@@ -23,7 +23,7 @@ from losses import (
 )
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.report.runs import read_events
+from zero_mpi.commands.report.runs import read_events
 
 pytestmark = [
     needs_mpiexec,

@@ -125,12 +125,12 @@ def command(random: Random, folder: Path) -> list[str]:
     """A command that reads the checkpoint."""
     flags = random.sample(["--keys", "--tensors", "--json"], random.randint(0, 2))
     commands = [
-        ["-m", "zero_mpi.inspect", "out", *flags],
-        ["-m", "zero_mpi.inspect", "out/latest", "out/latest"],
-        ["-m", "zero_mpi.inspect", f"out/latest/{random.choice(NAMES)}", *flags],
-        ["-m", "zero_mpi.generate", "out/latest", "--tokens", "2"],
-        ["-m", "zero_mpi.export", "out/latest", "y.gguf"],
-        ["-m", "zero_mpi.report", "out", "--out", "report.html"],
+        ["-m", "zero_mpi", "inspect", "out", *flags],
+        ["-m", "zero_mpi", "inspect", "out/latest", "out/latest"],
+        ["-m", "zero_mpi", "inspect", f"out/latest/{random.choice(NAMES)}", *flags],
+        ["-m", "zero_mpi", "generate", "out/latest", "--tokens", "2"],
+        ["-m", "zero_mpi", "export", "out/latest", "y.gguf"],
+        ["-m", "zero_mpi", "report", "out", "--out", "report.html"],
         fuzz_gguf.train(folder, "--resume", "auto", *FLAGS),
         fuzz_gguf.train(folder, "--init", "out/latest", "--resume", "never", "--out", "new"),
     ]

@@ -31,7 +31,7 @@ def evaluate(folder: Path, raw: bytes) -> list[str]:
         for name, shape in table:
             stream.write(name, np.ones(shape, np.float32))
     (folder / "choices.jsonl").write_bytes(raw)
-    return ["-m", "zero_mpi.evaluate", "model.gguf", "--choices", "choices.jsonl"]
+    return ["-m", "zero_mpi", "evaluate", "model.gguf", "--choices", "choices.jsonl"]
 
 
 def lines(*values: Any) -> bytes:

@@ -65,7 +65,7 @@ def samples(
         pass
     (folder / name).write_bytes(raw)
     (folder / "t.jinja").write_text(template, "utf-8", "surrogatepass")
-    command = ["-m", "zero_mpi.samples", "m.gguf", "--data", name, "--chat-template", "t.jinja"]
+    command = ["-m", "zero_mpi", "samples", "m.gguf", "--data", name, "--chat-template", "t.jinja"]
     return [*command, *flags]
 
 

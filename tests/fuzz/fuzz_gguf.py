@@ -230,16 +230,25 @@ def command(random: Random, folder: Path, name: str = "x.gguf") -> list[str]:
     kind = random.randrange(10)
     if kind <= 2:
         flags = random.sample(["--keys", "--tensors", "--json"], random.randint(0, 3))
-        return ["-m", "zero_mpi.inspect", name, *flags]
+        return ["-m", "zero_mpi", "inspect", name, *flags]
     if kind == 3:
-        return ["-m", "zero_mpi.inspect", name, name]
+        return ["-m", "zero_mpi", "inspect", name, name]
     if kind <= 5:
         target = random.choice([["y.gguf", "--type", random.choice(["f16", "q8_0", "f32"])], ["folder"]])
-        return ["-m", "zero_mpi.export", name, *target]
+        return ["-m", "zero_mpi", "export", name, *target]
     if kind <= 7:
-        return ["-m", "zero_mpi.generate", name, "--tokens", "2", "--prompt", random.choice(["ab", "", "é"])]
+        return [
+            "-m",
+            "zero_mpi",
+            "generate",
+            name,
+            "--tokens",
+            "2",
+            "--prompt",
+            random.choice(["ab", "", "é"]),
+        ]
     if kind == 8:
-        return ["-m", "zero_mpi.plan", "--context", "16", "--init", name]
+        return ["-m", "zero_mpi", "plan", "--context", "16", "--init", name]
     return train(folder, "--init", name)
 
 

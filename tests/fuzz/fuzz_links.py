@@ -22,7 +22,8 @@ import wild
 GOES_ON = [*fuzz_run_folder.TRAIN, "--steps", "6", "--trace", "run/trace.json", "--trace-steps", "5:6"]
 TOKENIZE = [
     "-m",
-    "zero_mpi.tokenize",
+    "zero_mpi",
+    "tokenize",
     "text.txt",
     "--tokenizer",
     "byte",
@@ -126,7 +127,7 @@ def put(random: Random, path: Path, kind: str) -> None:
 
 def command(random: Random) -> list[str]:
     """One that reads or writes a run folder."""
-    others = [["-m", "zero_mpi.inspect", "run"], fuzz_run_folder.command(random)]
+    others = [["-m", "zero_mpi", "inspect", "run"], fuzz_run_folder.command(random)]
     return random.choice([GOES_ON, GOES_ON, [*GOES_ON, "--resume", "never"], TOKENIZE, *others])
 
 

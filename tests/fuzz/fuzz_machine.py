@@ -25,7 +25,7 @@ def command(random: Random, folder: Path, machine: dict[str, Any] | bytes) -> li
     raw = machine if isinstance(machine, bytes) else as_toml(machine).encode()
     (folder / "machine.toml").write_bytes(raw)
     asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
-    return ["-m", "zero_mpi.plan", *MODEL, *asked, "--strategy", "full-shard", "--machine", "machine.toml"]
+    return ["-m", "zero_mpi", "plan", *MODEL, *asked, "--strategy", "full-shard", "--machine", "machine.toml"]
 
 
 def types(random: Random, folder: Path) -> list[str]:

@@ -22,8 +22,8 @@ from zero_mpi.telemetry.proof import FIRST, KINDS, SAVED, digest_after
 SIZES = ["--layers", "1", "--dim", "8", "--heads", "1", "--ffn", "8", "--context", "8", "--batch-size", "2"]
 TRAIN = ["-m", "zero_mpi.train", "--data", "text.txt", "--out", "run", "--sample", "0", "--eval-windows", "1"]
 TRAIN += [*SIZES, "--device", "cpu", "--log-every", "1", "--save-every", "2", "--timeout", "0"]
-VERIFY = ["-m", "zero_mpi.verify", "run", "--data", "text.txt", "--timeout", "0"]
-COMPARE = ["-m", "zero_mpi.inspect", "run", "run"]
+VERIFY = ["-m", "zero_mpi", "verify", "run", "--data", "text.txt", "--timeout", "0"]
+COMPARE = ["-m", "zero_mpi", "inspect", "run", "run"]
 RECORDS = ("metrics.jsonl", "events.jsonl", "proof.jsonl")
 OBJECTS = ("status.json", "config.toml")
 FILES = (*RECORDS, *OBJECTS)
@@ -63,7 +63,7 @@ def write_run(folder: Path) -> Path:
 def command(random: Random, *others: str) -> list[str]:
     """One of the commands that read a run folder."""
     kinds = [
-        ["-m", "zero_mpi.report", "run", *others],
+        ["-m", "zero_mpi", "report", "run", *others],
         VERIFY,
         COMPARE,
         [*TRAIN, "--steps", "5"],
@@ -194,7 +194,7 @@ def checkpoints(random: Random, folder: Path) -> list[str]:
         odd = clean(wild.text(random)).replace("\0", "").replace("/", "_")[:200].strip(".") or "x"
         name = random.choice([f"step-{'9' * 30}", f"step-{odd}"[:80], odd[:80], "step-00000009"])
         (run / name).mkdir(exist_ok=True)
-    inspect = ["-m", "zero_mpi.inspect", random.choice(["run", "run/latest", "run/step-00000004"])]
+    inspect = ["-m", "zero_mpi", "inspect", random.choice(["run", "run/latest", "run/step-00000004"])]
     return random.choice([inspect, [*inspect, "run/step-00000002"], command(random)])
 
 
@@ -205,20 +205,21 @@ def names(random: Random, folder: Path) -> list[str]:
     if random.random() < 0.5:
         return [
             "-m",
-            "zero_mpi.report",
+            "zero_mpi",
+            "report",
             *random.choice([[odd], ["run", odd], ["run", f"--out={odd}"]]),
         ]
     name = (odd.replace("/", "_").strip(".") or "x")[:60]
     run.rename(folder / name)
     (folder / "run").symlink_to(name)
     others = random.choice([["run"], [f"./{name}"], ["run", f"./{name}", "run"]])
-    return ["-m", "zero_mpi.report", *others]
+    return ["-m", "zero_mpi", "report", *others]
 
 
 def sound(random: Random, folder: Path) -> list[str]:
     """The run as it is."""
     write_run(folder)
-    return random.choice([command(random), ["-m", "zero_mpi.inspect", "run"]])
+    return random.choice([command(random), ["-m", "zero_mpi", "inspect", "run"]])
 
 
 CASES = {

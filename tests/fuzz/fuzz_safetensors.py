@@ -202,7 +202,7 @@ def tokenizer(random: Random, folder: Path) -> list[str]:
     path.write_bytes(raw)
     kind = random.randrange(4)
     if kind == 0:
-        return ["-m", "zero_mpi.export", "m", "y.gguf"]
+        return ["-m", "zero_mpi", "export", "m", "y.gguf"]
     if kind == 1:
         return fuzz_gguf.train(folder, "--tokenizer", "m/tokenizer.json", "--dim", "8", "--layers", "1")
     return fuzz_gguf.command(random, folder, "m")

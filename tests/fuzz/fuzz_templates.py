@@ -90,7 +90,7 @@ def chats(random: Random, folder: Path) -> list[str]:
     file.keys = [pair for pair in file.keys if pair[0] != "tokenizer.chat_template"]
     file.keys.append(("tokenizer.chat_template", fuzz_gguf.typed(fuzz_gguf.STRING, program(random))))
     (folder / "x.gguf").write_bytes(file.bytes())
-    return ["-m", "zero_mpi.generate", "x.gguf", "--chat", "--prompt", "ab", "--tokens", "2"]
+    return ["-m", "zero_mpi", "generate", "x.gguf", "--chat", "--prompt", "ab", "--tokens", "2"]
 
 
 CASES = {"programs": programs, "chats": chats}

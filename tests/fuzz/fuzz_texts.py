@@ -56,7 +56,8 @@ def tokenize(random: Random, folder: Path, name: str, raw: bytes) -> list[str]:
     (folder / name).write_bytes(raw)
     command = [
         "-m",
-        "zero_mpi.tokenize",
+        "zero_mpi",
+        "tokenize",
         name,
         "--tokenizer",
         "byte",

@@ -68,7 +68,7 @@ def command(random: Random, folder: Path) -> list[str]:
     np.save(folder / "ids.npy", np.arange(2000, dtype=np.uint16) % 300)
     config = ["--config", "run.toml"]
     if random.random() < 0.5:
-        return ["-m", "zero_mpi.plan", *config]
+        return ["-m", "zero_mpi", "plan", *config]
     return ["-m", "zero_mpi.train", *config, "--dry-run", "--out", "out", "--device", "cpu"]
 
 

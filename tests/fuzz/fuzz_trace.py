@@ -24,7 +24,7 @@ TRACKS = (
     "gathers",
     "stalls",
 )
-COMMAND = ["-m", "zero_mpi.trace"]
+COMMAND = ["-m", "zero_mpi", "trace"]
 
 
 def time_line(random: Random) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def run(folder: Path, keys: dict[str, Any], text: str) -> list[str]:
     with GGUFStream(folder / "m.gguf", "llama", keys, []):
         pass
     (folder / "t.txt").write_text(text)
-    return ["-m", "zero_mpi.tokenize", "t.txt", "--tokenizer", "m.gguf", "--out", "tokens"]
+    return ["-m", "zero_mpi", "tokenize", "t.txt", "--tokenizer", "m.gguf", "--out", "tokens"]
 
 
 def lengths(random: Random) -> list[int]:

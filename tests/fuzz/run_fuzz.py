@@ -3,10 +3,10 @@
     python tests/fuzz/run_fuzz.py --seconds 600 [--only gguf,safetensors] [--seed 7]
 
 Each `fuzz_*.py` beside this file has CASES: name -> function(random, folder) that writes files into an empty
-folder and returns a command, e.g. ["-m", "zero_mpi.inspect", "x.gguf"], which is run in that folder; a case
-named "sound" changes nothing and must succeed. If a case writes `before.py`, the command's process runs that
-first. What a case puts into a folder `outside` no command may change. A case that failed is kept with its
-seed; `--only gguf.types --number 12 --seed 7` makes and runs it again.
+folder and returns a command, e.g. ["-m", "zero_mpi", "inspect", "x.gguf"], which is run in that folder; a
+case named "sound" changes nothing and must succeed. If a case writes `before.py`, the command's process runs
+that first. What a case puts into a folder `outside` no command may change. A case that failed is kept with
+its seed; `--only gguf.types --number 12 --seed 7` makes and runs it again.
 
 This process imports the package once; files are made, and the command is run, each in a process forked for
 it, so that a run costs milliseconds and what it takes is the system's count of its own time and memory.
@@ -324,9 +324,11 @@ def contents(folder: Path) -> dict[Path, bytes | str]:
 def prepare() -> None:
     """Settings, then the imports of all commands, before anything is forked. MPI is not started here."""
     os.environ.update(SETTINGS)
+    from zero_mpi.commands.main import module_of
+
     uses_intel_mpi()  # it is kept
     for name in COMMANDS:
-        importlib.import_module(f"zero_mpi.{name}.command")
+        importlib.import_module(module_of(name))
 
 
 def main() -> int:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from zero_mpi.launch.world import World
-from zero_mpi.session import mfu
 from zero_mpi.sharding.precision import BF16, FP32
+from zero_mpi.train import mfu
 
 pytestmark = pytest.mark.world(1)
 

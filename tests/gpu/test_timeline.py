@@ -8,9 +8,9 @@ import tiny
 from timelines import check_events, lasting
 
 from zero_mpi import FULL_SHARD, NO_SHARD, GradAccum, ShardedAdamW, device, tracing
+from zero_mpi.commands.trace.breakdown import shares
+from zero_mpi.commands.trace.read import read
 from zero_mpi.sharding.precision import BF16
-from zero_mpi.trace.breakdown import shares
-from zero_mpi.trace.read import read
 
 CONFIG = tiny.MODELS["llama"]
 

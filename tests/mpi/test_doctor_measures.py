@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.doctor import links, output_folder, shared_memory
-from zero_mpi.doctor.ranks import find_ranks
-from zero_mpi.doctor.verdicts import BAD, NOTE, OK
+from zero_mpi.commands.doctor import links, output_folder, shared_memory
+from zero_mpi.commands.doctor.ranks import find_ranks
+from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK
 from zero_mpi.launch.world import find_world
 
 

@@ -37,10 +37,10 @@ from zero_mpi.device.arrays import BufferPool
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
-from zero_mpi.session.setup import make_module
-from zero_mpi.session.transport import choose_transport
 from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import lay_out
+from zero_mpi.train.setup import make_module
+from zero_mpi.train.transport import choose_transport
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()

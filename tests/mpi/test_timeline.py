@@ -20,7 +20,7 @@ from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccu
 from zero_mpi.device import HostStopwatch
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
-from zero_mpi.trace.timeline import Timeline
+from zero_mpi.train.timeline import Timeline
 
 CONFIG = tiny.MODELS["llama"]
 STEPS, MICRO_BATCHES = 2, 5
@@ -252,8 +252,8 @@ def test_a_disk_that_fills_while_the_parts_come_is_told_to_all_ranks(exact, monk
         assert [len(next(parts)) > 0 for _ in range(2)] == [True, True]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("zero_mpi.trace.timeline.PIECE", 64)
-    monkeypatch.setattr("zero_mpi.trace.timeline.write_parts", write_two)
+    monkeypatch.setattr("zero_mpi.train.timeline.PIECE", 64)
+    monkeypatch.setattr("zero_mpi.train.timeline.write_parts", write_two)
     timeline = Timeline(exact, tmp_path / "trace.json")
     assert timeline.write().endswith("trace.json cannot be written: No space left on device")
     exact.barrier()

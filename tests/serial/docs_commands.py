@@ -285,8 +285,8 @@ PLANNING: dict[str, How] = {
 
 PLACES: dict[str, How] = {
     "zero-mpi hostfile hostfiles/two_nodes.mpich --for openmpi > hosts": Run(),
-    "python -m zero_mpi.hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
-    "python -m zero_mpi.hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
+    "zero-mpi hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
+    "zero-mpi hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
     "scontrol show hostnames | zero-mpi hostfile - --for mpich > hosts": ByTest(
         "tests/serial/test_hostfiles.py::test_standard_input_is_read"
     ),
@@ -403,8 +403,8 @@ OWN: dict[str, How] = {
     "--out runs/scaled": Run(f"{TINY} --steps 4", "scaled-llama"),
     "mpirun -n 3 python scaled.py --arch scaled-llama --layers 2 --dim 64 --heads 4 --steps 50 "
     "--out runs/scaled": Run(f"{TINY} --steps 6", "at step 4"),
-    'python -c "import scaled; from zero_mpi.generate.command import main; main()" runs/scaled/latest '
-    "--tokens 40": Run(says="def "),
+    'python -c "import scaled; from zero_mpi.commands.generate.command import main; main()" runs/scaled/'
+    "latest --tokens 40": Run(says="def "),
     "mpirun -n 1 python compare.py": Run(says="the same bits"),
     "mpirun -n 3 python compare.py": Run(says="the same bits"),
     "mpirun -n 3 python examples/custom_loop.py": EXAMPLE,

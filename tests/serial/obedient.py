@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+from zero_mpi.commands.main import module_of
+
 
 def obey():
     """Give up root's right to pass over the permissions of files (capabilities 1 and 2 of Linux)."""
@@ -24,14 +26,15 @@ def obey():
 
 def all_of(cases):
     """What each case's command said, and its status: [status, stdout, stderr] by name."""
-    for name in {command[0] for command in cases.values()}:
-        importlib.import_module(entry(name))
+    for name in {entry(*command[:2]) for command in cases.values()}:
+        importlib.import_module(name)
     obey()
     return {name: forked(command) for name, command in cases.items()}
 
 
-def entry(name):
-    return name if name == "zero_mpi.completion" else f"{name}.command"
+def entry(package, name):
+    """The module of `python -m package name ...`, where the package may be that of `train`."""
+    return module_of(name if package == "zero_mpi" else "train")
 
 
 def forked(command):
@@ -55,10 +58,11 @@ def forked(command):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *said]
 
 
-def main(name, *arguments):
+def main(package, *arguments):
     """Run a command in this process."""
-    sys.argv[1:] = arguments
-    importlib.import_module(entry(name)).main()
+    module = entry(package, arguments[0])
+    sys.argv[1:] = arguments[package == "zero_mpi" :]
+    importlib.import_module(module).main()
 
 
 if __name__ == "__main__":

@@ -207,12 +207,12 @@ def test_it_is_a_model_by_its_formula(alone):
 
 
 def test_inspect_and_generate_take_it(alone):
-    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(alone)])
+    status, printed, _ = run_job(1, ["-m", "zero_mpi", "inspect", str(alone)])
     assert status == 0
     assert "ema.gguf: GGUF" in printed
     assert "sound" in printed
     ask = ["--prompt", "line", "--tokens", "5", "--temperature", "0"]
-    command = ["-m", "zero_mpi.generate", str(alone / "latest" / "ema.gguf"), *ask]
+    command = ["-m", "zero_mpi", "generate", str(alone / "latest" / "ema.gguf"), *ask]
     status, printed, errors = run_job(1, command, env=COMPILED)
     assert (status, errors) == (0, "")
     assert printed.startswith("line")
@@ -230,7 +230,7 @@ def test_a_broken_one_is_passed_over(what, alone, text, tmp_path):
         file.unlink()
     else:
         shutil.copy(alone / "step-00000002" / "ema.gguf", file)
-    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(tmp_path / "run"), "--json"])
+    status, printed, _ = run_job(1, ["-m", "zero_mpi", "inspect", str(tmp_path / "run"), "--json"])
     assert status == (2 if what == "gone" else 1), printed
     train(1, tmp_path / "run", *SIZES, *FLAGS, *text)
     assert files(tmp_path / "run") == files(alone)
@@ -248,4 +248,4 @@ def test_of_adapters_it_is_an_adapter(alone, text, tmp_path):
     average = GGUFFile.open(tmp_path / "run" / "latest" / "ema.gguf")
     assert lora_of(average).rank == 2
     ask = ["--lora", str(average.path), "--prompt", "line", "--tokens", "3"]
-    assert run_job(1, ["-m", "zero_mpi.generate", str(base), *ask], env=COMPILED)[0] == 0
+    assert run_job(1, ["-m", "zero_mpi", "generate", str(base), *ask], env=COMPILED)[0] == 0

@@ -111,7 +111,7 @@ NO_TEXT = {
     "JSON Lines": (["--data", "lines.jsonl"], "--data lines.jsonl looks like JSON Lines.*jq -r .text"),
     "Parquet": (
         ["--data", "table.parquet"],
-        "--data table.parquet looks like a Parquet file.*zero_mpi.tokenize",
+        "--data table.parquet looks like a Parquet file.*zero-mpi tokenize",
     ),
     "a model": (["--data", "model.gguf"], "--data model.gguf looks like a GGUF model.*--init"),
     "binary": (["--data", "binary"], "--data binary looks like binary data.*UTF-8"),

@@ -17,6 +17,7 @@ from test_evaluate import surprises
 from test_packing import pairs, text
 
 from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.commands.evaluate.sequences import WindowSet
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (
     ByteTokenizer,
@@ -28,9 +29,8 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
-from zero_mpi.evaluate.sequences import WindowSet
-from zero_mpi.generate.text_model import TextModel
-from zero_mpi.session import resume
+from zero_mpi.train import resume
+from zero_mpi.train.text_model import TextModel
 
 CONTEXT, BOS = 16, 1
 TEXT = "The quick brown fox, a naïve one, jumps over the lazy dog.\n" * 5
@@ -117,7 +117,7 @@ def losses(folder: Path, bos: int | None, stride: int = CONTEXT) -> np.ndarray:
 )
 def test_an_evaluation_reads_each_window_behind_it(folder, model, asked, bos):
     flags = [f"{model}.gguf", "--data", "text", "--context", str(CONTEXT), "--bos", asked, "--json", "x.json"]
-    status, _, errors = run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+    status, _, errors = run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
     assert (status, errors) == (0, "")
     figures = json.loads((folder / "x.json").read_text())
     assert figures["text"]["bos"] == bos
@@ -134,7 +134,7 @@ def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder
     found = []
     for asked in (ALWAYS, NEVER):
         flags = ["asks.gguf", "--data", "ids.npy", "--context", "16", "--bos", asked, "--json", "x.json"]
-        status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+        status, _, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
         assert (status, len(errors.splitlines()), "--bos always" in errors) == (0, *[asked == ALWAYS] * 2)
         found.append(json.loads((folder / "x.json").read_text()))
     assert found[0] == found[1]
@@ -147,7 +147,7 @@ def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder
         (AUTO, "other", ["tokenizer.ggml.scores", "tokenizer.ggml.bos_token_id"]),
     ):
         flags = ["asks.gguf", "--data", "text", "--against", f"{other}.gguf", "--bos", asked]
-        status, _, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)
+        status, _, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
         assert (status, len(errors.splitlines())) == (0, bool(told)), errors
         assert all(each in errors for each in (*told, f"{other}.gguf" if told else ""))
 

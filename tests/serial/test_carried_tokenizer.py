@@ -75,7 +75,8 @@ def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_pa
     command = [
         sys.executable,
         "-m",
-        "zero_mpi.generate",
+        "zero_mpi",
+        "generate",
         str(models[0]),
         "--prompt",
         "words and",

@@ -8,10 +8,10 @@ from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, assert_refused, command, write_story
 from test_generate import TextModel as Model
 
+from zero_mpi.commands.generate.chat import Chat
+from zero_mpi.commands.generate.reply import LENGTH, STOP, Reply
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations.chat_template import ChatTemplate
-from zero_mpi.generate.chat import Chat
-from zero_mpi.generate.reply import LENGTH, STOP, Reply
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}"

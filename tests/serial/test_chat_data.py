@@ -19,7 +19,7 @@ from zero_mpi.data import ByteTokenizer, load_corpus
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TEMPLATE
-from zero_mpi.generate.text_model import TextModel
+from zero_mpi.train.text_model import TextModel
 
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "They are four."}]
 SAME = {"prompt": "Two and two?", "completion": "They are four."}
@@ -156,7 +156,7 @@ def test_a_run_carries_its_template_and_a_resume_keeps_to_what_counts(folder):
     assert "another run: the text of --data and --val-data, or what" in refusal(folder, *start)
     (folder / "t.jinja").write_text(CHATML)
     train(1, folder / "out", *FLAGS, "--steps", "3", "--loss-on", "answers")
-    command = ["-m", "zero_mpi.evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
+    command = ["-m", "zero_mpi", "evaluate", str(model), "--data", "chat.jsonl", "--json", "figures.json"]
     status, _, errors = run_job(1, command, cwd=folder, timeout=50)
     assert (status, errors.count("\n")) == (0, 2), errors  # and bytes have no end of a turn
     assert "conversations without an answer left out: 6" in errors
@@ -175,7 +175,7 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
         counted = each.counted[1 : context + 1]
         nats, nbytes = nats + losses[counted].sum(), nbytes + int(counted.sum())  # of bytes, each is one
     command = ["m.gguf", "--data", "chat.jsonl", "--context", str(context), "--json", "f.json"]
-    status, printed, errors = run_job(ranks, ["-m", "zero_mpi.evaluate", *command], cwd=folder, timeout=50)
+    status, printed, errors = run_job(ranks, ["-m", "zero_mpi", "evaluate", *command], cwd=folder, timeout=50)
     assert status == 0, errors
     assert f"12 conversations of at most {context} tokens, what counts of them: " in printed
     assert ("their ends are left out" in errors) == (context == 110)
@@ -184,9 +184,9 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     assert figures["text"]["tokens"] == figures["text"]["bytes"] == nbytes > 0
     assert row["text"]["loss"] == pytest.approx(nats / nbytes, rel=1e-5)
     assert row["text"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / nbytes, rel=1e-5)
-    line = refusal(folder, "zero_mpi.evaluate", *command, "--stride", "9")
+    line = refusal(folder, "zero_mpi", "evaluate", *command, "--stride", "9")
     assert "--stride 9: each conversation is read from its beginning" in line
-    assert "no answer" in refusal(folder, "zero_mpi.evaluate", *command, "--context", "9")
+    assert "no answer" in refusal(folder, "zero_mpi", "evaluate", *command, "--context", "9")
 
 
 @needs_mpiexec
@@ -214,7 +214,7 @@ def test_bad_rows_are_left_out_alike_at_each_number_of_ranks(folder):
     assert_same_run(folder / "1", folder / "3")
     (folder / "chat.jsonl").write_text('{"messages": 1}\n{broken\n')
     assert "left out 2 rows" in refusal(folder, "zero_mpi.train", *FLAGS, "--skip-bad")
-    assert "left out 2 rows" in refusal(folder, "zero_mpi.samples", "m.gguf", *FLAGS[:4], "--skip-bad")
+    assert "left out 2 rows" in refusal(folder, "zero_mpi", "samples", "m.gguf", *FLAGS[:4], "--skip-bad")
     (folder / "chat.jsonl").write_text("text")
     line = refusal(folder, "zero_mpi.train", *FLAGS[:2], *FLAGS[4:], "--skip-bad")
     assert "--skip-bad: " in line

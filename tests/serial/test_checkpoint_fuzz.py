@@ -26,8 +26,8 @@ from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import UsageError
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models import Llama
+from zero_mpi.train.text_model import TextModel
 
 MODEL, STATE = FILES = ("model.gguf", "optimizer.gguf")
 SIZES = {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "ffn": 10, "context": 8, "vocab_size": 23}

@@ -8,8 +8,9 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import __version__, completion
-from zero_mpi.cli import main, parser
+from zero_mpi import __version__
+from zero_mpi.cli import parser
+from zero_mpi.commands import completion, main
 from zero_mpi.config.command_line import parse
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
@@ -34,7 +35,7 @@ def test_help_fits_and_every_flag_says_what_it_does(name, monkeypatch):
     lines = made.format_help().splitlines()
     assert [line for line in lines if len(line) > WIDTH] == []
     assert [action.dest for action in made._actions if not action.help] == []
-    assert f"python -m zero_mpi.{name}" in lines[0]
+    assert ("zero_mpi.train" if name == "train" else f"zero-mpi {name}") in lines[0]
 
 
 def test_help_begins_every_text_in_one_column_and_keeps_examples(monkeypatch):
@@ -58,10 +59,10 @@ def test_help_of_a_flag_shows_default_and_choices_once(monkeypatch):
 @needs_mpiexec
 @pytest.mark.parametrize(("name", "instead"), [("report", ""), ("plan", ", and say --ranks N")])
 def test_a_command_for_one_process_refuses_more_of_them_and_has_its_help(name, instead):
-    status, printed, errors = run_job(2, ["-m", f"zero_mpi.{name}", "x"])
+    status, printed, errors = run_job(2, ["-m", "zero_mpi", name, "x"])
     assert (status, printed) == (2, "")
     assert f"error: {name} runs in one process: leave mpirun out{instead}\n" in errors
-    status, printed, _ = run_job(2, ["-m", f"zero_mpi.{name}", "--help"])
+    status, printed, _ = run_job(2, ["-m", "zero_mpi", name, "--help"])
     assert (status, printed.count("usage: ")) == (0, 1)
 
 
@@ -204,6 +205,23 @@ def test_learning_rate_is_another_name_of_lr(tmp_path):
     (tmp_path / "run.toml").write_text("learning_rate = 0.5\n")
     assert parse(["--learning-rate", "0.25"]).lr == 0.25
     assert parse(["--config", str(tmp_path / "run.toml")]).lr == 0.5
+
+
+# the forms of 0.1.0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])
+def test_the_old_form_of_a_command_goes_on_working_and_names_the_new_one(name):
+    status, printed, errors = python("-m", f"zero_mpi.{name}", "--version")
+    assert (status, printed) == (0, python("-m", "zero_mpi", name, "--version")[1])
+    assert errors.count("\n") == 1
+    assert f"zero-mpi {name}" in errors
+
+
+def test_an_error_of_an_old_form_is_the_one_line_that_it_was():
+    status, printed, errors = python("-m", "zero_mpi.inspect", "nowhere.gguf")
+    assert (status, printed, errors.count("\n")) == (2, "", 1)
+    assert "nowhere.gguf" in errors
 
 
 # completion

@@ -15,7 +15,7 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi import __version__
-from zero_mpi.cli import main
+from zero_mpi.commands import main
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.defaults import FROM_NOTHING

@@ -20,7 +20,7 @@ from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
-from zero_mpi.session import same_flags
+from zero_mpi.train import same_flags
 
 FLAGS = [*SIZES, "--steps", "1", "--sample", "0", "--batch-size", "4", "--eval-every", "0"]
 PACKAGE = Path(zero_mpi.__file__).parent
@@ -176,7 +176,7 @@ def test_another_model_file_on_one_rank_is_refused(flags, tmp_path):
     # Opened while another file stands in its place: rank 1 sees the second model under the first one's name.
     script = tmp_path / "other.py"
     script.write_text(
-        "from zero_mpi.session import resolve as session\n"
+        "from zero_mpi.train import resolve as session\n"
         "from zero_mpi.train import command as train_command\n"
         "open_init = session.open_init\n"
         "from dataclasses import replace\n"

@@ -18,15 +18,15 @@ from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi.checkpoint.sound import CheckpointFiles
+from zero_mpi.commands.plan import flags as plan_flags
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
 from zero_mpi.data.control_tokens import PARSE, PLAIN, READINGS, TextReader
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
-from zero_mpi.plan import flags as plan_flags
-from zero_mpi.session import resume
-from zero_mpi.session.description import describe
+from zero_mpi.train import resume
+from zero_mpi.train.description import describe
 
 CHAT = "<|begin|>hello <tool>\n<|im_start|>user <|im_start|>a<|endoftext|>"  # of bpe_files.CONTROL, USERS
 BYTES_CHAT = "<|bos|>hello <|endoftext|>é<|endoftext|><|pad|>"

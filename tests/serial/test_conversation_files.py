@@ -8,14 +8,14 @@ import pytest
 from chat_templates import CHATML, chat_keys, chat_tokenizer
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.commands.evaluate.choices import read_choices
+from zero_mpi.commands.samples.command import command
 from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import are_conversations, one_conversation, read_conversations
 from zero_mpi.data.conversations.row_facts import CAUTIONS, BadRows, Totals
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
-from zero_mpi.evaluate.choices import read_choices
 from zero_mpi.launch.world import World
-from zero_mpi.samples.command import command
 
 OPTIONS = {"val_fraction": 0, "context": 8, "seed": 0, "vocab_size": 400}
 AB = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -12,6 +12,7 @@ from chat_templates import CHATML, MARKED, TEMPLATES, chat_keys, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_mpi.commands.generate.chat import Chat
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
 from zero_mpi.data.conversations import chat_template
 from zero_mpi.data.conversations.answers import AnswerFinder
@@ -26,7 +27,6 @@ from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationRead
 from zero_mpi.errors import UsageError
 from zero_mpi.files import json_lines
 from zero_mpi.files.gguf_keys import TEMPLATE
-from zero_mpi.generate.chat import Chat
 
 
 def said(*contents, system=None):

@@ -118,5 +118,5 @@ def test_a_model_of_a_short_context_needs_no_flag(folder):
     status, _, errors = run_job(1, [*command, "--context", "65"], cwd=folder, timeout=50)
     assert (status, errors.count("\n")) == (2, 1)
     assert "--context 65" in errors
-    command = ["-m", "zero_mpi.plan", "--init", "m.gguf", "--ranks", "2"]
+    command = ["-m", "zero_mpi", "plan", "--init", "m.gguf", "--ranks", "2"]
     assert run_job(1, command, cwd=folder, timeout=50)[0] == 0

@@ -20,8 +20,7 @@ import zero_mpi
 from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.gpu import probe, run_probe
-from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
-from zero_mpi.doctor import (
+from zero_mpi.commands.doctor import (
     binding,
     compute,
     gpu,
@@ -32,9 +31,10 @@ from zero_mpi.doctor import (
     system_limits,
     verdicts,
 )
-from zero_mpi.doctor import command as doctor
-from zero_mpi.doctor.ranks import Ranks, told_apart
-from zero_mpi.doctor.verdicts import BAD, NOTE, OK, Row
+from zero_mpi.commands.doctor import command as doctor
+from zero_mpi.commands.doctor.ranks import Ranks, told_apart
+from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK, Row
+from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.files.file_systems import KINDS, file_system
 from zero_mpi.launch.consistency import is_first
 from zero_mpi.launch.limits import Limits
@@ -353,7 +353,7 @@ def examine(ranks, tmp_path, *flags, env=None):
     """(exit status, rows by name, figures, what was said) of a quick examination."""
     figures = tmp_path / "figures.json"
     args = ["--quick", "--json", str(figures), *(flags or ["--out", str(tmp_path / "run")])]
-    status, said, errors = run_job(ranks, ["-m", "zero_mpi.doctor", *args], timeout=50, env=env)
+    status, said, errors = run_job(ranks, ["-m", "zero_mpi", "doctor", *args], timeout=50, env=env)
     assert figures.exists(), said + errors
     found = json.loads(figures.read_text())
     return status, {row["what"]: row for row in found["rows"]}, found, said + errors
@@ -402,7 +402,7 @@ def test_processes_that_are_no_job_say_so_once(tmp_path):
     for rank in "01":
         files = ["--out", str(tmp_path / "run"), "--json", str(tmp_path / rank)]
         environ = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
-        run = [sys.executable, "-m", "zero_mpi.doctor", "--quick", *files]
+        run = [sys.executable, "-m", "zero_mpi", "doctor", "--quick", *files]
         told.append(run_command(run, timeout=50, env=environ | {"OMPI_COMM_WORLD_RANK": rank}))
     assert [status for status, _, _ in told] == [1, 1]
     assert "bad   launcher" in told[0][1]
@@ -412,8 +412,8 @@ def test_processes_that_are_no_job_say_so_once(tmp_path):
 
 STANDING = """
 import signal, os
-from zero_mpi.doctor import compute
-from zero_mpi.doctor.command import main
+from zero_mpi.commands.doctor import compute
+from zero_mpi.commands.doctor.command import main
 from zero_mpi.environment import launch_rank
 
 if launch_rank() == 1:
@@ -436,7 +436,7 @@ def test_a_check_that_hangs_is_named_and_ended(tmp_path):
 
 @needs_mpiexec
 def test_help_and_bad_flags_of_a_job_are_told_once():
-    status, said, errors = run_job(2, ["-m", "zero_mpi.doctor", "--help"], timeout=50)
+    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--help"], timeout=50)
     assert (status, said.count("usage:"), errors) == (0, 1, "")
-    status, said, errors = run_job(2, ["-m", "zero_mpi.doctor", "--max-mb", "x"], timeout=50)
+    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--max-mb", "x"], timeout=50)
     assert (status, said, errors.count("--max-mb")) == (2, "", 1)

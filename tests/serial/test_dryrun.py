@@ -9,10 +9,10 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
+from zero_mpi.commands.plan import flags
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.plan import flags
 from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines

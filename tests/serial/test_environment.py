@@ -128,7 +128,7 @@ def report(statement, names, ranks=0):
 
 
 @pytest.mark.parametrize(
-    "module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.cli.main"]
+    "module", ["zero_mpi", "zero_mpi.environment", "zero_mpi.errors", "zero_mpi.commands.main"]
 )
 def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     loaded, environ = report(f"import {module}", THREADS)
@@ -136,7 +136,7 @@ def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     assert environ == dict.fromkeys(THREADS, "1")
 
 
-@pytest.mark.parametrize("module", ["train.command", "generate.command", "session.setup"])
+@pytest.mark.parametrize("module", ["train.command", "commands.generate.command", "train.setup"])
 def test_importing_a_command_does_not_start_mpi(module):
     loaded, _ = report(f"import zero_mpi.{module}", [])
     assert loaded == ["numpy"]

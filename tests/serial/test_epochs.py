@@ -9,12 +9,12 @@ from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
+from zero_mpi.commands.plan.flags import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.epochs import cautions, in_steps
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows, window_of
 from zero_mpi.errors import UsageError
-from zero_mpi.plan.flags import read
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "4", "--micro-batch", "3", "--warmup", "2", "--val-fraction", "0"]

@@ -1,4 +1,4 @@
-"""`zero_mpi.evaluate`: figures by their formulas, the tokens that count, the same text on any ranks.
+"""`zero-mpi evaluate`: figures by their formulas, the tokens that count, the same text on any ranks.
 
 What a model says of each token is worked out here from the logits that generation gives for one window after
 the other, in one process; the command must come to the same losses.
@@ -22,13 +22,13 @@ from test_generate import LLAMA, write_model
 from test_llamacpp import next_token
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.commands.evaluate import scores
+from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices, read_choices
+from zero_mpi.commands.evaluate.sequences import AnswerSet, WindowSet, counted
+from zero_mpi.commands.evaluate.task import read_task
 from zero_mpi.data import ByteTokenizer, Windows
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.evaluate import scores
-from zero_mpi.evaluate.choices import EncodedChoices, encode_choices, read_choices
-from zero_mpi.evaluate.sequences import AnswerSet, WindowSet, counted
-from zero_mpi.evaluate.task import read_task
-from zero_mpi.generate.text_model import TextModel
+from zero_mpi.train.text_model import TextModel
 
 CONTEXT = 32
 MODEL = replace(LLAMA, context_length=CONTEXT, value_length=4)
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
     """What the command prints, and its figures; nothing is said beside."""
     status, printed, errors = run_job(
-        ranks, ["-m", "zero_mpi.evaluate", *flags, "--json", "figures.json"], cwd=folder
+        ranks, ["-m", "zero_mpi", "evaluate", *flags, "--json", "figures.json"], cwd=folder
     )
     assert (status, errors) == (0, ""), errors
     return printed, json.loads((folder / "figures.json").read_text())
@@ -166,7 +166,7 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
     assert some["models"][0]["text"]["window_losses"] == chosen
     assert (some["text"]["windows"], some["text"]["windows_of_the_text"]) == (3, count)
     flags = ["new.gguf", "--data", "text", "--precision", "bf16", "--json", "low.json"]
-    assert run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=folder)[0] == 0  # and says that it is slow
+    assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # and says that it is slow
     low = json.loads((folder / "low.json").read_text())
     here, there = (found["models"][0]["text"]["loss"] for found in (low, exact))
     assert here != there
@@ -175,7 +175,7 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
 
 @needs_mpiexec
 def test_a_folder_of_hugging_face_gives_the_same(folder):
-    export = ["-m", "zero_mpi.export", "new.gguf", "folder", "--format", "safetensors"]
+    export = ["-m", "zero_mpi", "export", "new.gguf", "folder", "--format", "safetensors"]
     assert run_job(1, export, cwd=folder)[0] == 0
     flags = ["--data", "text", "--choices", "questions.jsonl"]
     of_file, of_folder = (evaluate(folder, path, *flags)[1] for path in ("new.gguf", "folder"))
@@ -385,7 +385,7 @@ def faulty(folder: Path) -> Path:
 @pytest.mark.parametrize("case", BAD)
 def test_a_fault_is_one_line_and_status_2(faulty, case):
     flags, expected = BAD[case]
-    status, printed, errors = run_job(2, ["-m", "zero_mpi.evaluate", *flags], cwd=faulty)
+    status, printed, errors = run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=faulty)
     assert (status, printed) == (2, ""), errors
     (line,) = errors.splitlines()
     assert line.startswith("zero_mpi evaluate: error: ")
@@ -396,7 +396,7 @@ def test_a_fault_is_one_line_and_status_2(faulty, case):
 @needs_mpiexec
 def test_token_files_that_the_models_own_tokenizer_made_are_taken(folder):
     status, printed, errors = run_job(
-        2, ["-m", "zero_mpi.evaluate", "new.gguf", "--data", "tokenized"], cwd=folder
+        2, ["-m", "zero_mpi", "evaluate", "new.gguf", "--data", "tokenized"], cwd=folder
     )
     assert status == 0, errors
     assert "nats" in printed

@@ -9,10 +9,10 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.files.foreign import readable
 from zero_mpi.launch.world import World
-from zero_mpi.session.outcome import Outcome
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.status import Status
+from zero_mpi.train.outcome import Outcome
 
 FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "1", "--eval-every", "0"]
 

@@ -14,14 +14,14 @@ from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
+from zero_mpi.commands.doctor import command as doctor
+from zero_mpi.commands.export import command as export
+from zero_mpi.commands.generate import command as generate
+from zero_mpi.commands.hostfile import command as hostfile
+from zero_mpi.commands.inspect import command as inspect_command
+from zero_mpi.commands.plan import flags as plan_options
 from zero_mpi.config import settings
-from zero_mpi.doctor import command as doctor
 from zero_mpi.errors import UsageError
-from zero_mpi.export import command as export
-from zero_mpi.generate import command as generate
-from zero_mpi.hostfile import command as hostfile
-from zero_mpi.inspect import command as inspect_command
-from zero_mpi.plan import flags as plan_options
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

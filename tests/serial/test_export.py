@@ -26,13 +26,13 @@ from oracles import greedy, open_server, smollm2, tokenize
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.commands.export.command import command
+from zero_mpi.commands.export.encode import FILE_TYPES
 from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.export.command import command
-from zero_mpi.export.encode import FILE_TYPES
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama, ModelConfig
+from zero_mpi.train.text_model import TextModel
 
 NO_TOKENIZERS = "no tokenizers to write tokenizer.json with: pip install tokenizers"
 Kind = gguf.GGMLQuantizationType
@@ -559,7 +559,7 @@ def test_a_disk_that_refuses_leaves_nothing_half_done(
     monkeypatch.setattr(os, "fsync" if moment == "write" else "replace", refuse)
     if moment == "rename":
         monkeypatch.setattr(Path, "replace", refuse)
-        monkeypatch.setattr("zero_mpi.export.command.replace_folder", refuse)
+        monkeypatch.setattr("zero_mpi.commands.export.command.replace_folder", refuse)
     with pytest.raises(JobError, match=r"x.*: cannot be written: No space left on device"):
         export(source, tmp_path / "there" / target, "--force")
     monkeypatch.undo()
@@ -569,7 +569,9 @@ def test_a_disk_that_refuses_leaves_nothing_half_done(
 
 
 def run(*arguments: Any, cwd: Path) -> tuple[int, str, str]:
-    return run_command([sys.executable, "-m", "zero_mpi.export", *map(str, arguments)], timeout=50, cwd=cwd)
+    return run_command(
+        [sys.executable, "-m", "zero_mpi", "export", *map(str, arguments)], timeout=50, cwd=cwd
+    )
 
 
 def test_exit_statuses(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from test_stopping import start
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.data import tokenizer_from_metadata
-from zero_mpi.generate.text_model import TextModel
+from zero_mpi.train.text_model import TextModel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_smollm2.py"

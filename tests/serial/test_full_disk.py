@@ -258,7 +258,7 @@ os.close, io.open, builtins.open = close, opened, opened
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 TRAINED = ["zero_mpi.train", "--out", "out", "--steps", "3", "--data", "text-0-0.txt"]
-EXPORTED = ["zero_mpi.export", "model.gguf"]
+EXPORTED = ["zero_mpi", "export", "model.gguf"]
 CLOSED = [  # the file that cannot be closed, the command, the status, and the name in the line
     ("model.gguf", TRAINED, 1, "model.gguf"),
     ("optimizer.gguf", TRAINED, 1, "optimizer.gguf"),

@@ -25,8 +25,8 @@ from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
-from zero_mpi.generate.text_model import TextModel, choose
 from zero_mpi.models import ModelConfig
+from zero_mpi.train.text_model import TextModel, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 13
@@ -313,10 +313,10 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
 
 
 def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """`python -m zero_mpi.generate ARGUMENTS`, as a user's shell would start it."""
+    """`zero-mpi generate ARGUMENTS`, as a user's shell would start it."""
     environ = jobs.clean_environment()
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    line = [sys.executable, "-m", "zero_mpi.generate", *arguments]
+    line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
     return subprocess.run(line, input=typed, capture_output=True, timeout=50, env=environ, check=False)
 
 
@@ -390,7 +390,7 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
     arguments = [str(path), "--prompt", "a", "--temperature", "0", "--tokens", "9"]
     assert command(*arguments).stdout == b"a" + text + b"\n"
     master, terminal = pty.openpty()
-    line = [sys.executable, "-m", "zero_mpi.generate", *arguments]
+    line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
     subprocess.run(line, stdout=terminal, timeout=50, check=True, env=jobs.clean_environment(), cwd=ROOT)
     os.close(terminal)
     assert os.read(master, 1000).decode() == "a\\x1b[2Jï\r\n\\r\r\n", "the terminal makes \\r\\n of \\n"

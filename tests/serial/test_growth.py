@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from chat_templates import CHATML, TEMPLATES, chat_tokenizer
 
+from zero_mpi.commands.evaluate.choices import encode_choices
+from zero_mpi.commands.hostfile.host_entries import read_hosts
+from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.bin_tokens import MEGATRON
 from zero_mpi.data.conversations import tokenized
@@ -23,11 +26,8 @@ from zero_mpi.data.conversations.formats import Conversation
 from zero_mpi.data.conversations.tokenized import ConversationReader, in_bytes
 from zero_mpi.data.token_formats import read_tokens
 from zero_mpi.errors import UsageError
-from zero_mpi.evaluate.choices import encode_choices
 from zero_mpi.files.parse import _unique
-from zero_mpi.hostfile.host_entries import read_hosts
 from zero_mpi.launch.world import World
-from zero_mpi.tokenize.command import command
 
 CONTENTS = ("some words.", "\n <think>\nhm\n</think>\n\n", " <|im_end|> é", "\n")
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
+from zero_mpi.commands.hostfile.command import command
+from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_hosts
 from zero_mpi.errors import UsageError
-from zero_mpi.hostfile.command import command
-from zero_mpi.hostfile.host_entries import LINES, HostEntry, read_hosts
 from zero_mpi.launch.world import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
@@ -34,8 +34,8 @@ def hosts_of(text: str) -> list[HostEntry]:
 def convert(
     *arguments: str | Path, text: str | None = None, folder: Path | None = None
 ) -> tuple[int, str, str]:
-    """`python -m zero_mpi.hostfile ARGUMENTS`, with `text` as standard input."""
-    job = [sys.executable, "-m", "zero_mpi.hostfile", *map(str, arguments)]
+    """`zero-mpi hostfile ARGUMENTS`, with `text` as standard input."""
+    job = [sys.executable, "-m", "zero_mpi", "hostfile", *map(str, arguments)]
     if text is not None:
         job = ["sh", "-c", 'printf %s "$0" | "$@"', text, *job]
     return run_command(job, timeout=30, cwd=folder)

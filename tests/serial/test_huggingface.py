@@ -21,9 +21,9 @@ from zero_mpi.checkpoint.huggingface import permute
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.commands.export.huggingface import config_json, outgoing, rope_scaling
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
-from zero_mpi.export.huggingface import config_json, outgoing, rope_scaling
 from zero_mpi.models import config_from_gguf
 
 library = pytest.importorskip(

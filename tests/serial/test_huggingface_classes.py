@@ -18,7 +18,7 @@ from test_huggingface import IDS, Edit, our_logits
 
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.export.huggingface import config_json
+from zero_mpi.commands.export.huggingface import config_json
 
 transformers = pytest.importorskip("transformers", reason="no transformers: pip install transformers")
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402

@@ -179,7 +179,7 @@ def test_generate_takes_a_folder(models, tmp_path):
     """The same text as from the file."""
     folder, printed = as_folder(models["llama"], tmp_path / "folder"), []
     for source in (models["llama"], folder):
-        command = [sys.executable, "-m", "zero_mpi.generate", str(source), "--tokens", "20", "--seed", "3"]
+        command = [sys.executable, "-m", "zero_mpi", "generate", str(source), "--tokens", "20", "--seed", "3"]
         status, out, errors = run_command(command, timeout=50, cwd=tmp_path)
         assert (status, errors) == (0, "")
         printed.append(out)

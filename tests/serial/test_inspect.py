@@ -1,4 +1,4 @@
-"""`zero_mpi.inspect` says what is in a file, finds a flipped bit, and whether two states are the same."""
+"""`zero-mpi inspect` says what is in a file, finds a flipped bit, and whether two states are the same."""
 
 import json
 import math
@@ -21,10 +21,10 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.safetensors import SafetensorsStream
 from zero_mpi.checkpoint.sound import signature
+from zero_mpi.commands.inspect import command as inspect_command
+from zero_mpi.commands.inspect.compare import compare
+from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.errors import UsageError
-from zero_mpi.inspect import command as inspect_command
-from zero_mpi.inspect.compare import compare
-from zero_mpi.inspect.examine import examine
 from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
@@ -34,7 +34,7 @@ CHANGED = "has a key that is not the one that was written"
 
 def run(*arguments) -> tuple[int, str, str]:
     """Status, stdout and stderr of the command in a process of its own."""
-    command = [sys.executable, "-m", "zero_mpi.inspect", *map(str, arguments)]
+    command = [sys.executable, "-m", "zero_mpi", "inspect", *map(str, arguments)]
     return run_command(command, timeout=60)
 
 
@@ -465,7 +465,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     """As with `| head`: more than a pipe holds, and nobody reads."""
     with GGUFStream(tmp_path / "m.gguf", "strange", {"list": ["x" * 50] * 20_000}, [("t", (4,))]) as out:
         out.write("t", np.ones(4, np.float32))
-    command = [sys.executable, "-m", "zero_mpi.inspect", str(tmp_path / "m.gguf"), "--keys"]
+    command = [sys.executable, "-m", "zero_mpi", "inspect", str(tmp_path / "m.gguf"), "--keys"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()
     )

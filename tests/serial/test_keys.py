@@ -13,12 +13,12 @@ import zero_mpi
 from zero_mpi.checkpoint.gguf import index
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.commands.export.command import command as export
+from zero_mpi.commands.generate.command import command as generate
+from zero_mpi.commands.inspect.command import command as inspect
 from zero_mpi.config.inputs import read_model
 from zero_mpi.errors import UsageError
-from zero_mpi.export.command import command as export
 from zero_mpi.files.gguf_keys import MERGES, GGUFKeys
-from zero_mpi.generate.command import command as generate
-from zero_mpi.inspect.command import command as inspect
 from zero_mpi.launch.world import World
 
 ODD = {
@@ -117,11 +117,13 @@ def test_no_module_acts_on_a_key_that_it_did_not_read_with_its_type():
     """`x.metadata[...]` and `x.metadata.get(...)` stand only where a value is copied or shown."""
     free = {"files/gguf_keys.py", "checkpoint/huggingface/config.py"}  # typed readers themselves
     free |= {f"config/{name}.py" for name in ("settings", "bounds", "toml")}  # metadata of a dataclass
-    free |= {"session/identity.py", "plan/rank_memory.py"}  # the same
-    free |= {"inspect/examine.py", "inspect/compare.py", "export/huggingface.py"}  # shown, written
+    free |= {"train/identity.py", "plan/rank_memory.py"}  # the same
+    free |= {
+        f"commands/{name}.py" for name in ("inspect/examine", "inspect/compare", "export/huggingface")
+    }  # shown, written
     free |= {f"checkpoint/gguf/{name}.py" for name in ("index", "header", "reader")}  # of one exact width
     free |= {"checkpoint/module_files.py"}  # which file belongs to which
-    free |= {"checkpoint/sound.py", "session/description.py", "models/model_config.py"}  # compared as it is
+    free |= {"checkpoint/sound.py", "train/description.py", "models/model_config.py"}  # compared as it is
     root = Path(zero_mpi.__file__).parent
     found = {
         path.relative_to(root).as_posix()

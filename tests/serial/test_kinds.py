@@ -76,7 +76,7 @@ FOREIGN = {
     "npy of another name": (saved(np.save, np.arange(9)), "a NumPy array", ".npy"),
     "PyTorch": (zipped(archive__data_pkl=b"x"), "a PyTorch file", "safetensors"),
     "tar": (tar(), "a tar archive", "tar -xf"),
-    "Parquet": (b"PAR1\x15\x04\x15\x10" + DRAW.bytes(99) + b"PAR1", "a Parquet file", "zero_mpi.tokenize"),
+    "Parquet": (b"PAR1\x15\x04\x15\x10" + DRAW.bytes(99) + b"PAR1", "a Parquet file", "zero-mpi tokenize"),
     "SQLite": (database(), "an SQLite database", "extract"),
     "safetensors": (save({"a": np.zeros(3, np.float32)}), "a safetensors model", "--init"),
     "pickle": (pickle.dumps(RECORDS), "a pickle", "UTF-8"),

@@ -13,6 +13,7 @@ from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.commands.tokenize.work_folder import WorkFolder
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.open import open_in_place
@@ -20,8 +21,7 @@ from zero_mpi.launch.folder_hold import take
 from zero_mpi.telemetry.events import append_line
 from zero_mpi.telemetry.proof import JobStart, Proof
 from zero_mpi.telemetry.status import overwrite
-from zero_mpi.tokenize.work_folder import WorkFolder
-from zero_mpi.trace.timeline import write_parts
+from zero_mpi.train.timeline import write_parts
 
 PRECIOUS = "what somebody else has written\n"
 LINKS: dict[str, Callable[[Path, Path], None]] = {"symbolic": os.symlink, "hard": os.link}
@@ -110,7 +110,10 @@ def test_a_run_names_the_link_and_ends_and_goes_on_without_it(tmp_path):
 
 @needs_mpiexec
 def test_tokenize_removes_nothing_that_it_has_not_written(precious, tmp_path):
-    out, flags = tmp_path / "out", ["-m", "zero_mpi.tokenize", *write_text(tmp_path), "--tokenizer", "byte"]
+    out, flags = (
+        tmp_path / "out",
+        ["-m", "zero_mpi", "tokenize", *write_text(tmp_path), "--tokenizer", "byte"],
+    )
     (out / ".tokenize").symlink_to(precious.parent)
     status, _, errors = run_job(2, [*flags, "--out", str(out)])
     assert status == 2

@@ -24,10 +24,10 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
-from zero_mpi.generate.sampling import weights_of
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models import ModelConfig, Qwen2, Qwen3
 from zero_mpi.models.rope_scaling import RopeScaling
+from zero_mpi.train.sampling import weights_of
+from zero_mpi.train.text_model import TextModel
 
 llama_cpp()  # skips the module without it
 
@@ -319,7 +319,7 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
     line = {"question": "def f", "answers": ["(x)", ":"], "right": 0}
     (tmp_path / "choices").write_text(json.dumps(line))
     flags = ["--data", "text", "--context", str(WINDOW), "--choices", "choices", "--json", "figures.json"]
-    status, _, errors = run_job(2, ["-m", "zero_mpi.evaluate", "model.gguf", *flags], cwd=tmp_path)
+    status, _, errors = run_job(2, ["-m", "zero_mpi", "evaluate", "model.gguf", *flags], cwd=tmp_path)
     assert status == 0, errors
     (found,) = json.loads((tmp_path / "figures.json").read_text())["models"]
     server = open_server(path)

@@ -18,7 +18,7 @@ import task_rows
 from oracles import smollm2, torch_with
 from test_export import export
 
-from zero_mpi.evaluate.command import command
+from zero_mpi.commands.evaluate.command import command
 from zero_mpi.launch.world import World
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

@@ -12,8 +12,8 @@ from zero_mpi.checkpoint.adapter import lora_of, metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
-from zero_mpi.export.command import command
 from zero_mpi.launch.world import World
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.lora import LoRA
@@ -117,13 +117,13 @@ def test_only_adapters_are_trained_and_written(alone, base):
 def test_export_writes_the_merged_model_and_generate_takes_both(alone, base, tmp_path):
     out, _ = alone
     adapter, merged = out / "latest", tmp_path / "merged.gguf"
-    export = ["-m", "zero_mpi.export", str(base), str(merged), "--merge", str(adapter)]
+    export = ["-m", "zero_mpi", "export", str(base), str(merged), "--merge", str(adapter)]
     assert run_job(1, export)[0] == 0
     expected, found = open_merged(base, adapter), GGUFFile.open(merged)
     assert all(np.array_equal(found.tensor(name), expected.tensor(name)) for name in expected.tensors)
     ask = ["--prompt", "line", "--tokens", "20", "--temperature", "0"]
-    both = run_job(1, ["-m", "zero_mpi.generate", str(base), "--lora", str(adapter), *ask], env=COMPILED)
-    one = run_job(1, ["-m", "zero_mpi.generate", str(merged), *ask], env=COMPILED)
+    both = run_job(1, ["-m", "zero_mpi", "generate", str(base), "--lora", str(adapter), *ask], env=COMPILED)
+    one = run_job(1, ["-m", "zero_mpi", "generate", str(merged), *ask], env=COMPILED)
     assert both == one
     assert both[0] == 0
 
@@ -188,18 +188,18 @@ def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
     assert len(found) == (1 if len(targets) == 1 else 8)
     assert {name.split(".")[1] for name in found} == ({"1"} if len(targets) == 1 else {"0", "1"})
     count = sum(spec.size for file in (saved, GGUFFile.open(base).tensors) for spec in file.values())
-    status, printed, errors = run_job(1, ["-m", "zero_mpi.plan", *flags, "--memory", "1G"])
+    status, printed, errors = run_job(1, ["-m", "zero_mpi", "plan", *flags, "--memory", "1G"])
     assert (status, errors) == (0, "")
     assert f" {count:,} parameters" in printed
 
 
 def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone, tmp_path):
     out, _ = alone
-    status, printed, _ = run_job(1, ["-m", "zero_mpi.inspect", str(out)])
+    status, printed, _ = run_job(1, ["-m", "zero_mpi", "inspect", str(out)])
     assert status == 0
     assert "llama: adapter of rank 3, alpha 6.0, matrices 14" in printed
     assert "sound" in printed
-    status, _, errors = run_job(1, ["-m", "zero_mpi.generate", str(out / "latest"), "--tokens", "1"])
+    status, _, errors = run_job(1, ["-m", "zero_mpi", "generate", str(out / "latest"), "--tokens", "1"])
     assert status == 2
     assert "holds adapter.gguf and no model: name the model that it was trained on" in errors
 
@@ -207,10 +207,10 @@ def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone,
 def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
     out, _ = alone
     adapter, merged = str(out / "latest"), str(tmp_path / "merged.gguf")
-    assert run_job(1, ["-m", "zero_mpi.export", str(base), merged, "--merge", adapter])[0] == 0
+    assert run_job(1, ["-m", "zero_mpi", "export", str(base), merged, "--merge", adapter])[0] == 0
 
     def losses(name, ranks, *models):
-        command = ["-m", "zero_mpi.evaluate", *models, *text, "--json", str(tmp_path / name)]
+        command = ["-m", "zero_mpi", "evaluate", *models, *text, "--json", str(tmp_path / name)]
         status, _, errors = run_job(ranks, command)
         assert (status, errors) == (0, "")
         found = json.loads((tmp_path / name).read_text())
@@ -232,11 +232,11 @@ def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, ba
     with GGUFStream(path, "llama", metadata(lora_of(source)), table) as stream:
         for name, factor in factors.items():
             stream.write(name, factor)
-    model = ["-m", "zero_mpi.evaluate", str(base)]
+    model = ["-m", "zero_mpi", "evaluate", str(base)]
     for arguments in (
         [*model, "--lora", str(path), *text],
-        ["-m", "zero_mpi.generate", str(base), "--lora", str(path), "--tokens", "1"],
-        ["-m", "zero_mpi.export", str(base), str(tmp_path / "merged.gguf"), "--merge", str(path)],
+        ["-m", "zero_mpi", "generate", str(base), "--lora", str(path), "--tokens", "1"],
+        ["-m", "zero_mpi", "export", str(base), str(tmp_path / "merged.gguf"), "--merge", str(path)],
     ):
         status, _, errors = run_job(1, arguments)
         assert (status, len(errors.splitlines())) == (2, 1), errors

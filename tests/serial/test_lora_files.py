@@ -28,11 +28,11 @@ from zero_mpi.checkpoint.adapter import lora_of, metadata, open_adapter
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
-from zero_mpi.export.command import command
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import TARGETS, LoRA, is_adapter
+from zero_mpi.train.text_model import TextModel
 
 llama_cpp()  # skips the module without it
 

@@ -30,7 +30,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.launch import shm_room
 from zero_mpi.launch.limits import Limits
 from zero_mpi.models import Llama
-from zero_mpi.session import memory_check
+from zero_mpi.train import memory_check
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
 HUGE = ["--layers", "100000000"]
@@ -61,7 +61,7 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
         r"node\n"
     )
     for name in ("doctor", "train"):
-        status, said, errors = with_shm("3m", 4, f"zero_mpi.{name}", "--out", tmp_path / "run")
+        status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
         assert (status, said) == (2, "")
         assert re.fullmatch(line.format(name), errors)
     flags = [
@@ -106,7 +106,7 @@ def test_ranks_of_other_nodes_are_ended_by_the_launcher():
 def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
     name, *flags = command
     status, said, errors = run_command(
-        [sys.executable, "-m", f"zero_mpi.{name}", *HUGE, *flags], timeout=20, cwd=tmp_path
+        [sys.executable, "-m", "zero_mpi", name, *HUGE, *flags], timeout=20, cwd=tmp_path
     )
     assert (status, said) == (2, "")
     assert re.fullmatch(
@@ -230,7 +230,7 @@ def test_what_is_asked_for_is_what_ranks_take(tmp_path):
     asked = float(re.search(r"ask for ([0-9.]+) GiB a node", said)[1]) * 2**30
     assert most <= asked
     assert asked <= 1.25 * (most + (64 << 20))
-    command = ["-m", "zero_mpi.plan", "--ranks", "2", "--data", *data, *MODEL, "--transport", "shared"]
+    command = ["-m", "zero_mpi", "plan", "--ranks", "2", "--data", *data, *MODEL, "--transport", "shared"]
     status, printed, _ = run_job(1, command, env=COMPILED)
     assert status == 0
     assert f"{asked / 2**30:.2f} GiB" in printed.splitlines()[-1]

@@ -19,8 +19,8 @@ from test_kills import MODEL, ranks_of
 from zero_mpi.errors import JobError
 from zero_mpi.launch.folder_hold import take_folder
 from zero_mpi.launch.world import World
-from zero_mpi.session.outcome import Outcome
 from zero_mpi.telemetry import log
+from zero_mpi.train.outcome import Outcome
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
@@ -115,7 +115,7 @@ def test_a_run_ends_wherever_its_folder_is_lost(tmp_path, quick):
 @needs_mpiexec
 @pytest.mark.parametrize("way", [move, remove, replace])
 def test_tokenize_ends_as_well(way, tmp_path):
-    command = ["-m", "zero_mpi.tokenize", "--tokenizer", "byte", "--part-mb", "0.03"]
+    command = ["-m", "zero_mpi", "tokenize", "--tokenizer", "byte", "--part-mb", "0.03"]
     seconds_to_end(command, tmp_path / "run" / "out", ".tokenize/00003.json", 0.0, way, tmp_path)
 
 

@@ -29,7 +29,7 @@ PLACES = {  # what is wrong -> a path, in a folder that has the things of `place
 }
 SMALL = ["--layers", "1", "--dim", "8", "--heads", "2", "--context", "8", "--steps", "1", "--sample", "0"]
 TRAIN = ["zero_mpi.train", *SMALL, "--data", "text", "--out", "out"]
-SAMPLES = ["zero_mpi.samples", "model.gguf", "--data", "chat.jsonl"]
+SAMPLES = ["zero_mpi", "samples", "model.gguf", "--data", "chat.jsonl"]
 READ = {  # commands that read the path in the place of PATH
     "train --data": [*TRAIN, "--data", "PATH"],
     "train --data, two": [*TRAIN, "--data", "text", "PATH"],
@@ -38,31 +38,31 @@ READ = {  # commands that read the path in the place of PATH
     "train --resume": [*TRAIN, "--resume", "PATH"],
     "train --config": [*TRAIN, "--config", "PATH"],
     "train --dry-run --data": [*TRAIN, "--dry-run", "--data", "PATH"],
-    "plan --init": ["zero_mpi.plan", "--init", "PATH"],
-    "plan --config": ["zero_mpi.plan", "--config", "PATH"],
-    "plan --doctor": ["zero_mpi.plan", "--doctor", "PATH"],
-    "plan --machine": ["zero_mpi.plan", "--machine", "PATH"],
-    "plan --tokenizer": ["zero_mpi.plan", "--tokenizer", "PATH"],
-    "generate": ["zero_mpi.generate", "PATH"],
-    "samples": ["zero_mpi.samples", "PATH", "--data", "chat.jsonl"],
-    "samples --data": ["zero_mpi.samples", "model.gguf", "--data", "PATH"],
+    "plan --init": ["zero_mpi", "plan", "--init", "PATH"],
+    "plan --config": ["zero_mpi", "plan", "--config", "PATH"],
+    "plan --doctor": ["zero_mpi", "plan", "--doctor", "PATH"],
+    "plan --machine": ["zero_mpi", "plan", "--machine", "PATH"],
+    "plan --tokenizer": ["zero_mpi", "plan", "--tokenizer", "PATH"],
+    "generate": ["zero_mpi", "generate", "PATH"],
+    "samples": ["zero_mpi", "samples", "PATH", "--data", "chat.jsonl"],
+    "samples --data": ["zero_mpi", "samples", "model.gguf", "--data", "PATH"],
     "samples --chat-template": [*SAMPLES, "--chat-template", "PATH"],
-    "inspect": ["zero_mpi.inspect", "PATH"],
-    "export": ["zero_mpi.export", "PATH", "new.gguf"],
-    "report": ["zero_mpi.report", "PATH"],
-    "trace": ["zero_mpi.trace", "PATH"],
-    "hostfile": ["zero_mpi.hostfile", "PATH", "--for", "mpich"],
-    "supervise --hostfile": ["zero_mpi.supervise", "--hostfile", "PATH", "--", "mpirun"],
+    "inspect": ["zero_mpi", "inspect", "PATH"],
+    "export": ["zero_mpi", "export", "PATH", "new.gguf"],
+    "report": ["zero_mpi", "report", "PATH"],
+    "trace": ["zero_mpi", "trace", "PATH"],
+    "hostfile": ["zero_mpi", "hostfile", "PATH", "--for", "mpich"],
+    "supervise --hostfile": ["zero_mpi", "supervise", "--hostfile", "PATH", "--", "mpirun"],
 }
 WRITE = {
     "train --out": [*TRAIN, "--out", "PATH"],
     "train --dry-run --out": [*TRAIN, "--dry-run", "--out", "PATH"],
     "train --trace": [*TRAIN, "--trace", "PATH"],
-    "plan --json": ["zero_mpi.plan", *SMALL, "--json", "PATH"],
-    "doctor --json": ["zero_mpi.doctor", "--quick", "--json", "PATH"],
-    "report --out": ["zero_mpi.report", "run", "--out", "PATH"],
-    "export to": ["zero_mpi.export", "model.gguf", "PATH", "--format", "gguf"],
-    "export to a folder": ["zero_mpi.export", "model.gguf", "PATH", "--format", "safetensors"],
+    "plan --json": ["zero_mpi", "plan", *SMALL, "--json", "PATH"],
+    "doctor --json": ["zero_mpi", "doctor", "--quick", "--json", "PATH"],
+    "report --out": ["zero_mpi", "report", "run", "--out", "PATH"],
+    "export to": ["zero_mpi", "export", "model.gguf", "PATH", "--format", "gguf"],
+    "export to a folder": ["zero_mpi", "export", "model.gguf", "PATH", "--format", "safetensors"],
 }
 
 

@@ -13,8 +13,8 @@ from test_lora_files import written
 from zero_mpi.checkpoint.adapter import open_adapter
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
-from zero_mpi.export.command import command
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import LoRA
 

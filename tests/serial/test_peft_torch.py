@@ -11,8 +11,8 @@ from test_llamacpp import GPT, LLAMA, PROMPT, QWEN2, random_weights, training_fo
 from test_lora_files import written
 
 from zero_mpi.checkpoint.merged import open_merged
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.models.lora import LoRA
+from zero_mpi.train.text_model import TextModel
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""`zero_mpi.plan` against what really happens in one process and in jobs: memory, flops, bytes, flags.
+"""`zero-mpi plan` against what really happens in one process and in jobs: memory, flops, bytes, flags.
 
 `tests/mpi/test_plan_exact.py` compares buffers and traffic rank by rank.
 """
@@ -16,6 +16,7 @@ from jobs import COMPILED, run_job
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm import kinds
+from zero_mpi.commands.plan.command import command
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -24,7 +25,6 @@ from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.command import command
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.max_size import MOST, largest, most
 from zero_mpi.plan.rank_memory import plan_memory

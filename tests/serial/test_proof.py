@@ -9,7 +9,6 @@ import pytest
 
 from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS
-from zero_mpi.session.identity import NAMES
 from zero_mpi.telemetry.proof import (
     FIRST,
     Broken,
@@ -19,6 +18,7 @@ from zero_mpi.telemetry.proof import (
     digest_after,
     read_proof,
 )
+from zero_mpi.train.identity import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
 OTHER = {**RUN, "settings": {"seed": 2}}

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from report_runs import EVENTS, event, record, records, status, write_run
 
+from zero_mpi.commands.report import command
+from zero_mpi.commands.report.curves import MEMORY, NUMBERS, Curves
+from zero_mpi.commands.report.page import about, figures, page
+from zero_mpi.commands.report.runs import MOST_HISTORY, Entry, read_events, read_run, read_runs
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.report import command
-from zero_mpi.report.curves import MEMORY, NUMBERS, Curves
-from zero_mpi.report.page import about, figures, page
-from zero_mpi.report.runs import MOST_HISTORY, Entry, read_events, read_run, read_runs
 
 NOW = datetime(2026, 11, 21, 18, 1, tzinfo=UTC)
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e{{ 7 * 7 }}"
@@ -269,7 +269,7 @@ def test_without_its_library(tmp_path, monkeypatch):
 
 def test_it_starts_no_mpi_and_loads_nothing_heavy(tmp_path):
     code = f"import sys; sys.argv = ['report', {str(write_run(tmp_path))!r}]\n"
-    code += "from zero_mpi.report import command\ntry: command.main()\nexcept SystemExit: pass\n"
+    code += "from zero_mpi.commands.report import command\ntry: command.main()\nexcept SystemExit: pass\n"
     code += "print([name for name in ('mpi4py.MPI', 'plotly.graph_objects', 'numba') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.splitlines()[-1], done.stderr) == ("[]", "")

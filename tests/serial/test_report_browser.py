@@ -10,8 +10,8 @@ import shutil
 import pytest
 from report_runs import event, records, status, write_run
 
+from zero_mpi.commands.report import command
 from zero_mpi.launch.world import World
-from zero_mpi.report import command
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (1280, 360)  # of a screen and of a phone, in pixels

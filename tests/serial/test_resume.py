@@ -21,8 +21,8 @@ from test_command_bits import assert_same_run, fields, files, needs_mpiexec, ten
 
 from zero_mpi.data import StepLoader, Windows, load_corpus
 from zero_mpi.data.tokenizers.byte import ByteTokenizer
-from zero_mpi.generate.text_model import TextModel
 from zero_mpi.nn import cross_entropy
+from zero_mpi.train.text_model import TextModel
 
 REQUEUE = 75
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]

@@ -7,19 +7,19 @@ import socket
 import pytest
 from report_runs import record, status, write_run
 
+from zero_mpi.commands.report import command
+from zero_mpi.commands.report.page import figures
+from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch.hang_report import RankReports, RankState
 from zero_mpi.launch.world import World
-from zero_mpi.report import command
-from zero_mpi.report.page import figures
-from zero_mpi.report.runs import MOST_HISTORY, read_run
-from zero_mpi.session.outcome import Outcome
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
 from zero_mpi.telemetry.status import Status, overwrite, read_status
+from zero_mpi.train.outcome import Outcome
 
 HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 

@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.samples`: what it prints of a small file, for people, pipes and programs."""
+"""`zero-mpi samples`: what it prints of a small file, for people, pipes and programs."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
 
 from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.commands.samples.command import command
 from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.samples.command import command
 
 SAID = {"role": "assistant", "content": "One.\n\nTwo é"}
 LINES = [

@@ -435,14 +435,14 @@ def test_ctrl_c_twice_during_the_imports_ends_at_once(flags, tmp_path):
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_another_command_ends_at_once_without_a_traceback(command, tmp_path):
     status, printed, errors = run_command(
-        [PYTHON, "-m", f"zero_mpi.{command}"], timeout=40, env=early(tmp_path, signal.SIGINT)
+        [PYTHON, "-m", "zero_mpi", command], timeout=40, env=early(tmp_path, signal.SIGINT)
     )
     assert (status, printed, errors) == (INTERRUPTED, "", f"zero_mpi {command}: interrupted\n")
 
 
 AT_WORK = """
 import os, signal
-from zero_mpi.inspect import command as inspect
+from zero_mpi.commands.inspect import command as inspect
 from zero_mpi.launch import world as launch
 
 def command(world, arguments):

@@ -14,11 +14,11 @@ from test_resume import refused
 
 from zero_mpi import SerialComm, ShardedAdamW, ShardedModule, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.commands.plan.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
-from zero_mpi.plan.command import command
 
 SIZES = ["--arch", "llama", "--dim", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "96"]
 IN_FLOATS = """
@@ -40,7 +40,8 @@ def base(tmp_path_factory):
     train(1, folder / "run", *SIZES, *DATA, *text, "--steps", "1")
     made = folder / "base.gguf"
     assert (
-        run_job(1, ["-m", "zero_mpi.export", str(folder / "run/latest"), str(made), "--type", "q4_0"])[0] == 0
+        run_job(1, ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"])[0]
+        == 0
     )
     assert {info.type.name for info in GGUFFile.open(made).tensors.values()} >= {"Q4_0", "F32"}
     return ["--init", str(made), *DATA, *text, "--lora", "3", "--steps", "4"]

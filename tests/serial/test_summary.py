@@ -12,15 +12,15 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 from zero_mpi import device, environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm import kinds as transports
+from zero_mpi.commands.plan.flags import read as plan_options
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.flags import read as plan_options
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.session import mfu
-from zero_mpi.session.mfu import step_flop
-from zero_mpi.session.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
+from zero_mpi.train import mfu
+from zero_mpi.train.mfu import step_flop
+from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H

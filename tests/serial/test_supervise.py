@@ -22,17 +22,17 @@ from jobs import clean_environment, end, launcher, run_command, warm_python
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 from test_resume import SMALL
 
+from zero_mpi.commands.hostfile.host_entries import HostEntry
+from zero_mpi.commands.report.page import about
+from zero_mpi.commands.report.runs import Entry, read_events
+from zero_mpi.commands.supervise import attempt, host_pool, restarts
+from zero_mpi.commands.supervise.command import prepare
+from zero_mpi.commands.supervise.host_pool import HostPool, find_pool
+from zero_mpi.commands.supervise.run_facts import RunFacts
+from zero_mpi.commands.supervise.stop_request import StopRequest
+from zero_mpi.commands.supervise.template import DEFAULT_OUT, Template
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
-from zero_mpi.hostfile.host_entries import HostEntry
-from zero_mpi.report.page import about
-from zero_mpi.report.runs import Entry, read_events
-from zero_mpi.supervise import attempt, host_pool, restarts
-from zero_mpi.supervise.command import prepare
-from zero_mpi.supervise.host_pool import HostPool, find_pool
-from zero_mpi.supervise.run_facts import RunFacts
-from zero_mpi.supervise.stop_request import StopRequest
-from zero_mpi.supervise.template import DEFAULT_OUT, Template
 
 # What stands for mpirun: at start N it does what the file start-N says, with words for what a run leaves.
 LAUNCHER = """#!/bin/bash
@@ -79,7 +79,7 @@ class Trial:
     @contextlib.contextmanager
     def running(self, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         """Supervise it in a process, which can be told something, and which is ended with the body."""
-        start = [sys.executable, "-m", "zero_mpi.supervise", "--backoff", "0", *flags, "--", *self.words()]
+        start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0", *flags, "--", *self.words()]
         with self.errors.open("wb") as errors:
             process = subprocess.Popen(
                 start,
@@ -586,7 +586,7 @@ def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
 )
 def test_it_is_one_line_and_status_2(arguments, said, tmp_path):
     (tmp_path / "hosts").write_text("n1\n")
-    start = [sys.executable, "-m", "zero_mpi.supervise", *arguments]
+    start = [sys.executable, "-m", "zero_mpi", "supervise", *arguments]
     status, printed, errors = run_command(start, timeout=50, cwd=tmp_path)
     assert (status, printed) == (2, "")
     assert errors.startswith(f"zero_mpi supervise: error: {said}")
@@ -595,7 +595,7 @@ def test_it_is_one_line_and_status_2(arguments, said, tmp_path):
 
 def test_it_loads_neither_numpy_nor_mpi(tmp_path):
     trial = Trial(tmp_path, "records 1; saves 1; says running; exit 9", DONE)
-    code = "import sys; from zero_mpi.supervise.command import prepare\n"
+    code = "import sys; from zero_mpi.commands.supervise.command import prepare\n"
     code += f"prepare(['--backoff', '0', '--', *{trial.words()!r}]).run()\n"
     code += "print([name for name in ('numpy', 'mpi4py', 'numba', 'cupy') if name in sys.modules])"
     status, printed, errors = run_command([sys.executable, "-c", code], timeout=60)
@@ -632,7 +632,7 @@ def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing
     for number in steps:
         (tmp_path / f"kill-{number:03d}").touch()
     job = [*launcher(), "-n", "2", *warm_python(clean_environment()), str(script), "--out", str(out), *flags]
-    start = [sys.executable, "-m", "zero_mpi.supervise", "--backoff", "0.1", "--", *job]
+    start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0.1", "--", *job]
     status, printed, errors = run_command(start, timeout=120)
     assert status == 0, f"killed before steps {steps}\n{printed}{errors}"
     assert json.loads((out / "status.json").read_text())["state"] == "done"

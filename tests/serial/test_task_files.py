@@ -24,12 +24,12 @@ from test_command_bits import needs_mpiexec
 from test_evaluate import surprises
 from test_generate import write_model
 
+from zero_mpi.commands.evaluate.choices import encode_choices, read_choices
+from zero_mpi.commands.evaluate.task import read_task
+from zero_mpi.commands.evaluate.task_forms import with_shots
 from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.evaluate.choices import encode_choices, read_choices
-from zero_mpi.evaluate.task import read_task
-from zero_mpi.evaluate.task_forms import with_shots
-from zero_mpi.generate.text_model import TextModel
+from zero_mpi.train.text_model import TextModel
 
 QA = "Question: {}\nAnswer:"
 # name: (line, contexts, choices, right) of each question, as lm_eval/tasks has them.
@@ -90,7 +90,7 @@ def evaluate(folder: Path, model: Path, lines: Sequence[Any], *flags: str) -> tu
     """The figures of a task file, and what is printed."""
     (folder / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = (str(model), "--task", "task.jsonl", *flags, "--json", "x.json")
-    status, printed, errors = run_job(1, ["-m", "zero_mpi.evaluate", *flags], cwd=folder, timeout=200)
+    status, printed, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder, timeout=200)
     assert (status, errors) == (0, ""), errors
     return json.loads((folder / "x.json").read_text())["models"][0]["choices"], printed
 

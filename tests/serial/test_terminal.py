@@ -1,12 +1,12 @@
 """What reaches a terminal: one line where one is promised, of bounded length, nothing that controls it."""
 
-import runpy
 import subprocess
 import sys
 
 import pytest
 
-from zero_mpi.cli import main
+from zero_mpi.commands import main
+from zero_mpi.commands.main import start
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch import ending
 from zero_mpi.telemetry import log
@@ -34,7 +34,7 @@ def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *given])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"zero_mpi.{name}", run_name="__main__")
+        start(name)
     printed, said = capfd.readouterr()
     assert (end.value.code, printed, said.count("\n")) == (2, "", 1)
     assert said.startswith(f"zero_mpi {name}: error: ")

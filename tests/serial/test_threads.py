@@ -13,7 +13,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.environment import LOCAL_RANKS, control_groups
 from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
-from zero_mpi.session.resolve import set_threads
+from zero_mpi.train.resolve import set_threads
 
 # Places among the trial's results: gradients of biases and norms, and losses, which are sums over rows.
 SUMS = {"products": range(4, 42, 6), "norms": (3, 8, 9), "losses": (0, 2, 5)}

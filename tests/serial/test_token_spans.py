@@ -182,7 +182,7 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
 CUT = """
 import os, sys
 from zero_mpi.data import token_spans
-from zero_mpi.session import observers
+from zero_mpi.train import observers
 from zero_mpi.train.command import main
 
 token_spans.MOST_HELD = 0

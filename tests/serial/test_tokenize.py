@@ -14,6 +14,11 @@ import pytest
 from bpe_files import trained_json, write_json
 
 from zero_mpi import __version__
+from zero_mpi.commands.tokenize import encode_parts, progress
+from zero_mpi.commands.tokenize.command import command
+from zero_mpi.commands.tokenize.parts import cut_parts, dealt
+from zero_mpi.commands.tokenize.text_formats import JSON_LINES, InputFile, Reading
+from zero_mpi.commands.tokenize.work import found_files
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
@@ -22,11 +27,6 @@ from zero_mpi.launch.folder_hold import RunLock
 from zero_mpi.launch.stopping import START, signals
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
-from zero_mpi.tokenize import encode_parts, progress
-from zero_mpi.tokenize.command import command
-from zero_mpi.tokenize.parts import cut_parts, dealt
-from zero_mpi.tokenize.text_formats import JSON_LINES, InputFile, Reading
-from zero_mpi.tokenize.work import found_files
 
 EOS = ByteTokenizer.eos
 TEXTS = ["def f(x):\n    return x\n", "ä 日本 " * 30, "x", "", "a\x00b", "the end\n" * 9]
@@ -276,7 +276,7 @@ BAD = [
 def test_a_line_in_error_is_named_or_left_out(raw, line, problem, packed, tmp_path, monkeypatch):
     if problem == "3,000 bytes":
         for name in ("text_streams", "text_formats"):
-            monkeypatch.setattr(f"zero_mpi.tokenize.{name}.MOST", 3000)
+            monkeypatch.setattr(f"zero_mpi.commands.tokenize.{name}.MOST", 3000)
     path = tmp_path / ("t.jsonl.gz" if packed else "t.jsonl")
     texts = [f"good {number}" for number in range(200)]
     good = lines(texts)
@@ -315,7 +315,7 @@ UNREADABLE = [
 
 @pytest.mark.parametrize(("name", "data"), UNREADABLE)
 def test_an_input_that_cannot_be_read_is_one_line(name, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_mpi.tokenize.text_formats.MOST_UNPACKED", 100)
+    monkeypatch.setattr("zero_mpi.commands.tokenize.text_formats.MOST_UNPACKED", 100)
     (tmp_path / name).write_bytes(data() if callable(data) else data)
     with pytest.raises(UsageError, match=rf"(?s)\A[^\n]*{name}[^\n]*\Z"):
         tokenize(tmp_path / name, tokenizer=bpe(tmp_path))

@@ -19,7 +19,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import stdlib_files
 
 pytestmark = needs_mpiexec
-TOKENIZE = ["-m", "zero_mpi.tokenize"]
+TOKENIZE = ["-m", "zero_mpi", "tokenize"]
 FLAGS = ["--tokenizer", "byte", "--part-mb", "0.03"]
 KILLS, QUICK_KILLS = 20, 8
 ENOUGH = 40.0  # seconds for a job on a busy machine
@@ -116,8 +116,8 @@ def test_killed_at_any_moment_and_started_again_it_has_the_same_bytes(some, whol
 
 SLOWLY = """
 import time
-from zero_mpi.tokenize import encode_parts
-from zero_mpi.tokenize.command import main
+from zero_mpi.commands.tokenize import encode_parts
+from zero_mpi.commands.tokenize.command import main
 
 finish = encode_parts.PartWriter.finish
 
@@ -153,8 +153,8 @@ def test_a_job_that_is_told_to_stop_is_to_be_requeued(some, whole, tmp_path):
 HANGING = """
 import os, signal
 from mpi4py import MPI
-from zero_mpi.tokenize import {module}
-from zero_mpi.tokenize.command import main
+from zero_mpi.commands.tokenize import {module}
+from zero_mpi.commands.tokenize.command import main
 
 usual = {module}.{name}
 

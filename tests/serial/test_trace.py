@@ -17,16 +17,16 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, writ
 from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm, device
+from zero_mpi.commands.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares
+from zero_mpi.commands.trace.command import command
+from zero_mpi.commands.trace.read import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
-from zero_mpi.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares
-from zero_mpi.trace.command import command
-from zero_mpi.trace.read import read
-from zero_mpi.trace.timeline import Timeline, Tracer
-from zero_mpi.trace.trace_events import TraceEvent, as_json, events_of, lanes
+from zero_mpi.train.timeline import Timeline, Tracer
+from zero_mpi.train.trace_events import TraceEvent, as_json, events_of, lanes
 
 STEP = event(0, "steps", "step", 0, 100)
 
@@ -405,7 +405,7 @@ def test_the_table_of_a_real_run(traced):
         assert sum(share.columns.values()) == pytest.approx(sum(share.steps.values()), rel=1e-9)
         assert {name for name, lasted in share.columns.items() if lasted} == set(COLUMNS)
         assert share.columns["other"] < 0.5 * sum(share.steps.values())
-    program = [sys.executable, "-m", "zero_mpi.trace", folder / "trace.json.gz"]
+    program = [sys.executable, "-m", "zero_mpi", "trace", folder / "trace.json.gz"]
     status, printed, errors = run_command(program, timeout=30)
     assert (status, errors) == (0, "")
     assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)

@@ -1,4 +1,4 @@
-"""`zero_mpi.verify`: yes for runs as they were, on other ranks too, and the first difference of others.
+"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others.
 
 A run of six steps on three ranks is made once and copied; most cases spoil a copy and verify it on the one
 rank of this process.
@@ -32,12 +32,12 @@ from zero_mpi.checkpoint.sound import (
     digest_of_files,
     signature,
 )
+from zero_mpi.commands.verify.command import command
+from zero_mpi.commands.verify.findings import Differs
+from zero_mpi.commands.verify.stretches import Story, Stretch, between, drawn, gaps
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry.proof import BITS, FIRST, digest_after, read_proof
-from zero_mpi.verify.command import command
-from zero_mpi.verify.findings import Differs
-from zero_mpi.verify.stretches import Story, Stretch, between, drawn, gaps
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0", "--device", "cpu"]
@@ -81,7 +81,7 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
 
 def compute(run: Path, *arguments: object, ranks: int = 1) -> tuple[int, list[str]]:
     """Verifies in a job of its own, with the operations of the runs: the same."""
-    job = ["-m", "zero_mpi.verify", str(run), *map(str, arguments)]
+    job = ["-m", "zero_mpi", "verify", str(run), *map(str, arguments)]
     status, printed, errors = run_job(ranks, job, timeout=50)
     assert "error" not in errors, errors
     return status, printed.splitlines()
@@ -105,7 +105,7 @@ def head(run: Path) -> str:
 
 UNCACHED = """
 from zero_mpi.data import encoded_cache
-from zero_mpi.verify.command import main
+from zero_mpi.commands.verify.command import main
 
 def cached(*arguments):
     raise AssertionError("the cache is read")

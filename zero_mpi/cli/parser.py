@@ -60,10 +60,10 @@ ELSEWHERE = {  # names that other trainers have for a flag of ours
     "--warmup-steps": "--warmup",
 }
 REMOVED = {  # flags that 0.1.0 had, and what to use instead
-    "--audit": "zero_mpi.verify RUN finds wrong steps afterwards",
-    "--audit-action": "zero_mpi.verify RUN finds wrong steps afterwards",
+    "--audit": "zero-mpi verify RUN finds wrong steps afterwards",
+    "--audit-action": "zero-mpi verify RUN finds wrong steps afterwards",
     "--peer-checkpoint": "save checkpoints on disk more often: --save-every N --async-save",
-    "--text": "the page of zero_mpi.report, or metrics.jsonl",
+    "--text": "the page of zero-mpi report, or metrics.jsonl",
     "--why": "give the two run folders alone",
 }
 

@@ -17,7 +17,7 @@ BLOCK = 1 << 20
 HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
 LINES = (".jsonl", ".ndjson")
 UNPACK = "unpack it first"
-TOKENIZE = "zero_mpi.tokenize makes token files of it"
+TOKENIZE = "zero-mpi tokenize makes token files of it"
 EXTRACT = "extract its texts first, say with pyarrow or the datasets package, into files in UTF-8"
 
 

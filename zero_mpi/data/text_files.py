@@ -14,7 +14,7 @@ from zero_mpi.files.open import exists, is_file, is_folder
 
 _NAME = 40  # letters of a path that are shown where there is little room
 NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # of a folder that `zero_mpi.tokenize` has made
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # of a folder that `zero-mpi tokenize` has made
 # Distributions ship these or not as they like, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 

@@ -1,4 +1,4 @@
-"""A folder of token files that `zero_mpi.tokenize` has made: what lies in it beside these."""
+"""A folder of token files that `zero-mpi tokenize` has made: what lies in it beside these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
             raise UsageError(
-                f"--data {shown(folder)}: not all of its token files are written: run zero_mpi.tokenize "
+                f"--data {shown(folder)}: not all of its token files are written: run zero-mpi tokenize "
                 "again, with the same flags"
             )
     return [folder / TOKENIZER for folder in folders if is_file(folder / TOKENIZER)]

@@ -19,7 +19,7 @@ from zero_mpi.data.token_file import TokenLayout, look_at
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import open_file
 
-# What the package datasets notes beside its files, and what lies beside those of `zero_mpi.tokenize`.
+# What the package datasets notes beside its files, and what lies beside those of `zero-mpi tokenize`.
 _BESIDE = frozenset({"dataset_info.json", "state.json", "dataset_dict.json", MANIFEST, TOKENIZER})
 
 

@@ -207,5 +207,5 @@ def why_no_gpu() -> str:
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no GPU that can be used: {str(error).splitlines()[0]}; see python -m zero_mpi.doctor"
-    return "CuPy finds no GPU; see python -m zero_mpi.doctor"
+        return f"no GPU that can be used: {str(error).splitlines()[0]}; see zero-mpi doctor"
+    return "CuPy finds no GPU; see zero-mpi doctor"

@@ -52,7 +52,7 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
     if free >= needed:
         return ""
     left = leftovers.left_behind(leftovers.PLACE)
-    others = f"; {len(left)} files there are of killed jobs (zero_mpi.doctor names them)" if left else ""
+    others = f"; {len(left)} files there are of killed jobs (zero-mpi doctor names them)" if left else ""
     return (
         f"MPI needs {mebibytes(needed)} of shared memory for {ranks} ranks on {platform.node()}, and "
         f"{leftovers.PLACE} has {mebibytes(free)} free{others}: {REMEDY}"

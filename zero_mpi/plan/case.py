@@ -8,15 +8,22 @@ from typing import Any
 
 from zero_mpi.comm import Partition, SerialComm, kinds
 from zero_mpi.comm.kinds import Transport
+from zero_mpi.config.settings import Config
+from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
+from zero_mpi.sharding.module_arguments import check_reduction
 from zero_mpi.sharding.offload import MOMENTS, NONE, OF_MOMENTS, OF_STATE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
+SAME = (  # called alike in a case and among the flags of a run
+    "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
+    "offload", "ema", "checkpoint_io", "writers_per_node",
+)  # fmt: skip
 OF_LAYOUT = (  # what a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
     "precision_name", "reduce_dtype",
@@ -189,3 +196,34 @@ class Case:
 def layout_of(case: Case) -> Layout:
     """The layout that the runtime would work out; many cases share it."""
     return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
+
+
+def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
+    """The case of a configuration on so many ranks and nodes; raises UsageError for one that cannot be."""
+    wanted, on_gpu = config.transport, config.device == "cuda"
+    kinds.check_flag(wanted, on_gpu)
+    if wanted == kinds.SHARED.flag and ranks == nodes > 1:
+        raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
+    if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
+        raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
+    if config.offload != "none" and not on_gpu:
+        raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
+    if config.offload == STATE and config.precision == "fp32":
+        raise UsageError(f"--offload {STATE}: expected --precision bf16 or fp16; with fp32 use moments")
+    return Case(
+        model,
+        ranks=ranks,
+        nodes=nodes,
+        strategy_name=config.strategy,
+        transport_wanted=wanted,
+        exact_wanted=config.reduction == "exact",
+        micro_batch=min(config.micro_batch, config.batch_size),
+        precision_name=config.precision,
+        device="cuda" if on_gpu else "cpu",
+        **{name: getattr(config, name) for name in SAME},
+    )
+
+
+def check_sums(case: Case) -> None:
+    """Raise UsageError where sums cannot be made, as `train` does."""
+    check_reduction(SimulatedComm(case), case.precision)

@@ -1,6 +1,6 @@
 """What a machine can do, as numbers: what a message takes in a node and between nodes, how fast a rank is.
 
-They come from the JSON that `zero_mpi.doctor` writes, from a file that describes a machine (`machine_file`),
+They come from the JSON that `zero-mpi doctor` writes, from a file that describes a machine (`machine_file`),
 from flags, or are assumed; a report says which.
 """
 
@@ -114,9 +114,9 @@ def read_doctor(path: Path) -> dict[str, float]:
     except FileError as error:
         raise UsageError(f"--doctor {error}") from None
     except ValueError as error:
-        raise UsageError(f"--doctor {place}: not the JSON of zero_mpi.doctor: {error}") from None
+        raise UsageError(f"--doctor {place}: not the JSON of zero-mpi doctor: {error}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"--doctor {place}: expected a JSON object of zero_mpi.doctor, found another value")
+        raise UsageError(f"--doctor {place}: expected a JSON object of zero-mpi doctor, found another value")
     numbers = {name: number_at(place, found, keys) for name, keys in DOCTOR.items()}
     known = {name: value for name, value in numbers.items() if value is not None}
     if not known:

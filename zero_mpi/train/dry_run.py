@@ -2,7 +2,7 @@
 
 What a run looks at before its first step is looked at by the same function, `resolve`: flags, model, text,
 checkpoints. So what would be refused is refused here, with the same line and status. The rest is a plan, for
-these nodes and their room in shared memory: memory and traffic are those of `zero_mpi.plan`. Nothing is
+these nodes and their room in shared memory: memory and traffic are those of `zero-mpi plan`. Nothing is
 written, and nothing in OUT changes.
 """
 
@@ -26,17 +26,16 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.plan.case import Case
-from zero_mpi.plan.flags import check_sums, make_case
+from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.plan.step_time import saved_bytes
-from zero_mpi.session.lr_schedule import described
-from zero_mpi.session.resolve import RunSpec, resolve
 from zero_mpi.telemetry.log import Caution
+from zero_mpi.train.lr_schedule import described
+from zero_mpi.train.resolve import RunSpec, resolve
 
 
 def show(world: World, config: Config) -> int:
@@ -138,7 +137,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     plan = make_plan(case, machine)
     yield "dry run: nothing is written; without --dry-run it would be this run"
     if alone:
-        yield "started without mpirun: of one rank; try `mpirun -n N ...`, or imagine ranks by zero_mpi.plan"
+        yield "started without mpirun: of one rank; try `mpirun -n N ...`, or imagine ranks by zero-mpi plan"
     yield ""
     yield f"model      {next(introduction(case, ASSUMED, ()))}"
     if case.model.stored:
@@ -157,7 +156,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     yield "memory of a node's host"
     yield from ask_lines([resident(case, plan.memory, text_of(spec.corpus), config.sample > 0)])
     yield ""
-    yield "time of a step: python -m zero_mpi.plan, with these flags and --doctor FILE of zero_mpi.doctor"
+    yield "time of a step: zero-mpi plan, with these flags and --doctor FILE of zero-mpi doctor"
 
 
 def transport(wanted: str, case: Case, why: str) -> str:

@@ -16,10 +16,10 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import keys_of
 from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.foreign import shown
-from zero_mpi.session.observers import Observer, StepMade
-from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
+from zero_mpi.train.observers import Observer, StepMade
+from zero_mpi.train.setup import Session
 
 
 class EarlyStop(Observer):

@@ -9,9 +9,9 @@ from zero_mpi import device
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.meter import Meter
 from zero_mpi.launch.world import World
-from zero_mpi.session.observers import Observer, StepMade
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.energy import Energy
+from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.slow_ranks import Pace, SlowRanks
 
 

@@ -11,12 +11,12 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.data import unigram_entropy
-from zero_mpi.generate.text_model import TextModel
-from zero_mpi.session.divergence import check_recorded
-from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
+from zero_mpi.train.divergence import check_recorded
 from zero_mpi.train.early_stop import is_used_up, reason
+from zero_mpi.train.setup import Session
+from zero_mpi.train.text_model import TextModel
 
 
 def is_over(session: Session) -> bool:

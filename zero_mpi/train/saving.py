@@ -10,11 +10,11 @@ from pathlib import Path
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.session.observers import Observer, StepMade
-from zero_mpi.session.setup import Session
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
+from zero_mpi.train.observers import Observer, StepMade
+from zero_mpi.train.setup import Session
 
 SAVE_SECONDS = 600.0  # between saves, where no number of steps is given
 SAVE_PAUSE = 10  # times the longest save so far, at least: large checkpoints take no more than a tenth

@@ -75,7 +75,7 @@ class SlowRanks:
         host = self._hosts[rank]
         log.warning(
             "rank %d on %s is slow: %.4g s a micro-batch, %.0f %% more than the median of ranks (%.4g s), "
-            "%d times in a row: does something else run there? zero_mpi.doctor measures all ranks at once",
+            "%d times in a row: does something else run there? zero-mpi doctor measures all ranks at once",
             *(rank, host, own, 100 * behind, middle, RECORDS),
             extra={"facts": {"rank": rank, "host": host, "behind": round(behind, 3)}},
         )

@@ -19,23 +19,23 @@ from zero_mpi.launch.stopping import OVER, STEPS, signals
 from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.session import mfu, observers
-from zero_mpi.session.divergence import Divergence
-from zero_mpi.session.identity import start_of
-from zero_mpi.session.observers import HeldOutLoss, Observer
-from zero_mpi.session.outcome import Outcome
-from zero_mpi.session.setup import Session
-from zero_mpi.session.steps import Steps
-from zero_mpi.session.summary import Start, cautions, hosts_of, lines, plan
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.trackers.tracker import TrackedJob
-from zero_mpi.trace.timeline import Tracer
+from zero_mpi.train import mfu, observers
+from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
+from zero_mpi.train.identity import start_of
+from zero_mpi.train.observers import HeldOutLoss, Observer
+from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.rank_figures import RankFigures
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
+from zero_mpi.train.setup import Session
 from zero_mpi.train.slow_ranks import SlowRanks
+from zero_mpi.train.steps import Steps
+from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
+from zero_mpi.train.timeline import Tracer
 
 
 class Trainer(Steps):

@@ -99,5 +99,5 @@ def refusal(answer: Answer) -> str:
     """Why `mpi` is not possible, and what is."""
     return (
         f"--transport mpi: with --device cuda the MPI library must take GPU memory ({answer.why}); use "
-        "--transport auto or staged, or a CUDA-aware MPI: see python -m zero_mpi.doctor"
+        "--transport auto or staged, or a CUDA-aware MPI: see zero-mpi doctor"
     )

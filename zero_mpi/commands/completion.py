@@ -1,0 +1,91 @@
+"""`zero-mpi completion SHELL`: a script with which a shell completes commands, flags, values and files.
+
+It is made from the parsers of the commands, by shtab, and holds all there is to know: no Python runs while
+somebody types. What begins with `zero-mpi` is completed; words behind `mpirun` are the launcher's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
+from zero_mpi.commands.main import COMMANDS
+from zero_mpi.errors import import_optional
+from zero_mpi.launch.world import World, run
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+# Where a command's parser is made: first in its own module, or in one of its package.
+PLACES = ("zero_mpi.commands.{}", "zero_mpi.commands.{}.flags", "zero_mpi.commands.{}.command")
+FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
+INSTALL = """\
+Where the script belongs:
+
+  bash  ~/.local/share/bash-completion/completions/zero-mpi
+  zsh   _zero-mpi in a folder of $fpath
+  fish  ~/.config/fish/completions/zero-mpi.fish
+  tcsh  a file that ~/.tcshrc sources
+
+Examples, the second for this session of bash only:
+
+  zero-mpi completion fish > ~/.config/fish/completions/zero-mpi.fish
+  eval "$(zero-mpi completion bash)\""""
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi completion",
+        description="Print a script that lets a shell complete what begins with zero-mpi.",
+        epilog=INSTALL,
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print the script. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    shtab = import_shtab()
+    write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
+    return 0
+
+
+def import_shtab() -> Any:
+    """The library that writes the scripts. Raises UsageError where it is not installed."""
+    return import_optional("completion", "completion", "shtab")
+
+
+def whole_parser(shtab: Any) -> argparse.ArgumentParser:
+    """The console script as one parser, a command each a part of it."""
+    whole = argparse.ArgumentParser(prog="zero-mpi")
+    whole.add_argument("--version", action="version", version="", help="show the version and exit")
+    parts = whole.add_subparsers(dest="command")
+    for name, text in COMMANDS.items():
+        part = parts.add_parser(name, parents=[parser_of(name)], add_help=False, help=text)
+        for action in part._actions:
+            if action.metavar in FILES + FOLDERS or action.dest in ("path", "other", "source", "target"):
+                place = shtab.DIRECTORY if action.metavar in FOLDERS else shtab.FILE
+                action.complete = place  # type: ignore[attr-defined]
+    return whole
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command, from whichever of its modules makes it."""
+    for place in ("zero_mpi.config.command_line",) if name == "train" else PLACES:
+        try:
+            module = importlib.import_module(place.format(name))
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, "make_parser"):
+            return module.make_parser()  # type: ignore[no-any-return]
+    raise AssertionError(f"no module of {name} has make_parser")
+
+
+def main() -> None:
+    """The entry point of the command."""
+    run("completion", command, sys.argv[1:], alone=True)

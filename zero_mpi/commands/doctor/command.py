@@ -1,0 +1,147 @@
+"""The command: its flags, the list of checks, the table and the JSON file.
+
+Rows are printed as they are found, so a check that hangs stands last; a watchdog ends it. All ranks hold all
+rows, so they agree on the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+
+from zero_mpi import __version__
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import plural, write
+from zero_mpi.commands.doctor import (
+    binding,
+    compute,
+    gpu,
+    links,
+    output_folder,
+    shared_memory,
+    software,
+    system_limits,
+)
+from zero_mpi.commands.doctor.ranks import Ranks, find_ranks
+from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK, Row, lines
+from zero_mpi.config.settings import Config
+from zero_mpi.environment import portable
+from zero_mpi.errors import UsageError
+from zero_mpi.files.atomic import write_json
+from zero_mpi.files.open import check_target
+from zero_mpi.launch.consistency import is_first, split_into
+from zero_mpi.launch.ending import FAILED
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World, run
+
+MOST_MB, QUICK_MB = 16.0, 1.0
+FIGURES = """\
+The file of --json holds all rows and, for programs: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
+flops_per_second_per_rank (fp32, the median rank, all at once), bf16_flops_per_second_per_rank (0 where
+nothing multiplies bf16 faster than fp32), and links.node and links.between (null where there are none) with
+alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send
+(in a node), or while the ranks of a node share its link (between nodes)."""
+
+# All checks, those that take no time first; each is collective.
+CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
+    ("versions", software.versions),
+    ("MPI library", software.mpi_library),
+    ("hosts and cores", binding.section),
+    ("load", system_limits.load),
+    ("limits", system_limits.section),
+    ("shared memory", shared_memory.section),
+    ("CUDA", gpu.section),
+    ("run folder", output_folder.section),
+    ("speed of products", compute.section),
+    ("bf16 and bits", compute.kernels),
+    ("links", links.section),
+)
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command line."""
+    parser = Parser(
+        prog="mpirun -n N [HOSTS] zero-mpi doctor",
+        description="Check whether a job would run well on these hosts, and say what to do where not. Start "
+        "it as you start the job: the same launcher, hosts, ranks, environment. Exit status 0: a job would "
+        "run, whatever the notes say; 1: a job would fail, see the lines marked bad; 2: wrong flags.",
+        epilog=FIGURES,
+    )
+    default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
+    add = parser.add_argument
+    add("--out", default=default, metavar="DIR", help=f"run folder to try (default: {default})")
+    largest = f"size of the large message that tells bandwidth, in MiB (default: {most})"
+    add("--max-mb", type=float, metavar="N", help=largest)
+    add("--bits", choices=portable.CHOICES, help="instruction set of the job (default: native)")
+    add("--json", metavar="FILE", help="write rows and figures to FILE; zero-mpi plan reads them")
+    add("--quick", action="store_true", help="fewer repeats: a few seconds")
+    seconds = "seconds without progress after which the job is ended (default: 120; 0: never)"
+    add("--timeout", type=float, default=120.0, metavar="X", help=seconds)
+    return parser
+
+
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the flags; raises UsageError for a value out of range."""
+    options = make_parser().parse_args(arguments)
+    if options.max_mb is None:
+        options.max_mb = QUICK_MB if options.quick else MOST_MB
+    if not 2**-10 <= options.max_mb < math.inf:
+        raise UsageError(f"--max-mb {options.max_mb:g}: expected at least 1 KiB, {2**-10:g}")
+    if not 0 <= options.timeout < math.inf:
+        raise UsageError(f"--timeout {options.timeout:g}: expected seconds, or 0 for any")
+    return options
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Run all checks. Returns the exit status, the same on all ranks."""
+    options = world.together(lambda: read_flags(arguments))
+    if split_into(world.size) and not is_first():
+        return FAILED  # each process takes itself for the whole job: only the first one says so
+    if options.json is not None:
+        world.on_root(lambda: check_target("--json", options.json))
+    watchdog = Watchdog(world.rank, options.timeout, world.kill)
+    watchdog.beat("finding the other ranks")
+    found = list[Row]()
+    try:
+        where = find_ranks(world, options)
+        where.figures.update(
+            ranks=where.size, nodes=len(where.nodes), ranks_per_node=max(map(len, where.nodes))
+        )
+        for name, check in CHECKS:
+            watchdog.beat(name)
+            for row in check(where):
+                found.append(row)
+                if world.rank == 0:
+                    write(lines(row))
+        if options.json is not None:
+            world.on_root(lambda: save(options.json, where, found))
+    finally:
+        watchdog.stop()
+    counts = Counter(row.verdict for row in found)
+    if world.rank == 0:
+        end = "a job would fail" if counts[BAD] else "a job would run"
+        write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])
+    return FAILED if counts[BAD] else 0
+
+
+def save(path: str, where: Ranks, found: list[Row]) -> None:
+    """Write the JSON file; raises UsageError if it cannot be written."""
+    about = {
+        "zero_mpi": __version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in where.named(where.nodes)],
+        **where.figures,
+        "rows": [asdict(row) for row in found],
+    }
+    write_json("--json", path, about)
+
+
+def main() -> None:
+    """Run the command."""
+    portable.claim(portable.flag_of(sys.argv[1:]))
+    run("doctor", command, sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The file system of the run folder: kind, free space, speed, and a trial to publish a checkpoint.
+
+Rank 0 does with small files what a save does (`checkpoint.folders`): a folder gets its name, is replaced, and
+`latest` is pointed to it. Every host then looks for what rank 0 wrote, since each rank reads its own part of
+a checkpoint. Nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.cli.text import duration, few, short_size
+from zero_mpi.commands.doctor.ranks import Ranks
+from zero_mpi.commands.doctor.verdicts import BAD, Row, assessed
+from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
+
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and brought to disk, and in one call
+LONGEST = 5.0  # seconds after which no more is written
+PATIENCE, LOOK = 3.0, 0.05  # seconds that a host is given to see a file, and between looks
+SLOW = 20e6  # bytes a second
+LITTLE = 1 << 30  # bytes free
+BYTES_A_PARAMETER = 12  # in a checkpoint
+COMMON = "the run folder must be on a file system that all hosts mount at the same path: --out DIR"
+
+
+@dataclass
+class Trial:
+    """Findings of rank 0. problem: why a run could not save there; folder: the folder to look for."""
+
+    system: FileSystem = UNKNOWN
+    free: int = 0
+    written: int = 0  # bytes brought to disk, TRIAL unless that took too long
+    synced: float = 0.0  # seconds of that
+    published: float = 0.0  # seconds to publish a small checkpoint
+    problem: str = ""
+    folder: Path | None = None
+
+
+def section(where: Ranks) -> list[Row]:
+    """Try the run folder. Collective."""
+    out, made = Path(where.options.out), list[Path]()
+    mine = begin(out, made) if where.rank == 0 else Trial()
+    found: Trial = where.world.comm.broadcast_object(mine)
+    seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
+    if where.rank == 0:
+        end(found, made)
+    return list(rows(out, found, [name for ok, name in where.named(seen) if not ok]))
+
+
+def begin(out: Path, made: list[Path]) -> Trial:
+    """Try everything that one rank can; the trial folder stays. `made` gets the folders to remove again."""
+    found = Trial()
+    try:
+        made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        found.system, found.free = file_system(out), shutil.disk_usage(out).free
+        folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
+        folder.mkdir()
+        found.folder = folder
+        found.written, found.synced = write(folder / "bytes")
+        begun = time.perf_counter()
+        publish(folder)
+        found.published = time.perf_counter() - begun
+    except OSError as error:
+        found.problem = f"{error.filename or out}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            found.free = 0
+    return found
+
+
+def write(path: Path) -> tuple[int, float]:
+    """Write a file and bring it to disk; returns (bytes, seconds)."""
+    data, begun, done = os.urandom(BLOCK), time.perf_counter(), 0
+    with open(path, "wb", buffering=0) as file:
+        while done < TRIAL and time.perf_counter() - begun < LONGEST:
+            done += file.write(data)
+        os.fsync(file.fileno())
+    return done, time.perf_counter() - begun
+
+
+def publish(trial: Path) -> None:
+    """Publish two checkpoints of one step, the second in the place of the first; OSError if it went wrong."""
+    for text in ("first", "second"):
+        folder = folders.begin(trial, 1)
+        (folder / folders.MODEL).write_text(text)
+        folders.publish(trial, 1, folder, keep=1)
+    seen = (trial / folders.LATEST / folders.MODEL).read_text()
+    if seen != "second":
+        raise OSError(errno.EIO, f"a rename is not seen: `{folders.LATEST}` shows the {seen} of two files")
+
+
+def end(found: Trial, made: list[Path]) -> None:
+    """Remove what `begin` made."""
+    if found.folder is not None:
+        shutil.rmtree(found.folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
+        for folder in made:
+            folder.rmdir()
+
+
+def sees(trial: Path | None) -> bool:
+    """Tell whether this host sees what rank 0 published; a network file system may take a moment."""
+    until = time.monotonic() + PATIENCE
+    while trial is not None:
+        with contextlib.suppress(OSError):
+            return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK)
+    return True
+
+
+def rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
+    """Yield all rows; `blind`: hosts that do not see the folder."""
+    if found.problem:
+        full = found.free == 0 and found.folder is not None
+        remedy = f"make {'room' if full else 'it writable'}, or give another folder: --out DIR"
+        yield Row("run folder", f"{out}: a run cannot save there: {found.problem}", BAD, remedy)
+        return
+    models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
+    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    remedy = "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
+    if not found.system.lasting:
+        remedy = "this is the host's memory, and gone with it: give a folder on a disk, --out DIR"
+    yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
+    rate = found.written / max(found.synced, 1e-9)
+    value = f"{short_size(found.written)} brought to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    remedy = "train with --async-save, save less often, or take a faster file system"
+    yield assessed("disk", value, rate >= SLOW, remedy)
+    value = f"a small checkpoint that rank 0 published, twice in {duration(found.published)}"
+    if blind:
+        value = f"not on {', '.join(few(blind))}: what rank 0 writes to {out}"
+    yield assessed("seen by all hosts", value, not blind, COMMON, BAD)

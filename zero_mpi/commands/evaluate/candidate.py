@@ -1,0 +1,200 @@
+"""The models to evaluate: opened, their sizes known and their tokens compared; no weights are read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.comm.agree import Facts
+from zero_mpi.commands.evaluate.task import MOST_CONTEXT, Task
+from zero_mpi.config.inputs import (
+    check_kind_of_data,
+    check_same_tokens,
+    fitting_tokenizer,
+    read_model,
+    tokenizer_in,
+    tokenizer_of,
+)
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data.bos import ALWAYS, AUTO
+from zero_mpi.data.token_folder import tokenizers_of
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import TOKENS
+from zero_mpi.launch.consistency import short_digest
+from zero_mpi.models import ModelConfig
+from zero_mpi.train.description import what_was_read
+from zero_mpi.train.resolve import set_threads
+from zero_mpi.train.resume import settled_bos
+from zero_mpi.train.transport import check_wish
+
+# Keys of a tokenizer that decide about ids; whether it asks for bos is said apart.
+DECIDES = tuple(
+    "tokenizer.ggml." + each
+    for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
+)
+LONGEST_NAME = 40  # letters of a model's path that are shown in a table
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
+
+    path: str
+    source: WeightSource
+    model: ModelConfig
+    lora: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The path for people."""
+        return shown(self.title, LONGEST_NAME)
+
+    @property
+    def title(self) -> str:
+        """The paths of model and adapter."""
+        return self.path if self.lora is None else f"{self.path} + {self.lora}"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a rank has found before anything large is read.
+
+    config      the settings, with the tokens of a window
+    candidates    the model, and the one that it is held against
+    tokenizer   of text; where the data are ids, what tells their bytes, None if nothing does
+    threads     that this rank computes on
+    """
+
+    config: Config
+    candidates: tuple[Candidate, ...]
+    tokenizer: Tokenizer | None
+    threads: int
+
+
+def look(task: Task, number: int) -> tuple[Opened, Facts]:
+    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+
+    `number`: of the rank on its node, where the launcher does not tell it.
+    """
+    device.use(task.config.device, number)
+    check_wish(task.config)
+    threads = set_threads(task.config)
+    asked = (task.config.init, task.lora), (task.against, None)
+    candidates = tuple(open_candidate(path, lora) for path, lora in asked if path is not None)
+    tokenizer = choose_tokenizer(task, candidates[0])
+    for base in candidates[1:]:
+        check_same_vocabulary(candidates[0], base)
+    bos = settled_bos(task.config, tokenizer, None)
+    config = replace(task.config, context=window_length(task, candidates), bos=bos)
+    facts: dict[str, object] = {}
+    for candidate in candidates:
+        of_model = replace(config, init=candidate.path)
+        facts |= what_was_read(of_model, None, candidate.source, candidate.model, tokenizer)
+        if candidate.lora is not None:
+            adapter = adapter_source(candidate.lora, candidate.source.metadata)
+            facts[f"the adapter of --lora {candidate.lora}"] = weights_digest(adapter)
+    return Opened(config, candidates, tokenizer, threads), {
+        name: short_digest(value) for name, value in facts.items()
+    }
+
+
+def open_candidate(path: str, lora: str | None) -> Candidate:
+    """The model at a path, with its adapter if it has one; raises UsageError."""
+    source = open_merged(path, lora)
+    return Candidate(path, source, read_model(source), lora)
+
+
+def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
+    """The tokenizer that text and questions need; for ids alone the model's own, if it can be read.
+
+    Raises UsageError where ids mean other tokens to the model than to what made the token files.
+    """
+    config = task.config
+    check_kind_of_data(config)
+    if task.choices is not None or not holds_token_files(config.data):
+        found: Tokenizer | None = fitting_tokenizer(config, candidate.source, candidate.model)
+    else:
+        found = own_tokenizer(candidate)
+    for path in tokenizers_of(config.data):
+        if found is not None:
+            check_same_tokens(shown(candidate.path), found, path, tokenizer_in(path))
+    return found
+
+
+def own_tokenizer(candidate: Candidate) -> Tokenizer | None:
+    """The tokenizer that came with a model; None where there is none that can be read."""
+    try:
+        found = tokenizer_of(candidate.source, candidate.model)
+    except UsageError:
+        return None
+    return found if found.vocab_size == candidate.model.vocab_size else None
+
+
+def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
+    """Raise UsageError unless two models have the same tokens, for all that their files say."""
+    sizes = candidate.model.vocab_size, base.model.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"--against {shown(base.path)}: expected the vocabulary of {shown(candidate.path)}, {sizes[0]} "
+            f"tokens, found {sizes[1]}: only models of the same tokens read the same windows"
+        )
+    ours, theirs = (known_tokens(each) for each in (candidate, base))
+    for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
+        if expected != found:
+            raise UsageError(
+                f"--against {shown(base.path)}: token {place} is {show(found)}, expected {show(expected)} as "
+                f"in {shown(candidate.path)}: only models of the same tokens read the same windows"
+            )
+
+
+def cautions(task: Task, opened: Opened) -> Iterator[str]:
+    """A line for each thing that the user may not expect of bos and of two tokenizers."""
+    config, path = task.config, shown(task.against or "")
+    if config.bos == ALWAYS and config.data and holds_token_files(config.data):
+        yield f"--bos {ALWAYS}: token files are read as they are, no bos is put in"
+    found = [own_tokenizer(each) for each in opened.candidates]
+    asks = [each is not None and each.add_bos for each in found]
+    if config.bos == AUTO and len({*asks}) > 1:
+        one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
+        yield (
+            f"--against: {one} asks for bos and {other} does not: both are read as the first one asks; "
+            "--bos always or never says it for both"
+        )
+    ours, *theirs = ({} if each is None else each.metadata() for each in found)
+    differ = sorted(key for each in theirs for key in ours.keys() & each.keys() if differs(key, ours, each))
+    if differ:
+        yield (
+            f"--against {path}: {', '.join(differ)} are others than in {opened.candidates[0].name}: both "
+            "models read what the first one's tokenizer makes of the text"
+        )
+
+
+def differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether two tokenizers have other values of a key that decides about ids."""
+    return key.startswith(DECIDES) and not np.array_equal(ours[key], theirs[key])
+
+
+def known_tokens(candidate: Candidate) -> list[str]:
+    """The texts of a model's tokens; none where its tokenizer cannot be read."""
+    tokenizer = own_tokenizer(candidate)
+    found = tokenizer.metadata().get(TOKENS) if tokenizer is not None else None
+    return found if isinstance(found, list) else []
+
+
+def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:
+    """Tokens of a window; raises UsageError if they are more than a model has positions for."""
+    rooms = [candidate.model.context_length for candidate in candidates]
+    wanted = task.context or min(MOST_CONTEXT, *rooms)
+    for candidate, room in zip(candidates, rooms, strict=True):
+        if wanted > room:
+            raise UsageError(f"--context {wanted}: the model {shown(candidate.path)} has {room}")
+    return wanted

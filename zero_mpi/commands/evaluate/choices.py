@@ -1,0 +1,179 @@
+"""Questions with several answers, of which one is right: a file of JSON lines, and its tokens.
+
+A line is an object with a text `question` (or `context`), a list of texts `answers` and `right`, the number
+of the right one, from 0; or it is of a published form (`task_forms`). The answer follows the question as they
+stand there, and both are encoded as one text; white space between them counts with the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.commands.evaluate.task_forms import (
+    ANSWERS,
+    COMMON,
+    CORE,
+    DIFFERING,
+    TEXT,
+    Question,
+    flat,
+    published,
+    with_shots,
+)
+from zero_mpi.data import Tokenizer
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import quoted, show, shown
+from zero_mpi.files.json_lines import each_line, is_text
+
+Ids = NDArray[np.int64]
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # of a question, and of all its answers each behind it
+QUESTION = ("question", "context")  # names of what an answer follows: one of them
+EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
+
+
+@dataclass
+class EncodedChoices:
+    """Questions as tokens.
+
+    sequences   an array of ids for each answer of each question, or for each window of a text
+    starts      where in each the tokens begin that count
+    counts      sequences of each question
+    right       number of the right one of each
+    answers     the texts of all; of further windows of a text nothing
+    span        what counts, as `task_forms` has it
+    cut         sequences whose beginnings are left out, for they are longer than the context
+    """
+
+    sequences: list[Ids] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    span: str = ANSWERS
+    cut: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """How many tokens each answer has."""
+        return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each answer in UTF-8."""
+        return [len(answer.encode()) for answer in self.answers]
+
+
+def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
+    """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
+    found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
+    if not found:
+        raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
+    return found
+
+
+def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
+    """The question of a line in a file `name`; raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{EXPECTED}, found {quoted(value)}")
+    value = flat(value)
+    if (found := published(line, value, name, delimiter)) is not None:
+        return found
+    names = [name for name in QUESTION if name in value]
+    if len(names) != 1:
+        has = " and ".join(names) or ", ".join(map(show, list(value)[:5])) or "nothing"
+        raise ValueError(f"{EXPECTED}, with one of question and context, found {has}")
+    question, answers, right = value[names[0]], value.get("answers"), value.get("right")
+    if not is_text(question):
+        raise ValueError(f"{names[0]}: expected a text, found {quoted(question)}")
+    if not isinstance(answers, list) or not 2 <= len(answers) <= MOST_ANSWERS:
+        came = len(answers) if isinstance(answers, list) else quoted(answers)
+        raise ValueError(f"answers: expected a list of 2 to {MOST_ANSWERS} texts, found {came}")
+    for answer in answers:
+        if not is_text(answer) or not answer:
+            raise ValueError(f"answers: expected texts that are not empty, found {quoted(answer)}")
+    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(answers):
+        raise ValueError(
+            f"right: expected the number of an answer, 0 to {len(answers) - 1}, found {quoted(right)}"
+        )
+    return Question([question], answers, right, line=line)
+
+
+def encode_choices(
+    path: Path,
+    tokenizer: Tokenizer,
+    context: int,
+    bos: int | None = None,
+    shots: int = 0,
+    delimiter: str = " ",
+) -> EncodedChoices:
+    """The questions of a file as tokens, control tokens read as such. What is too long loses its beginning.
+
+    `bos` comes before each, bos or eos before CORE's and where else nothing would. Raises FileError for an
+    answer that is longer than `context` positions, or has no token.
+    """
+    read = with_shots(read_choices(path, delimiter), shots)
+    found = EncodedChoices(span=read[0].span)
+    edge = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
+    for each in read:
+        where = f"--choices {shown(path)}, line {each.line}"
+        if each.span != found.span:
+            raise FileError(f"{where}: expected the same form as in the first line")
+        letters = sum(map(len, each.answers)) + len(each.answers) * max(map(len, each.contexts))
+        if letters > MOST_LETTERS:
+            raise FileError(
+                f"{where}: question and answers have {letters} letters, expected {MOST_LETTERS} at most"
+            )
+        first = edge if each.span in CORE else [] if bos is None else [bos]
+        rows = list(rows_of(each, tokenizer, first, edge, context))
+        for ids, start in rows:
+            over = max(0, len(ids) - context - 1)
+            if not 0 < start - over < len(ids) - over:
+                told = f"an answer is {len(ids) - start} of {len(ids)} tokens"
+                raise FileError(f"{where}: {told}, expected 1 to {context}, the model's context")
+            found.sequences.append(ids[over:])
+            found.starts.append(start - over)
+            found.cut += over > 0
+        found.answers += [*each.answers, *[""] * (len(rows) - len(each.answers))]
+        found.counts.append(len(rows))
+        found.right.append(each.right)
+    return found
+
+
+def rows_of(
+    each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
+) -> Iterator[tuple[Ids, int]]:
+    """Ids for each answer, `first` or at least `edge` in front, and where those begin that count."""
+    texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
+    texts += [text.rstrip() for text in each.contexts]
+    every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
+    every = [ids if ids[:1].tolist() == first else np.append(first, ids).astype(np.int64) for ids in every]
+    rows, alone = every[: len(each.answers)], every[len(each.answers) :]
+    same = in_common(rows) if each.span == DIFFERING else 0
+    last = in_common([ids[::-1] for ids in rows]) if each.span == COMMON else 0
+    for ids, question in zip(rows, cycle(alone), strict=False):
+        start = same or (len(ids) - last if last else in_common([ids, question]))
+        if each.span == TEXT:  # each token once, the first behind `edge`
+            ids = np.append(edge, ids).astype(np.int64)
+            for place in range(1, len(ids), context):
+                end = min(place + context, len(ids))
+                begin = max(0, end - context - 1)
+                yield ids[begin:end], place - begin
+        elif start or ids[:1].tolist() == edge:
+            yield ids, max(1, start)
+        else:
+            yield np.append(edge, ids).astype(np.int64), 1
+
+
+def in_common(rows: Sequence[Ids]) -> int:
+    """How many ids all rows begin with."""
+    least = min(map(len, rows))
+    same = np.logical_and.reduce([row[:least] == rows[0][:least] for row in rows])
+    return int(np.append(same, False).argmin())

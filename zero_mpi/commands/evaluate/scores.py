@@ -1,0 +1,137 @@
+"""Figures made of losses: plain sums over one vector, in its order, on any number of ranks.
+
+All are plain numbers in dictionaries, as `--json` writes them; None is a number that there is not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.commands.evaluate.choices import EncodedChoices
+from zero_mpi.commands.evaluate.sequences import grouped
+from zero_mpi.commands.evaluate.task_forms import CORE, TEXT
+from zero_mpi.device.types import Array
+from zero_mpi.sharding.grad_accum import ordered_total
+
+BY = ("log_likelihood", "per_token", "per_byte")  # how answers are compared
+ACC = ("acc", "acc_norm", "acc_bytes")  # shares of right answers, by lm-evaluation-harness's rules
+OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+Figures = dict[str, Any]
+
+
+def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
+    """How well a text is predicted: of each window the loss in nats and the tokens that count (n,).
+
+    loss              nats a token: all nats, divided by all tokens
+    standard_error    of the loss, from how windows differ; None for a single one
+    perplexity        exp(loss); None where that is no number of float64
+    bits_per_byte     all nats as bits, divided by the `nbytes` bytes that the tokens stand for
+    window_losses     nats a token of each window
+    """
+    total, count = ordered_total(nats), int(tokens.sum())
+    loss = total / count
+    return {
+        "loss": loss,
+        "standard_error": standard_error(nats, tokens),
+        "perplexity": perplexity(loss),
+        "bits_per_byte": total / math.log(2) / nbytes if nbytes else None,
+        "window_losses": (nats / tokens).tolist(),
+    }
+
+
+def perplexity(loss: float) -> float | None:
+    """exp(loss), if that is a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return None
+
+
+def standard_error(nats: Array, tokens: Array) -> float | None:
+    """The standard error of the sum of `nats` by the sum of `tokens`, windows being drawn by chance.
+
+    That of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), for the first of windows that overlap has
+    more tokens than the others. None for a single window.
+    """
+    if len(nats) < 2:
+        return None
+    count, loss = int(tokens.sum()), ordered_total(nats) / int(tokens.sum())
+    apart = ordered_total((nats - loss * tokens) ** 2)
+    return math.sqrt(apart * len(nats) / (len(nats) - 1)) / count
+
+
+def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
+    """Which answers are preferred: by log-likelihood, and by that divided by the answer's tokens or bytes.
+
+    acc                of CORE's by log-likelihood a token, else by log-likelihood
+    acc_norm           by log-likelihood a letter, without the space in front; acc_bytes: a byte of the same
+    right              questions whose right answer is the likeliest, of equally likely ones the first
+    accuracy           their share of all questions
+    log_likelihoods    nats, of each answer of each question
+    """
+    likelihoods = grouped((-losses).tolist(), choices.counts)
+    if choices.span == TEXT:
+        texts, nats = [text for text in choices.answers if text], ordered_total(losses)
+        words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
+        found = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
+        return {**found, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
+    if missed is not None:
+        found = {"acc": float((missed == 0).mean()), "perplexity": perplexity(float(losses.mean()))}
+        return {**found, "log_likelihoods": likelihoods}
+    bare = [answer.removeprefix(" ") for answer in choices.answers]
+    divisors = {
+        "log_likelihood": np.ones(len(losses)),
+        "per_token": choices.tokens,
+        "per_byte": choices.nbytes,
+        "acc_norm": [max(1, len(answer)) for answer in bare],
+        "acc_bytes": [max(1, len(answer.encode())) for answer in bare],
+    }
+    right = {
+        name: right_ones(-losses / np.asarray(divisor, np.float64), choices)
+        for name, divisor in divisors.items()
+    }
+    shares = {name: count / len(choices.counts) for name, count in right.items()}
+    return {
+        "right": {name: right[name] for name in BY},
+        "accuracy": {name: shares[name] for name in BY},
+        "acc": shares["per_token" if choices.span in CORE else "log_likelihood"],
+        **{name: shares[name] for name in ACC[1:]},
+        "log_likelihoods": likelihoods,
+    }
+
+
+def right_ones(likelihoods: Array, choices: EncodedChoices) -> int:
+    """How many questions have their right answer as the likeliest."""
+    of_questions = grouped(likelihoods.tolist(), choices.counts)
+    first = [found.index(max(found)) for found in of_questions]
+    return sum(chosen == right for chosen, right in zip(first, choices.right, strict=True))
+
+
+def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
+    """What `model` has more than `base`, figure by figure; the error is that of the difference itself.
+
+    Windows are the same for both, so what they have in common is no error.
+    """
+    found: Figures = {}
+    if "text" in model:
+        ours, theirs = model["text"], base["text"]
+        found["text"] = {
+            name: subtracted(ours[name], theirs[name]) for name in ("loss", "perplexity", "bits_per_byte")
+        }
+        nats = (np.array(ours["window_losses"]) - np.array(theirs["window_losses"])) * tokens
+        found["text"]["standard_error"] = standard_error(nats, tokens)
+    if "choices" in model:
+        ours, theirs = model["choices"], base["choices"]
+        found["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
+        for name in ("right", "accuracy") if "right" in ours else ():
+            found["choices"][name] = {by: ours[name][by] - theirs[name][by] for by in BY}
+    return found
+
+
+def subtracted(value: float | None, other: float | None) -> float | None:
+    """A difference of numbers that there are."""
+    return None if value is None or other is None else value - other

@@ -1,0 +1,134 @@
+"""What is to be evaluated: the flags, of which those that training has as well are its own settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings, given
+from zero_mpi.config.settings import Config, spelled
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
+from zero_mpi.train.same_flags import settings
+
+MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
+SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
+    "data": "text, token files, or conversations as .jsonl",
+    "tokenizer": "byte, from-init (the model's own, the default), or a file",
+    **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
+    "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
+    "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
+}  # fmt: skip
+FIRST = ("data", "tokenizer")  # of these flags in --help
+OF_QUESTIONS = ("shots", "delimiter")
+OF_WINDOWS = ("context", "stride", "windows")
+EXAMPLES = """\
+Examples:
+
+  mpirun -n 2 zero-mpi evaluate MODEL.gguf --data TEXT
+  zero-mpi evaluate NEW.gguf --data TEXT --against OLD.gguf
+  zero-mpi evaluate OLD.gguf --lora ADAPTER.gguf --data TEXT
+  mpirun -n 2 zero-mpi evaluate MODEL.gguf --choices FILE.jsonl
+
+A line of FILE.jsonl, where 0 is the first answer:
+
+  {"question": "Two and two are", "answers": [" four", " five"], "right": 0}"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be evaluated.
+
+    config    the settings that training has as well; `init` is the model, and none of it is trained
+    lora      an adapter of the first model
+    against   a second model
+    choices   a file of questions with several answers, or of a published task
+    shots     solved questions before each
+    delimiter   what is between question and answer of CORE
+    context   tokens of a window, None: the model's, at most MOST_CONTEXT
+    stride    tokens from a window to the next, None: as many as a window has
+    windows   how many at most, None: all
+    json      a file for all figures
+    """
+
+    config: Config
+    lora: str | None = None
+    against: str | None = None
+    choices: Path | None = None
+    shots: int = 0
+    delimiter: str = " "
+    context: int | None = None
+    stride: int | None = None
+    windows: int | None = None
+    json: Path | None = None
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must share."""
+        own = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
+        return settings(self.config) | own
+
+
+def make_parser() -> Parser:
+    """The command line. Flags that are not given are absent from the result."""
+    parser = Parser(
+        prog="mpirun -n N zero-mpi evaluate",
+        usage="%(prog)s PATH [flags]",
+        description="How well a model predicts a text: loss, perplexity, bits a byte; and which answers to "
+        "questions it prefers. The figures are the same at any number of ranks.",
+        epilog=EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
+    parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
+    parser.add_argument(
+        "--choices",
+        "--task",
+        metavar="FILE",
+        help="questions with several answers, or a published task "
+        "(HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="solved questions of FILE before each (default: 0)"
+    )
+    parser.add_argument(
+        "--delimiter",
+        metavar="TEXT",
+        help=r"text between question and answer of CORE's files, as '\nAnswer: ' (default: a space)",
+    )
+    add_settings(parser, {name: SETTINGS[name] for name in FIRST})
+    parser.add_argument(
+        "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
+    )
+    parser.add_argument(
+        "--stride", type=int, help="tokens from a window to the next, of which only new ones count "
+        "(default: --context)"
+    )  # fmt: skip
+    parser.add_argument("--windows", type=int, help="so many at most, spread over the text (default: all)")
+    add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    return parser
+
+
+def read_task(arguments: Sequence[str]) -> Task:
+    """The task of a command line; raises UsageError for what cannot be meant."""
+    settings, own = given(make_parser(), arguments, SETTINGS)
+    config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
+    check(config)
+    own |= {name: Path(own[name]) for name in ("choices", "json") if name in own}
+    if not config.data and "choices" not in own:
+        raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
+    for name in OF_WINDOWS:
+        if name in own and not config.data:
+            raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+        within(name, own.get(name, 1), 1)
+    for name in OF_QUESTIONS:
+        if name in own and "choices" not in own:
+            raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
+    if "delimiter" in own:
+        own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
+    return Task(config, **own)

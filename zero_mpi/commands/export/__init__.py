@@ -1,0 +1,1 @@
+"""`zero-mpi export`: a model in another type or format."""

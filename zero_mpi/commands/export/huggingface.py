@@ -1,0 +1,255 @@
+"""The way back: a model by GGUF's names as the content of a Hugging Face folder.
+
+`config_json` says in Hugging Face's words what the keys say, `outgoing` names the tensors and gives each as a
+stream of pieces in the order of elements that belongs there. What those words cannot say is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
+from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, HuggingFaceFolder
+from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
+from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
+from zero_mpi.checkpoint.huggingface.rope import (
+    FORMER,
+    FULL,
+    LLAMA3,
+    LONG_FACTORS,
+    LONGROPE,
+    PARTIAL,
+    ROPE_FREQS,
+    SLIDING,
+    kept_scaling,
+    llama3_factors,
+)
+from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.commands.export.ends import ends_of
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
+from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
+
+LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FORMER_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))
+TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor on its way into a folder: name and shape there, and where it comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: WeightSource
+    spec: TensorSpec
+    order: Order
+    head: int
+
+    def pieces(self) -> Iterator[Floats]:
+        """Its elements in the folder's order, flat, in pieces."""
+        read = partial(self.source.read, self.spec.name)
+        rows = self.spec.shape[0]
+        if self.order == Order.HALVES:
+            return halves_of(read, self.head, self.spec.size // rows, rows // self.head)
+        if self.order == Order.TRANSPOSED:
+            return transposes_of(read, rows, self.spec.shape[1])
+        pieces = (read(at, min(self.spec.size, at + CHUNK)) for at in range(0, self.spec.size, CHUNK))
+        return (piece - 1 for piece in pieces) if self.order == Order.LESS_ONE else pieces
+
+
+class Keys:
+    """The keys of a source's architecture, which describe a model that this package has read."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
+        self.arch = self.keys.architecture or ""
+        if self.arch not in FAMILIES:
+            raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face form here")
+
+    def size(self, name: str, least: int = 1) -> int | None:
+        """The whole number at ARCH.NAME; None where it is absent."""
+        return self.keys.whole(f"{self.arch}.{name}", least, MOST_SIZE)
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """The number at ARCH.NAME as JSON has it; `default` where it is absent."""
+        key = f"{self.arch}.{name}"
+        return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
+
+    def head_width(self) -> int:
+        """Rows of q a head."""
+        usual = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
+        return self.size("attention.key_length") or usual
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it: a float32 by its shortest text, so that it comes back the same."""
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def outgoing(source: WeightSource) -> list[Outgoing]:
+    """The tensors of a folder for the model of `source`. FileError for one that has no place there."""
+    keys = Keys(source)
+    width = 0 if keys.arch == "gpt2" else keys.head_width()
+    found = []
+    for name, spec in source.tensors.items():
+        if name not in (ROPE_FREQS, *LONG_FACTORS):  # said by the configuration
+            order = order_of(keys.arch, name)
+            shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
+            found.append(Outgoing(from_gguf(keys.arch, name), shape, source, spec, order, width))
+    return found
+
+
+def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
+    """The content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
+    keys = Keys(source)
+    sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
+    kind = ROTARY_CLASSES.get(keys.arch)
+    own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
+    return {
+        "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
+        "model_type": (kind and kind.model_type) or keys.arch,
+        **sizes,
+        "vocab_size": source.tensors[EMBEDDING].shape[0],
+        **own,
+        "tie_word_embeddings": HEAD not in source.tensors,
+        **special_tokens(source),
+        "torch_dtype": dtype,
+    }
+
+
+def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
+    """The numbers of special tokens, all that end an answer among them; None where the source has none."""
+    keys = GGUFKeys(source.metadata, str(source.path))
+    beside = source.config if isinstance(source, HuggingFaceFolder) else {}  # its keys have no tokenizer
+    found = {
+        there: beside.get(there, keys.whole(f"tokenizer.ggml.{here}_token_id"))
+        for there, here in TOKENS.items()
+    }
+    ends, _ = ends_of(source.metadata, keys.place)
+    return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
+
+
+def gpt2_settings(keys: Keys) -> dict[str, Any]:
+    """What only gpt2 has."""
+    return {
+        "n_inner": keys.size("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+    }
+
+
+def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
+    """What the class of a rotary model has."""
+    width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
+    turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
+    if value_width not in (None, width) or (turned != width and not kind.longrope):
+        problem = "heads of q and v differ in width, or are turned in part"
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
+    scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
+    if kind.longrope:
+        scaling = longrope(keys)
+    if from_keys is not None and (kind.longrope or scaling is not None):
+        problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
+    scaling = from_keys if scaling is None else scaling
+    # Phi 3's class takes the first context from beside the scaling.
+    former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
+    return {
+        "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
+        "head_dim": width,
+        kind.activation[0]: kind.activation[1][0],
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": base,
+        "rope_scaling": scaling,
+        **former,
+        **({PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
+        **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
+        **window_settings(keys, kind),
+        **bias_settings(keys.source, kind),
+        **kind.written,
+    }
+
+
+def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
+    """Which blocks see how far back, where there are such with a window."""
+    if not kind.period:
+        return {}
+    window = keys.size("attention.sliding_window", 0) or None  # 0: all layers see all positions
+    blocks = range(1, 1 + (keys.size("block_count") or 0))
+    return {
+        "sliding_window": window,
+        "layer_types": [SLIDING if window and number % kind.period else FULL for number in blocks],
+        "query_pre_attn_scalar": score_width(
+            keys.size("embedding_length") or 0,
+            keys.size("attention.head_count") or 1,
+            blocks.stop - 1,
+            keys.head_width(),
+        ),
+    }
+
+
+def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
+    """The settings for biases; each speaks of several projections at once."""
+    found = {
+        name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
+    }
+    for stems in kind.biases.values():
+        if found & stems not in (set(), stems):
+            some = ", ".join(sorted(found & stems))
+            raise FileError(f"{source.path}: biases of {some} alone: config.json can only say all or none")
+    return {name: bool(found & stems) for name, stems in kind.biases.items()}
+
+
+def key_scaling(keys: Keys) -> dict[str, Any] | None:
+    """Linear scaling or YaRN, which keys describe; None without."""
+    kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
+    if kind == "yarn":
+        former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+        return {"rope_type": kind, "factor": factor, FORMER: former}
+    if factor == 1:
+        factor = keys.number("rope.scale_linear", 1.0)
+    return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def longrope(keys: Keys) -> dict[str, Any] | None:
+    """Phi 3's scaling, which two tensors and two keys describe, or None; FileError for one tensor alone."""
+    names = [name for name in LONG_FACTORS if name in keys.source.tensors]
+    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
+    if not names and magnitude == 1:
+        return None
+    if len(names) < len(LONG_FACTORS):
+        found = names[0] if names else "rope.scaling.attn_factor"
+        raise FileError(f"{keys.source.path}: {found} alone, and config.json takes all that LongRoPE has")
+    factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
+    former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
+    return {"rope_type": LONGROPE, **factors, FORMER: former, "attention_factor": magnitude}
+
+
+def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
+    """The setting whose divisors `rope_freqs.weight` holds, None without one.
+
+    What the model came with goes first. Otherwise factor and former context are looked for; all Llama 3 agree
+    in the rest. FileError for other divisors.
+    """
+    if ROPE_FREQS not in source.tensors:
+        return None
+    found, kept = source.read(ROPE_FREQS), kept_scaling(source.metadata)
+    usual = LLAMA3_USUAL | {"factor": float(found.max())}
+    guesses = (usual | {FORMER: context} for context in FORMER_CONTEXTS)
+    for guess in chain([] if kept is None else [kept], guesses):
+        made = llama3_factors(base, width, **guess)
+        if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
+            return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}
+    raise FileError(f"{source.path}: {ROPE_FREQS} is not of Llama 3's kind, which config.json could say")

@@ -1,0 +1,1 @@
+"""`zero-mpi generate`: text from a GGUF model, in one process."""

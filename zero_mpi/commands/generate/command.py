@@ -1,0 +1,148 @@
+"""`zero-mpi generate MODEL.gguf --prompt "def "`: text from a model file, in one process.
+
+What a model says goes to a file or pipe as its very bytes. On a terminal control letters are escaped: a
+model, or whoever wrote its text, could otherwise move the cursor, rename the window or worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from zero_mpi import environment, ops
+from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.cli.parser import Parser
+from zero_mpi.commands.generate.chat import Chat
+from zero_mpi.commands.generate.prompts import prompts
+from zero_mpi.commands.generate.reply import Reply, Speaker
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
+from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import readable
+from zero_mpi.launch.world import World, run
+from zero_mpi.train.text_model import TextModel
+
+EXAMPLES = """\
+Examples:
+
+  zero-mpi generate runs/default/latest --prompt 'def ' --tokens 200
+  zero-mpi generate MODEL.gguf --lora runs/adapter/latest --chat"""
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi generate",
+        description="Generate text from a GGUF model, in one process.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with it")
+    parser.add_argument("--prompt", metavar="TEXT", help="to continue (default: 'def '), or to answer")
+    parser.add_argument("--prompts", metavar="FILE", help="a prompt in each line; -: of standard input")
+    parser.add_argument("--chat", action="store_true", help="answer prompts by the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
+    add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each prompt, with its answer")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of those, from the best that make up X")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="of those, from all with X of the best one's"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print prompts and continuations, byte by byte as they come, each up to a token that ends a text."""
+    options = make_parser().parse_args(arguments)
+    check(options)
+    ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
+    model = TextModel(open_merged(options.model, options.lora))
+    tokenizer = with_template(tokenizer_of(model.file, model.config), options.chat_template)
+    speaker = Speaker(model, tokenizer, options)
+    template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
+    try:
+        if template is None:
+            go_on(speaker)
+        else:
+            talk(speaker, template)
+    except BrokenPipeError:  # the reader has enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def go_on(speaker: Speaker) -> None:
+    """Print each prompt with what follows it."""
+    for number, prompt in enumerate(prompts(speaker.options)):
+        said = prompt.encode("utf-8", "surrogateescape")
+        tell(speaker, number, prompt, said, speaker.tokenizer.encode_prompt(prompt))
+
+
+def talk(speaker: Speaker, template: ChatTemplate) -> None:
+    """Print the answers to all prompts: of one conversation, or where a file has them each of its own."""
+    options, conversation = speaker.options, None
+    for number, prompt in enumerate(prompts(options)):
+        if conversation is None or options.prompts is not None:
+            conversation = Chat(template, speaker.tokenizer, options.system)
+        conversation.answered(tell(speaker, number, prompt, b"", conversation.asked(prompt)))
+
+
+def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -> Reply:
+    """Print one answer, in the way that was asked for; an empty line stands before all but the first."""
+    if speaker.options.json:
+        answer = speaker.answer(ids, lambda piece: None)
+        texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
+        about = {"tokens": answer.tokens, "finish_reason": answer.finish_reason}
+        write_bytes(json.dumps(texts | about).encode() + b"\n")
+        return answer
+    write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
+    write_bytes(b"\n" if number else b"")
+    write(first)
+    answer = speaker.answer(ids, write)
+    write(b"\n")
+    return answer
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise UsageError for the first number that is out of range."""
+    if options.prompt is not None and options.prompts is not None:
+        raise UsageError("--prompt and --prompts are two places for prompts: give one of them")
+    for name in ("system", *OF_TEMPLATES):
+        if getattr(options, name) is not None and not options.chat:
+            raise UsageError(f"--{name.replace('_', '-')} belongs to a conversation: give --chat as well")
+    for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if not value >= 0:
+            raise UsageError(f"{flag} {value}: expected at least 0")
+        if name in ("top_p", "min_p") and value > 1:
+            raise UsageError(f"{flag} {value}: expected at most 1")
+
+
+def write_bytes(data: bytes) -> None:
+    """Hand bytes on at once."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
+    """A `write` for a terminal: letters as soon as they are whole, those that would control it escaped."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(data: bytes) -> None:
+        write(readable(decoder.decode(data)).encode("utf-8", "backslashreplace"))
+
+    return show
+
+
+def main() -> None:
+    """The entry point of the command."""
+    run("generate", command, sys.argv[1:], alone=True)

@@ -1,0 +1,42 @@
+"""`zero-mpi hostfile FILE --for mpich|openmpi`: the command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
+from zero_mpi.commands.hostfile.host_entries import LINES, MOST, read_file
+from zero_mpi.launch.ending import say
+from zero_mpi.launch.world import World, run
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi hostfile",
+        description="Write a hostfile in the form that a launcher reads.",
+        epilog="Examples, in a job of PBS and of Slurm:\n\n"
+        "  zero-mpi hostfile $PBS_NODEFILE --for openmpi\n"
+        "  scontrol show hostnames | zero-mpi hostfile - --for mpich",
+    )
+    parser.add_argument("file", help="in either form, or a list of names; - for standard input")
+    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="who reads it")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print the hosts. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    hosts = read_file(options.file)
+    limited = [host.name for host in hosts if host.most is not None]
+    if limited and options.launcher != "openmpi":
+        say(f"zero_mpi hostfile: {MOST} of {', '.join(limited)} left out: MPICH has no such limit")
+    write(map(LINES[options.launcher], hosts))
+    return 0
+
+
+def main() -> None:
+    """The entry point of the command."""
+    run("hostfile", command, sys.argv[1:], alone=True)

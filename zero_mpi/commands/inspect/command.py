@@ -1,0 +1,275 @@
+"""`zero-mpi inspect PATH [OTHER]`: what a model or checkpoint is, if it is sound, what differs.
+
+What there is to say is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
+made of nothing else. Exit status 0: sound, or the same; 1: not so; 2: it cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint.state import COUNTS
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
+from zero_mpi.commands.inspect.compare import compare
+from zero_mpi.commands.inspect.examine import examine
+from zero_mpi.commands.inspect.tensors import Report
+from zero_mpi.commands.inspect.two_runs import checkpoint_lines, compare_runs, is_run, is_same, record_line
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
+from zero_mpi.launch.world import World, run
+
+FEW = 8  # entries of a list that is not asked for
+MANY = 200  # keys that are shown though they were not asked for
+DIGEST = 16  # letters of a digest that are shown among other things
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi inspect",
+        description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
+        "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+        epilog="Examples:\n\n"
+        "  zero-mpi inspect runs/default/latest\n"
+        "  zero-mpi inspect runs/a/latest runs/b/latest\n"
+        "  zero-mpi inspect runs/a runs/b",
+    )
+    parser.add_argument(
+        "path",
+        help="GGUF file (the first of a split one), checkpoint or Hugging Face folder; with OTHER also the "
+        "folder of a run",
+    )
+    parser.add_argument("other", nargs="?", help="path of the same kind to compare with")
+    parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
+    parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print what there is to say. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    path = Path(options.path)
+    try:
+        if options.other is not None:
+            found = compare_paths(path, Path(options.other))
+            lines, sound = comparison_lines(found, options.tensors), found["same"]
+        else:
+            found = examine(path, keys=options.keys, tensors=options.tensors)
+            lines, sound = report_lines(found, options.keys), found["sound"]
+    except OSError as error:  # a folder that may not be looked into
+        raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
+    if options.json:
+        write(json.dumps(found, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
+    else:
+        write(lines)
+    return 0 if sound else 1
+
+
+def compare_paths(first: Path, second: Path) -> Report:
+    """Return what differs between two models or checkpoints, and between two runs if both paths are runs."""
+    found = compare(first, second)
+    if is_run(first) and is_run(second):
+        runs = compare_runs(first, second)
+        found |= {**runs, "same": found["same"] and is_same(runs)}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- a report
+
+
+def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
+    """The text of one path."""
+    yield from section("path", [printable(found["path"])])
+    yield from section("files", map(file_line, found["files"]))
+    if "model" in found:
+        yield from section("model", model_lines(found["model"]))
+        yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
+    yield from section("types", map(type_line, found["types"]))
+    yield from section("keys", key_lines(found["keys"], all_keys))
+    if found["training"] is not None:
+        yield from section("training", training_lines(found["training"]))
+    for rows in found.get("tensors", {}).values():
+        yield from section("tensors", table(rows))
+    yield from section("sound" if found["sound"] else "NOT SOUND", verdict_lines(found))
+
+
+def section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines with a title in the margin of the first."""
+    for line in lines:
+        yield f"{title:{MARGIN}}{line}"
+        title = ""
+
+
+def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterator[str]:
+    """A line a key; of very many only the first, unless all are wanted."""
+    pairs = [(role, key) for role, own in keys.items() for key in own]
+    for role, key in pairs if everything else pairs[:MANY]:
+        yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
+    if not everything and len(pairs) > MANY:
+        yield f"and {len(pairs) - MANY:,} more: --keys shows all"
+
+
+def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
+    """A key and its value."""
+    return f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
+
+
+def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
+    """Names and values in as many lines as they need, long texts cut."""
+    cut = {
+        name: f"{value[:DIGEST]}..." if isinstance(value, str) and len(value) > 2 * DIGEST else value
+        for name, value in values.items()
+    }
+    text = ", ".join(f"{shown(name)} {told(value)}" for name, value in cut.items())
+    return textwrap.wrap(f"{title}: {text}", WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def file_line(file: Mapping[str, Any]) -> str:
+    """Name, format and size of a file."""
+    parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
+    counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
+    return (
+        f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'], 'bytes')}, {counts}"
+    )
+
+
+def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
+    """Lines about the architecture and its sizes."""
+    yield from wrapped(shown(str(model["architecture"])), model["sizes"])
+    if model["cannot_run"] is not None:
+        yield f"zero_mpi cannot run it: {one_line(model['cannot_run'])}"
+
+
+def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
+    """The tokenizer in a line."""
+    if tokenizer is None:
+        return "none in this file"
+    named = {"tokens": "tokens", "merges": "merges", "bos_token_id": "bos", "eos_token_id": "eos"}
+    kind = "bytes" if tokenizer["bytes"] else told(tokenizer["model"])
+    pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
+    rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
+    return ", ".join([kind + pre, *rest])
+
+
+def type_line(kind: Mapping[str, Any]) -> str:
+    """How many tensors of a type."""
+    return f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
+
+
+def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
+    """Where the run stood, and under which settings."""
+    yield ", ".join(f"{name} {told(training[name])}" for name in COUNTS.values() if name in training)
+    yield f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}"
+    for title in ("settings", "plan", "machine"):
+        values = training.get(title, {})
+        yield from wrapped(title, {name: values[name] for name in values if not name.startswith("model.")})
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Every tensor: name, shape, type, bytes, beginning of its digest, values that are not finite."""
+    columns = [
+        (
+            shown(row["name"]),
+            "x".join(map(str, row["shape"])),
+            row["type"],
+            f"{row['bytes']:,}",
+            row["digest"][:DIGEST],
+            f"{row['not_finite']:,} not finite" if row["not_finite"] else "",
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+    for row in columns:
+        name, shape, kind, nbytes, digest, odd = (
+            text.rjust(width) if place == 3 else text.ljust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f"{name}  {shape}  {kind}  {nbytes}  {digest}  {odd}".rstrip()
+
+
+def verdict_lines(found: Report) -> Iterator[str]:
+    """Checksums, values, and what is wrong."""
+    count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
+    yield from map(one_line, found["problems"])
+    if not count:
+        yield "checksums: none in the file, which is not one of zero_mpi's"
+    elif not found["problems"]:
+        yield f"checksums: all {count:,} tensors are those that were written"
+    yield f"{'state' if len(found['files']) > 1 else 'tensors'} worked out: {found['state_digest']}"
+    yield from some(
+        [f"tensor {shown(name)}: {number:,} values are not finite" for name, number in odd.items()]
+    )
+    if not odd:
+        yield f"values: all finite{f', but {unknown} were not looked into' if unknown else ''}"
+
+
+# ------------------------------------------------------------------------------------------- a comparison
+
+
+def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
+    """The text of two paths."""
+    yield from section("first", [printable(found["paths"][0])])
+    yield from section("second", [printable(found["paths"][1])])
+    yield from section("tensors", difference_lines(found))
+    names = {"differing": "differ", "only_in_first": "only first", "only_in_second": "only second"}
+    for key, title in names.items():
+        yield from section(title, some([shown(name) for name in found[key]], everything))
+    keys = [
+        f"{key['file']} {shown(key['key'])}: {' and '.join(map(told, key['values']))}"
+        for key in found["keys"]
+    ]
+    yield from section("keys", some(keys, everything))
+    if "records" in found:
+        yield from section("records", [record_line(found["records"])])
+        yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
+    yield from section("verdict", ["the same, bit for bit" if found["same"] else "not the same"])
+
+
+def difference_lines(found: Report) -> Iterator[str]:
+    """How many tensors differ, and how the first one does."""
+    yield f"{found['tensors']:,} in both, {len(found['differing']):,} of them differ"
+    first = found["difference"]
+    if first is None:
+        return
+    stored = [f"{one['type']} {one['shape']}" for one in first["stored"]]
+    if "element" not in first:
+        yield f"the first, {shown(first['name'])}: {stored[0]} and {stored[1]}"
+        return
+    values = "" if first["values"] is None else f": {told(first['values'][0])} and {told(first['values'][1])}"
+    kind = "elements" if "elements" in first else "blocks"
+    yield f"the first, {shown(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
+    yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def some(lines: Sequence[str], everything: bool = False) -> list[str]:
+    """The first few lines, and how many more there are."""
+    more = len(lines) - FEW
+    return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
+
+
+def told(value: Any, most: int = LONGEST) -> str:
+    """A value for people, in at most so many letters."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
+        return shown(
+            f"{value['length']:,} {value['array']}: {', '.join(map(repr, value['first']))}, ...", most
+        )
+    if isinstance(value, int) and not isinstance(value, bool):
+        return shown(f"{value:,}", most)
+    return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
+
+
+def main() -> None:
+    """The entry point of the command."""
+    run("inspect", command, sys.argv[1:], alone=True)

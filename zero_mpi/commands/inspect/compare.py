@@ -1,0 +1,134 @@
+"""Whether two models or checkpoints hold the same bits, and where they differ, as one dictionary.
+
+The stored bytes of both are read side by side, piece by piece, so memory does not grow with the model and no
+digest has to be trusted. Only the first tensor that differs is looked at by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint.tensor_file import TensorSpec
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.commands.inspect.examine import as_json
+from zero_mpi.commands.inspect.pieces import Subject, elements, open_subject, pieces
+from zero_mpi.commands.inspect.tensors import Report
+
+Place = tuple[str, str]  # role and name of a tensor
+Stored = tuple[WeightSource, TensorSpec]
+
+
+def compare(first: Path, second: Path) -> Report:
+    """All that is to be said of two paths. UsageError if one cannot be read."""
+    subjects = open_subject(first), open_subject(second)
+    mine, theirs = (tensors_of(subject) for subject in subjects)
+    differing = [place for place in mine if place in theirs and not same(mine[place], theirs[place])]
+    found: Report = {
+        "paths": [str(first), str(second)],
+        "tensors": len(mine.keys() & theirs.keys()),
+        "differing": [name for _, name in differing],
+        "difference": difference(mine[differing[0]], theirs[differing[0]]) if differing else None,
+        "only_in_first": [name for role, name in mine if (role, name) not in theirs],
+        "only_in_second": [name for role, name in theirs if (role, name) not in mine],
+        "keys": list(differing_keys(*subjects)),
+    }
+    lists = ("differing", "only_in_first", "only_in_second", "keys")
+    return found | {"same": not any(found[name] for name in lists)}
+
+
+def tensors_of(subject: Subject) -> dict[Place, Stored]:
+    """All tensors of a subject."""
+    return {
+        (role, name): (part, spec)
+        for role, part in subject.parts.items()
+        for name, spec in part.tensors.items()
+    }
+
+
+def side_by_side(mine: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
+    """The stored bytes of two tensors of one shape and type, in pairs of pieces of one length."""
+    for a, b in zip(pieces(*mine), pieces(*theirs), strict=True):
+        yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
+
+
+def same(mine: Stored, theirs: Stored) -> bool:
+    """Whether shape, type and every bit are the same; reads no further than to the first other piece."""
+    if (mine[1].shape, mine[1].type) != (theirs[1].shape, theirs[1].type):
+        return False
+    return all(np.array_equal(*pair) for pair in side_by_side(mine, theirs))
+
+
+def difference(mine: Stored, theirs: Stored) -> Report:
+    """How two tensors differ: in shape or type, or which element is the first, both values, the largest gap.
+
+    Where types are equal but a bit moves no value (a zero's sign, what a NaN carries), the gap is 0 or NaN.
+    """
+    spec = mine[1]
+    about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (mine, theirs)]
+    found: Report = {"name": spec.name, "stored": about}
+    if about[0] != about[1]:
+        return found
+    block, width = GGML_QUANT_SIZES[spec.type]
+    at, count = 0, 0
+    largest: float | None = 0.0
+    for a, b in side_by_side(mine, theirs):
+        if not np.array_equal(a, b):
+            blocks = np.flatnonzero((a != b).reshape(-1, width).any(1))
+            values = elements(a, spec.type), elements(b, spec.type)
+            if "element" not in found:
+                found |= first_of(int(blocks[0]) * block, block, at, spec, values)
+            largest = max_gap(largest, *values)
+            count += blocks.size
+        at += a.size // width * block
+    return found | {"blocks" if block > 1 else "elements": count, "largest": as_json(largest)}
+
+
+def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
+    """The first element that differs, of a block that does and begins `start` elements into a piece."""
+    if values[0] is None:
+        return {"element": place_of(before + start, spec), "values": None}
+    pair = [value[start : start + block] for value in values]
+    odd = np.flatnonzero(pair[0] != pair[1])
+    first = int(odd[0]) if odd.size else 0
+    shown = [as_json(value[first]) for value in pair]
+    return {"element": place_of(before + start + first, spec), "values": shown}
+
+
+def place_of(element: int, spec: TensorSpec) -> list[int]:
+    """The indices of an element of the flattened tensor."""
+    return [int(index) for index in np.unravel_index(element, spec.shape)]
+
+
+def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
+    """The largest difference so far; NaN once one has been, None for a type whose values are not known."""
+    if largest is None or a is None:
+        return None
+    with np.errstate(all="ignore"):
+        gap = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max())
+    return gap if isnan(gap) or gap > largest else largest
+
+
+def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
+    """The keys of files that both have whose values or types differ; None stands for no such key."""
+    for role, part in first.parts.items():
+        other = second.parts.get(role)
+        both = [part.metadata, other.metadata] if other is not None else [{}, {}]
+        for key in both[0] | both[1]:
+            values = [metadata.get(key) for metadata in both]
+            if not equal(*values):
+                yield {"file": role, "key": key, "values": [as_json(value) for value in values]}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two keys' values have one type and the same bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    return bool(a == b)

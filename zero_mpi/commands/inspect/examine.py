@@ -1,0 +1,176 @@
+"""What a model file or a checkpoint is, and whether it is sound, as one dictionary of plain values.
+
+Each tensor is read once, in pieces: its digest is worked out and values that are not finite are counted, so
+memory does not grow with the model. A checkpoint of ours is compared with the digests it holds; the digest of
+its whole state does not depend on the number of ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.checkpoint.adapter import is_adapter_file, lora_of
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.state import COUNTS, read_json
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.commands.inspect.pieces import Subject, keys_of, open_subject
+from zero_mpi.commands.inspect.tensors import Report, Tensor, read_tensor
+from zero_mpi.commands.inspect.verdict import verdict
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.models import config_from_gguf
+
+LONG, FEW = 60, 3  # letters of a text and items of an array that are shown unless all are wanted
+SIZES = {  # key of an architecture -> what it is called here
+    "block_count": "blocks",
+    "embedding_length": "width",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "key/value heads",
+    "feed_forward_length": "feed-forward",
+    "context_length": "context",
+    "vocab_size": "vocabulary",
+}
+SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
+    """All that is to be said of a path; `keys` and `tensors` want everything of these."""
+    subject = open_subject(path)
+    read = {
+        role: [read_tensor(part, spec) for spec in part.tensors.values()]
+        for role, part in subject.parts.items()
+    }
+    found: Report = {"path": str(path), "files": [about_file(part) for part in subject.parts.values()]}
+    if subject.model is not None:
+        found["model"] = about_model(subject.model)
+        found["tokenizer"] = about_tokenizer(keys_of(subject.model))
+    found["types"] = about_types([tensor for rows in read.values() for tensor in rows])
+    found["keys"] = {role: about_keys(part.metadata, keys) for role, part in subject.parts.items()}
+    found["training"] = about_training(subject)
+    found |= verdict(subject, read)
+    if tensors:
+        found["tensors"] = {role: [about_tensor(tensor) for tensor in rows] for role, rows in read.items()}
+    return found
+
+
+def about_file(source: WeightSource) -> Report:
+    """Name and size of a file, a split file or a folder."""
+    sizes = [spec.size for spec in source.tensors.values()]
+    common = {"path": str(source.path), "tensors": len(sizes), "elements": sum(sizes)}
+    if isinstance(source, GGUFFile):
+        return common | {"format": "GGUF", "bytes": source.nbytes, "parts": len(source.parts)}
+    nbytes = sum(spec.nbytes for spec in source.tensors.values())
+    return common | {"format": "safetensors", "bytes": nbytes, "parts": 1}
+
+
+def about_model(source: WeightSource) -> Report:
+    """Architecture and sizes as the keys tell them, and why zero_mpi cannot run it, if so."""
+    metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
+    arch = keys_of(source).architecture
+    if isinstance(source, GGUFFile) and is_adapter_file(source):
+        lora = lora_of(source)
+        sizes = {"adapter of rank": lora.rank, "alpha": lora.alpha, "matrices": len(lora.targets)}
+        return {"architecture": arch, "sizes": sizes, "cannot_run": None}
+    sizes = {
+        name: as_json(metadata[key]) for tail, name in SIZES.items() if (key := f"{arch}.{tail}") in metadata
+    }
+    place, problem = str(source.path), None
+    try:
+        config_from_gguf(metadata, shapes, place, source.read).check_tensors(shapes, place)
+    except UsageError as error:
+        problem = str(error).removeprefix(f"{place}: ")
+    return {"architecture": as_json(arch), "sizes": sizes, "cannot_run": problem}
+
+
+def about_tokenizer(keys: GGUFKeys) -> Report | None:
+    """Kind, size and special tokens; None if there is none."""
+    if keys.tokenizer is None:
+        return None
+    head, ids = "tokenizer.ggml.", ("bos_token_id", "eos_token_id")
+    told: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
+    told |= {name: keys.whole(f"{head}{name}") for name in ids}
+    counted = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
+    found: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
+    found |= {name: as_json(value) for name, value in told.items() if value is not None}
+    return found | {name: len(value) for name, value in counted.items() if value is not None}
+
+
+def about_types(rows: Sequence[Tensor]) -> list[Report]:
+    """Per type of tensors how many there are, and their bytes."""
+    counts, nbytes = Counter[str](), Counter[str]()
+    for tensor in rows:
+        counts[tensor.spec.type.name] += 1
+        nbytes[tensor.spec.type.name] += tensor.spec.nbytes
+    return [{"type": kind, "tensors": count, "bytes": nbytes[kind]} for kind, count in counts.most_common()]
+
+
+def about_tensor(tensor: Tensor) -> Report:
+    """One line of the table."""
+    spec = tensor.spec
+    about = {"name": spec.name, "shape": list(spec.shape), "type": spec.type.name, "bytes": spec.nbytes}
+    return about | {"digest": tensor.digest, "not_finite": tensor.not_finite}
+
+
+def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
+    """The keys, without those that are told elsewhere and with long values cut, unless all is wanted."""
+    own = f"{metadata.get('general.architecture')}."
+    return {
+        key: as_json(value, everything)
+        for key, value in metadata.items()
+        if everything or not key.startswith((*SUMMARISED, own))
+    }
+
+
+def about_training(subject: Subject) -> Report | None:
+    """Where a run of zero_mpi stood; None for a file of somebody else."""
+    metadata = [part.metadata for part in subject.parts.values()][-1]
+    if ID not in metadata:
+        return None
+    found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
+    found |= {
+        "id": as_json(metadata[ID], True),
+        "recorded_state_digest": as_json(metadata.get(STATE_DIGEST), True),
+    }
+    if subject.state is not None:
+        for name in ("settings", "plan", "machine"):
+            with suppress(UsageError):  # what a pair must have, the verdict misses
+                values = read_json(subject.state, f"training.{name}")
+                found[name] = {key: as_json(value, True) for key, value in values.items()}
+    return found
+
+
+def as_json(value: Any, everything: bool = False) -> Any:
+    """A key's value for JSON and for eyes; unless all of it is wanted, long texts and arrays are cut."""
+    if isinstance(value, np.ndarray | list):
+        part = value if everything else value[:FEW]
+        if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
+            part = part.tolist()  # at once: there may be millions
+        items = [as_json_scalar(item, everything) for item in part]
+        if everything or len(value) <= FEW:
+            return items
+        kind = "strings" if isinstance(value, list) else str(value.dtype)
+        return {"array": kind, "length": len(value), "first": items}
+    return as_json_scalar(value, everything)
+
+
+def as_json_scalar(value: Any, everything: bool) -> Any:
+    """A single value; a float as short as its type allows."""
+    if isinstance(value, np.generic):
+        value = float(str(value)) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
+    if isinstance(value, str) and len(value) > LONG and not everything:
+        return f"{value[:LONG]}..."
+    return value if value is None or isinstance(value, str | int | float) else "..."

@@ -1,0 +1,276 @@
+"""Page of the report: one Plotly figure, and tables of figures, events and settings.
+
+Names, settings and events come from files that anybody may have written: the template makes every value
+visible, cuts it and escapes it. The Content-Security-Policy of the page runs only its two scripts, by their
+hashes, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from zero_mpi import __version__
+from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size
+from zero_mpi.commands.report.curves import MEMORY
+from zero_mpi.commands.report.runs import Entry, Run
+from zero_mpi.errors import import_optional
+from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
+
+Json = dict[str, Any]
+# Title of a panel, its axis, and the curves in it with their unit.
+PANELS = (
+    ("Loss (nats a token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Gradient norm (before clipping)", {"grad_norm": "gradient norm"}, 1.0),
+    ("Learning rate", {"lr": "learning rate"}, 1.0),
+    ("Throughput (computed tokens a second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),
+    ("Seconds a step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
+    ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
+    ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
+)
+MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events with a sign above the curves
+SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
+DASHES = ("solid", "dash", "dot", "dashdot")  # of runs beyond the colours
+MOST_EVENTS, MOST_MARKS = 200, 300  # of a run
+LONGEST_NAME = 60  # letters
+PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
+CORNER = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+SCALES = [
+    {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
+    for kind in ("linear", "log")
+]
+MENU = CORNER | {"type": "buttons", "direction": "right", "buttons": SCALES}
+PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+SCRIPT = """
+const text = (id) => document.getElementById(id).textContent;
+const packed = Uint8Array.from(atob(text("plotly")), (letter) => letter.charCodeAt(0));
+const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+new Response(unpacked).text().then((source) => {
+  const script = document.createElement("script");
+  script.textContent = source;
+  document.head.append(script);
+  const figure = JSON.parse(text("data"));
+  Plotly.newPlot("curves", figure.data, figure.layout, {responsive: true, displaylogo: false});
+});
+"""
+
+
+def visible(text: object) -> object:
+    """Return text as the page may hold it, cut and with every character visible; markup stays."""
+    return text if isinstance(text, Markup) else readable(cut(str(text), LONGEST_LINE))
+
+
+def page(runs: Sequence[Run], now: datetime) -> str:
+    """Return the file; raises UsageError if Plotly is not installed."""
+    library = str(import_optional("the page", "report", "plotly.offline").get_plotlyjs())
+    environment = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
+    return environment.from_string(PAGE).render(
+        runs=runs,
+        now=now,
+        version=__version__,
+        figures=rows([figures(run) for run in runs]),
+        events=[list(newest(run)) for run in runs],
+        settings=rows([{name: setting(value) for name, value in run.config.items()} for run in runs]),
+        policy=policy(SCRIPT, library),
+        script=Markup(SCRIPT),
+        data=Markup(as_json(figure(runs))),
+        packed=Markup(base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()),
+    )
+
+
+def policy(*scripts: str) -> str:
+    """Return the Content-Security-Policy that runs these scripts alone; Plotly writes styles of its own."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    known = " ".join(f"'sha256-{digest}'" for digest in digests)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {known}; {rest}"
+
+
+def as_json(found: object) -> str:
+    """Return JSON that cannot end the element it stands in."""
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ------------------------------------------------------------------------------------------- the figure
+
+
+def figure(runs: Sequence[Run]) -> Json:
+    """Return the figure: a strip with the events of each run, and a panel for each kind of curves."""
+    panels = [panel for panel in PANELS if any(name in run.curves.last for run in runs for name in panel[1])]
+    data = [events_trace(run, number) for number, run in enumerate(runs)]
+    for place, (_, curves, unit) in enumerate(panels):
+        for number, run in enumerate(runs):
+            data += [
+                trace(run, number, place, name, title, unit)
+                for name, title in curves.items()
+                if name in run.curves.last
+            ]
+    return {"data": data, "layout": layout(runs, panels)}
+
+
+def label(text: str) -> str:
+    """Return text as a label of Plotly, which reads labels as HTML."""
+    return html.escape(readable(cut(text, LONGEST_NAME)))
+
+
+def line_of(number: int) -> Json:
+    """Return the colour and dash of a run."""
+    return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
+def trace(run: Run, number: int, place: int, name: str, title: str, unit: float) -> Json:
+    """Return a curve; a second curve of a panel is drawn with dots."""
+    steps, values = run.curves.points(name)
+    few = name in ("val_loss", "wait_seconds")
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if few or len(steps) == 1 else "lines",
+        "x": steps.tolist(),
+        "y": [float(f"{value / unit:.6g}") if math.isfinite(value) else None for value in values],
+        "name": label(f"{run.name}: {title}"),
+        "legendgroup": f"{number}",
+        "showlegend": place == 0,
+        "yaxis": f"y{place + 2}",
+        "line": {**line_of(number), "width": 1 if few else 1.6},
+        "marker": {"size": 5, "symbol": "circle-open"},
+    }
+
+
+def events_trace(run: Run, number: int) -> Json:
+    """Return the signs of a run's events."""
+    marks = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
+    marks = [event for event in marks if event["event"] != "saved"][-MOST_MARKS:] + [
+        event for event in marks if event["event"] == "saved"
+    ][-MOST_MARKS:]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [event.count("step") for event in marks],
+        "y": [-number] * len(marks),
+        "text": [label(about(event)) for event in marks],
+        "hovertemplate": "step %{x}: %{text}<extra></extra>",
+        "marker": {
+            "symbol": [SIGNS.get(event["event"], "x") for event in marks],
+            "size": 9,
+            "color": line_of(number)["color"],
+        },
+        "legendgroup": f"{number}",
+        "showlegend": False,
+        "yaxis": "y",
+    }
+
+
+def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
+    """Return the places of the strip and the panels, one below the other over a common axis of steps."""
+    strip = STRIP + 14 * (len(runs) - 1)
+    full = strip + len(panels) * (PANEL + GAP)
+    grid = {"gridcolor": "rgba(128,136,148,0.22)", "zeroline": False}
+    axes: Json = {
+        "yaxis": {"domain": [1 - strip / full, 1], "visible": False, "range": [0.6 - len(runs), 0.6]}
+    }
+    titles = []
+    for place, (title, curves, _) in enumerate(panels):
+        top = 1 - (strip + GAP + place * (PANEL + GAP)) / full
+        mode = "normal" if {"loss", "grad_norm"} & curves.keys() else "tozero"
+        axes[f"yaxis{place + 2}"] = grid | {"domain": [max(0.0, top - PANEL / full), top], "rangemode": mode}
+        at = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
+        titles.append({"text": f"<b>{title}</b>", "showarrow": False, **at})
+    grounds = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+    return {
+        **axes,
+        **grounds,
+        "height": full + 150,
+        "margin": {"t": 90, "b": 50, "l": 60, "r": 10},
+        "xaxis": grid | {"anchor": f"y{len(panels) + 1}", "title": {"text": "step"}, "showspikes": True},
+        "hovermode": "x unified" if len(runs) == 1 else "closest",
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        "annotations": titles,
+        "updatemenus": [MENU] if panels else [],
+        "font": {"color": "#7a8290"},
+    }
+
+
+# ------------------------------------------------------------------------------------------- the tables
+
+
+def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
+    """Return (name, whether the runs differ, the value of each run) of everything that some run has."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    found = [(name, [column.get(name, "") for column in columns]) for name in names]
+    return [(name, len(set(values)) > 1, values) for name, values in found]
+
+
+def setting(value: object) -> str:
+    """Return a setting for people."""
+    return shown(" ".join(map(str, value)) if isinstance(value, list) else value, LONGEST_LINE)
+
+
+def figures(run: Run) -> dict[str, str]:
+    """Return the numbers that a reader wants first; without those that are not known."""
+    last, started = run.curves.last, run.started
+    steps = run.status.count("steps") or run.config.count("steps")
+    found = {
+        "State": state_line(run),
+        "Step": f"{run.step:,}" + (f" of {steps:,}" if steps else ""),
+        "Tokens counted in the loss": number(last, "tokens", count),
+        "Loss": number(last, "loss", plain),
+        "Validation loss": number(last, "val_loss", plain),
+        "Computed tokens a second": number(last, "tokens_per_second", count),
+        "Share of measured peak": number(last, "mfu", percent),
+        "Seconds a step": number(last, "step_seconds", elapsed),
+        "Memory of the largest rank": number(last, MEMORY, lambda value: size(int(value))),
+        "Ranks": f"{started.count('ranks') or run.status.count('ranks') or ''}",
+        "Parameters": count(started.count("parameters") or 0) if started.count("parameters") else "",
+    }
+    words = ("arch", "strategy", "transport", "device", "precision", "version")
+    found |= {
+        name.capitalize(): shown(started.text(name), LONGEST_LINE) for name in words if started.text(name)
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def number(last: dict[str, float], name: str, write: Any) -> str:
+    """Return the last value of a number, or an empty text."""
+    if name not in last:
+        return ""
+    return str(write(last[name])) if math.isfinite(last[name]) else "not finite"
+
+
+def state_line(run: Run) -> str:
+    """Return the state of a run and its reason."""
+    reason = run.status.text("reason")
+    return (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
+
+
+def newest(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield (time, step, what happened) of the newest events, newest first."""
+    for event in [*run.events][: -MOST_EVENTS - 1 : -1]:
+        when = event.moment("time")
+        yield f"{when:%Y-%m-%d %H:%M:%S}" if when else "", f"{event.count('step') or 0:,}", about(event)
+
+
+def about(event: Entry) -> str:
+    """Return an event in a line."""
+    name, folder = event["event"], event.text("folder")
+    if name == "started" and (ranks := event.count("ranks")):
+        return f"started on {plural(ranks, 'rank')}"
+    if name in ("saved", "resumed"):
+        of = f" of {plural(ranks, 'rank')}" if (ranks := event.count("from_ranks")) else ""
+        return f"{name} {'from ' if name == 'resumed' else ''}{folder or 'a checkpoint'}{of}"
+    if name == "sample":
+        return f"sample: {event.text('prompt')}{event.text('text').removeprefix(event.text('prompt'))}"
+    said = event.text("text") or event.text("reason")
+    return f"{name}: {said}" if said else str(name)

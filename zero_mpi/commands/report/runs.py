@@ -1,0 +1,160 @@
+"""Run folders as the report reads them: records, events, state and configuration.
+
+Only `metrics.jsonl` or `status.json` must be there. Everything else may be missing, of an older version, cut
+off by a crash or written by somebody else; what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.commands.report.curves import LIMIT, Curves, is_number, read_curves
+from zero_mpi.config.replay import NAME as CONFIG
+from zero_mpi.config.toml import MOST_SETTINGS
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import exists, read_file, read_lines
+from zero_mpi.files.parse import parse_json, parse_toml
+from zero_mpi.telemetry.events import NAME as EVENTS
+from zero_mpi.telemetry.metrics import METRICS
+from zero_mpi.telemetry.status import NAME as STATUS
+from zero_mpi.telemetry.status import RUNNING, read_status
+
+LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
+MOST_KEYS = 500  # settings
+MOST_HISTORY = 8 << 20  # bytes of the newest events, which are those that are kept
+SILENCE = 60.0  # seconds; a living run renews its status every five
+MOST_COUNT = 1 << 63
+
+
+class Entry(dict[str, Any]):
+    """Values of a file by name. A value of another type than the one asked for counts as missing."""
+
+    def text(self, name: str) -> str:
+        """Return a text, or an empty one."""
+        value = self.get(name)
+        return value if isinstance(value, str) else ""
+
+    def count(self, name: str) -> int | None:
+        """Return a whole number from 0 on."""
+        value = self.get(name)
+        return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
+
+    def moment(self, name: str) -> datetime | None:
+        """Return a time in ISO 8601; UTC where it names no zone."""
+        try:
+            found = datetime.fromisoformat(self.text(name))
+        except ValueError:
+            return None
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+@dataclass
+class Run:
+    """Everything that the report shows of a run."""
+
+    path: Path
+    curves: Curves
+    status: Entry = field(default_factory=Entry)
+    config: Entry = field(default_factory=Entry)
+    events: Sequence[Entry] = ()
+    name: str = ""
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def state(self) -> str:
+        """State of status.json, LOST if the run should be alive and is not, empty if there is none."""
+        state, updated = self.status.text("state"), self.status.moment("updated")
+        is_silent = updated is not None and (self.now - updated).total_seconds() > SILENCE
+        return LOST if state == RUNNING and is_silent else state
+
+    @property
+    def step(self) -> int:
+        """Steps done, by the records, or by the status where there are none."""
+        return self.curves.step or self.status.count("step") or 0
+
+    @property
+    def started(self) -> Entry:
+        """The latest start of a job."""
+        return next((event for event in reversed(self.events) if event["event"] == "started"), Entry())
+
+
+def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
+    """Read the runs of folders, each once, with names that differ; raises UsageError for another folder."""
+    places: dict[str, Path] = {}
+    for path in paths:
+        places.setdefault(os.path.realpath(path), path)
+    runs = [read_run(path, limit) for path in places.values()]
+    for run, name in zip(runs, names([run.path for run in runs]), strict=True):
+        run.name = name
+    return runs
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Return the last parts of each path, as many as it takes to tell them apart."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        found = ["/".join(one[-length:]) for one in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(path) for path in paths]
+
+
+def read_run(path: Path, limit: int = LIMIT) -> Run:
+    """Read the run in a folder; raises UsageError if there is none, or if it may not be read."""
+    check_folder(path)
+    try:
+        curves = read_curves(path / METRICS, limit) if os.path.exists(path / METRICS) else Curves(limit)
+        status = Entry(read_status(path / STATUS))
+        return Run(path, curves, status, read_config(path / CONFIG), read_events(path / EVENTS))
+    except OSError as error:
+        place = shown(error.filename or path)
+        raise UsageError(f"{place}: cannot be read: {error.strerror or error}") from error
+
+
+def check_folder(path: Path) -> None:
+    """Raise UsageError if `path` is not the folder of a run."""
+    if not exists(path):
+        found = "nothing there: give the path of a run"
+    elif not os.path.isdir(path):
+        found = "a file: give its folder"
+    elif any(os.path.exists(path / name) for name in (METRICS, STATUS)):
+        return
+    elif os.path.exists(folders.weights_in(path)):
+        found = f"a checkpoint: give the folder around it, {Path(os.path.realpath(path)).parent}"
+    else:
+        found = "neither: give the path of a run"
+    wanted = f"expected the folder of a run (what --out named), which holds {METRICS} or {STATUS}"
+    raise UsageError(f"{shown(path)}: {wanted}; found {found}")
+
+
+def read_config(path: Path) -> Entry:
+    """Read the settings of a run; empty if they cannot be read."""
+    try:
+        return Entry(islice(parse_toml(read_file(path, MOST_SETTINGS)).items(), MOST_KEYS))
+    except ValueError:  # FileError is one
+        return Entry()
+
+
+def read_events(path: Path) -> list[Entry]:
+    """Read the newest events of a run, oldest first; a line that is none is left out."""
+    found, size = deque[tuple[int, Entry]](), 0
+    with suppress(FileError):
+        for line in read_lines(path, b'"event"'):
+            with suppress(ValueError):
+                event = parse_json(line, null_for_infinite=True)
+                if isinstance(event, dict) and Entry(event).text("event"):
+                    found.append((len(line), Entry(event)))
+                    size += len(line)
+            while size > MOST_HISTORY:
+                size -= found.popleft()[0]
+    return [event for _, event in found]

@@ -1,0 +1,137 @@
+"""`zero-mpi samples MODEL --data chat.jsonl`: conversations as a model is given them in training.
+
+What counts is coloured on a terminal, and stands between « and » elsewhere and where NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import percent, plural, write
+from zero_mpi.config.bounds import within
+from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
+from zero_mpi.data import Tokenizer, collect_files, named
+from zero_mpi.data.bos import AUTO, bos_of
+from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
+from zero_mpi.data.conversations.row_sources import HEAD, beginning
+from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
+from zero_mpi.data.file_kinds import kind_of
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import readable, shown
+from zero_mpi.files.open import is_folder
+from zero_mpi.launch.world import World, run
+
+MARKS, COLOURS = ("«", "»"), ("\x1b[32m", "\x1b[0m")
+
+
+def make_parser() -> Parser:
+    """The parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi samples",
+        description="Show conversations as training reads them: the text that the chat template makes, "
+        "which of its tokens the loss counts, and how many there are.",
+        epilog="Example:\n\n  zero-mpi samples MODEL.gguf --data chat.jsonl",
+    )
+    parser.add_argument(
+        "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
+    )
+    parser.add_argument(
+        "--data", nargs="+", required=True, metavar="PATH", help="files of conversations, or folders of them"
+    )
+    add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
+    parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print samples and totals. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    within("count", options.count, 0)
+    files = collect_files(options.data)
+    if not are_conversations(files):
+        for name, path in files:
+            if kind := kind_of(beginning(path, bool)[:HEAD], name):
+                about = f"found {kind.name}: {kind.remedy}"
+                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {about}")
+        raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
+    tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
+    samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
+    inputs = template_inputs(options, tokenizer)
+    reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
+    for found in reader.read(files, bad):
+        totals.add(found.name, found.facts)
+        if len(samples) < options.count:
+            parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
+            samples.append({"name": found.name, **found.facts, "parts": parts})
+    notes = [*totals.cautions(), *(bad.notes() if bad else ())]
+    if notes and not totals.sums:
+        raise UsageError(f"--data {named(options.data)}: expected a row that can be read; {notes[-1]}")
+    if options.json:
+        figures = {"samples": samples, **totals.sums, "longest": totals.longest, "notes": notes}
+        write(json.dumps(figures, indent=2).replace("\x7f", "\\u007f").split("\n"))
+    elif sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        write(lines(samples, totals, notes, *COLOURS), keep="\x1b")
+    else:
+        write(lines(samples, totals, notes, *MARKS))
+    return 0
+
+
+def tokenizer_at(path: str) -> Tokenizer:
+    """The tokenizer of a model, or of a file that holds nothing else; raises UsageError."""
+    if not is_folder(path):
+        return tokenizer_in(path)
+    source = open_weights(path)
+    return tokenizer_of(source, read_model(source))
+
+
+def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
+    """The text of a conversation in runs of tokens that all count, or all do not."""
+    changes = np.flatnonzero(np.diff(found.counted)) + 1
+    ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
+    for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):
+        if first < last:
+            yield raw[ends[first] : ends[last]].decode(errors="replace"), bool(found.counted[first])
+
+
+def lines(
+    samples: list[dict[str, Any]], totals: Totals, notes: list[str], begin: str, end: str
+) -> Iterator[str]:
+    """The text of samples, totals and notes, what counts between two signs."""
+    for sample in samples:
+        yield f"{shown(sample['name'])}: {described(Facts(sample))}"
+        text = "".join(
+            marked(readable(part["text"]), begin, end) if part["counted"] else readable(part["text"])
+            for part in sample["parts"]
+        )
+        yield from text.split("\n")
+        yield ""
+    of = totals.sums
+    share = percent(of["counted"] / max(1, of["tokens"]))
+    yield (
+        f"{plural(of['conversations'], 'conversation')}: {plural(of['tokens'], 'token')}, "
+        f"{of['counted']:,} of them counted ({share}); the longest has {totals.longest:,}"
+    )
+    yield from notes
+
+
+def marked(text: str, begin: str, end: str) -> str:
+    """A text between two signs; colours end with each line, and begin again."""
+    inner = text.replace("\n", f"{end}\n{begin}") if begin in COLOURS else text
+    return f"{begin}{inner}{end}"
+
+
+def main() -> None:
+    """The entry point of the command."""
+    run("samples", command, sys.argv[1:], alone=True)

@@ -1,0 +1,143 @@
+"""One start of the run: from a process group of its own to the end of the last process in it.
+
+The launcher is the leader of the group and alone is told to stop: it hands that on. A run that was told
+before its first line could hear it is told again every few seconds, as the job scripts do. A launcher that
+goes on when the run has said its last word, or when nothing of the run has changed for long, waits for a host
+that is gone: its group is ended. Where this process is killed the kernel tells the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_mpi.commands.supervise.decision import Ending
+from zero_mpi.commands.supervise.run_facts import RunFacts
+from zero_mpi.commands.supervise.stop_request import StopRequest
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import show
+from zero_mpi.files.open import reason
+from zero_mpi.telemetry import status as words
+
+LOOK = 0.1  # seconds between looks at the process
+LOOK_AT_RUN = 1.0  # and at the folder of the run
+AGAIN = 5.0  # seconds after which a run is told again to stop
+LINGER = 60.0  # seconds that a launcher may go on after the run's last word
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+LAST_WORDS = (words.DONE, words.STOPPED, words.FAILED)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+_libc = ctypes.CDLL(None)
+
+
+class Attempt:
+    """A run that was started, and what has been seen of it."""
+
+    def __init__(self, facts: RunFacts, stop: StopRequest, hang_after: float) -> None:
+        self._facts, self._stop, self._hang_after = facts, stop, hang_after
+        self._before, self._checkpoint = facts.word(), facts.checkpoint()
+        self._signs, self._alive_at = facts.signs(), time.monotonic()
+        self._over_since: float | None = None
+        self._told_at: float | None = None
+        self._looked_at = 0.0
+
+    def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
+        """Start the command and wait for its end. Raises UsageError where there is no such command.
+
+        settings: variables beside those of this process
+        """
+        try:
+            job = subprocess.Popen(
+                command,
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise UsageError(f"{show(command[0])} cannot be started: {reason(error)}") from None
+        ended_for = ""
+        try:
+            while not has_ended(job) and not ended_for:
+                time.sleep(LOOK)
+                ended_for = self._look(job)
+        finally:  # whatever goes wrong here, nobody is left behind
+            if not has_ended(job):
+                end_group(job)
+            code = reap(job)
+        return Ending(
+            128 - code if code < 0 else code,
+            self._said(),
+            ended_for,
+            self._facts.step(),
+            self._has_progressed(),
+        )
+
+    def _has_progressed(self) -> bool:
+        """Return whether the run has a new checkpoint."""
+        return self._facts.checkpoint() not in (self._checkpoint, ("", 0))
+
+    def _said(self) -> Mapping[str, Any]:
+        """What the run has said of itself since this start."""
+        word = self._facts.word()
+        return {} if word == self._before else word
+
+    def _look(self, job: subprocess.Popen[bytes]) -> str:
+        """Why the run is to be ended now; empty while it goes on."""
+        now = time.monotonic()
+        if self._stop.at_once:
+            return "told twice to stop"
+        if self._stop.told and self._over_since is None:
+            self._tell(job, now)
+        if now - self._looked_at < LOOK_AT_RUN:
+            return ""
+        self._looked_at = now
+        if self._over_since is None and self._said().get("state") in LAST_WORDS:
+            self._over_since = now
+        if self._over_since is not None and now - self._over_since > LINGER:
+            return f"the launcher went on for {LINGER:.0f} s after the end of the run"
+        return self._silence(now)
+
+    def _silence(self, now: float) -> str:
+        signs = self._facts.signs()
+        if signs != self._signs:
+            self._signs, self._alive_at = signs, now
+        if self._facts.out is None or not 0 < self._hang_after < now - self._alive_at:
+            return ""
+        return f"no sign of life in the run's folder for {self._hang_after:g} s"
+
+    def _tell(self, job: subprocess.Popen[bytes], now: float) -> None:
+        if self._told_at is None or now - self._told_at > AGAIN:
+            self._told_at = now
+            os.kill(job.pid, signal.SIGUSR1)  # it is not reaped yet, so nobody else has its number
+
+
+def _end_with_parent() -> None:
+    """Let the kernel tell the launcher when its parent is gone."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def has_ended(job: subprocess.Popen[bytes]) -> bool:
+    """Whether the leader has ended; it is not reaped, so that its group's number stays its own."""
+    return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def end_group(job: subprocess.Popen[bytes]) -> None:
+    """Ask all processes of the group to end, and wait a while for the leader."""
+    os.killpg(job.pid, signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while not has_ended(job) and time.monotonic() < until:
+        time.sleep(LOOK)
+
+
+def reap(job: subprocess.Popen[bytes]) -> int:
+    """The status of the leader, after whoever is left of its group was killed."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(job.pid, signal.SIGKILL)
+    return job.wait()

@@ -1,0 +1,129 @@
+"""The command: its flags and its end."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zero_mpi import environment
+from zero_mpi.cli.parser import Parser
+from zero_mpi.commands.hostfile.host_entries import LINES
+from zero_mpi.commands.supervise.host_pool import HostPool, find_pool
+from zero_mpi.commands.supervise.restarts import RestartLimits, Restarts
+from zero_mpi.commands.supervise.run_facts import RunFacts
+from zero_mpi.commands.supervise.template import PLACEHOLDERS, Template
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import one_line
+from zero_mpi.launch import interrupts
+from zero_mpi.launch.ending import BAD_USAGE, say
+
+BEFORE = "--"  # stands before the command
+
+
+def make_parser() -> Parser:
+    """The parser of the command line, up to BEFORE."""
+    usual = RestartLimits()
+    parser = Parser(
+        prog="zero-mpi supervise",
+        usage="%(prog)s [flags] -- COMMAND ...",
+        description="Start a run, and start it again from its newest checkpoint, on the hosts that are left, "
+        "when a rank or a host dies or hangs. {hostfile}, {hosts}, {nodes} and {ranks} in the command are "
+        "filled for each start. Exit status: that of the run.",
+        epilog="Examples, with a host in reserve, and in a Slurm job:\n\n"
+        "  zero-mpi supervise --hostfile hosts --spare 1 -- \\\n"
+        "      mpirun -f {hostfile} -n {ranks} python -m zero_mpi.train --out runs/long\n"
+        "  zero-mpi supervise -- \\\n"
+        "      srun -w {hosts} -N {nodes} -n {ranks} python -m zero_mpi.train",
+    )
+    texts: dict[str, tuple[float, str]] = {
+        "--restarts": (usual.restarts, "most restarts without a new checkpoint in between"),
+        "--backoff": (usual.backoff, "seconds before the first of these restarts; doubled each time"),
+        "--hang-after": (
+            usual.hang_after,
+            "seconds without a change in the run's folder after which it is ended; 0: never",
+        ),
+        "--spare": (0, "hosts at the end of the list that are kept in reserve"),
+        "--min-hosts": (usual.min_hosts, "fewest hosts of a restart"),
+        "--probe-timeout": (HostPool.timeout, "seconds for a host to answer"),
+    }
+    for name, (default, text) in texts.items():
+        parser.add_argument(name, type=type(default), default=default, help=text)
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="hosts and their ranks (default: those of the batch job)"
+    )
+    parser.add_argument(
+        "--for", dest="form", choices=tuple(LINES), default="mpich", help="reader of {hostfile}"
+    )
+    is_well = "command that ends with 0 if {host} is well (default: by ssh, in a Slurm job by srun)"
+    parser.add_argument("--probe", metavar="COMMAND", help=is_well)
+    parser.add_argument("--run", metavar="DIR", help="folder of the run (default: the --out of the command)")
+    return parser
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Supervise the run. Returns the exit status."""
+    restarts = prepare(arguments)
+    restarts.stop.listen()
+    return restarts.run()
+
+
+def prepare(arguments: Sequence[str]) -> Restarts:
+    """What is to be done, from the command line. Raises UsageError."""
+    cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
+    wanted = f"expected the command behind {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
+    if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
+        raise UsageError(wanted)
+    options = checked(make_parser().parse_args(arguments[:cut]))
+    template = Template(tuple(arguments[cut + 1 :]), options.form)
+    if not template.words:
+        raise UsageError(wanted)
+    if environment.under_launcher():
+        raise UsageError("supervise starts the launcher itself: leave mpirun out before it")
+    pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
+    limits = RestartLimits(options.restarts, options.backoff, options.hang_after, options.min_hosts)
+    facts = RunFacts(Path(options.run) if options.run else template.out())
+    return Restarts(template, with_spare(pool, options, template), facts, limits)
+
+
+def checked(options: Namespace) -> Namespace:
+    """The flags, if their numbers make sense. Raises UsageError."""
+    least = {"restarts": 0, "backoff": 0, "hang_after": 0, "spare": 0, "min_hosts": 1, "probe_timeout": 0}
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if not bound <= value < 1e9:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {value:g}: expected a number from {bound} to 1e9")
+    return options
+
+
+def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
+    """Return the hosts, the last of them kept back; raises UsageError where too few are known."""
+    wanted = options.hostfile or options.spare or options.min_hosts > 1
+    if not template.takes_hosts:
+        if wanted:
+            expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
+            raise UsageError(
+                f"--hostfile, --spare and --min-hosts: {expected}: mpirun -f {{hostfile}} -n {{ranks}} ..."
+            )
+        return None
+    if pool is None:
+        raise UsageError("the command has a placeholder and no hosts are known: give --hostfile FILE")
+    if len(pool.hosts) - options.spare < options.min_hosts:
+        raise UsageError(
+            f"--spare {options.spare}: of {len(pool.hosts)} hosts at least {options.min_hosts} must be left; "
+            "name more hosts"
+        )
+    return replace(pool, spare=options.spare, timeout=options.probe_timeout)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        status = command(sys.argv[1:])
+    except UsageError as error:
+        say(f"zero_mpi supervise: error: {one_line(str(error))}")
+        status = BAD_USAGE
+    interrupts.leave(status)

@@ -1,0 +1,124 @@
+"""Hosts of a run: where they are named, which of them answer, and which of these a start may use.
+
+A host answers if a command that goes there ends with status 0 in time. All are asked at once, before each
+start but the first, except for the host that asks. The last `spare` of the list are not used while those
+before them answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_mpi.commands.hostfile.host_entries import HostEntry, read_file, read_hosts
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+
+AT_ONCE = 64  # hosts that are asked at the same time
+LOOK = 0.05  # seconds between looks at those that are asked
+SECONDS = 30.0  # for Slurm to name its nodes
+HERE = "{host}"
+BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
+BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """Hosts in their order.
+
+    probe     words of a command, with HERE for a host's name
+    timeout   seconds that it may take
+    spare     how many of the last hosts are kept back
+    """
+
+    hosts: tuple[HostEntry, ...]
+    probe: tuple[str, ...]
+    timeout: float = 15.0
+    spare: int = 0
+
+    def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
+        """Return the hosts of a start: the first that are not silent."""
+        wanted = len(self.hosts) - self.spare
+        return tuple(host for host in self.hosts if host.name not in silent)[:wanted]
+
+    def silent(self) -> list[str]:
+        """Return the names of the hosts that do not answer."""
+        asked = [host.name for host in self.hosts if host.name not in own_names()]
+        parts = (asked[begin : begin + AT_ONCE] for begin in range(0, len(asked), AT_ONCE))
+        return [name for part in parts for name in self._ask(part)]
+
+    def _ask(self, names: Sequence[str]) -> list[str]:
+        """Return the names of a few hosts that do not answer."""
+        asking = {name: start_quietly([word.replace(HERE, name) for word in self.probe]) for name in names}
+        until = time.monotonic() + self.timeout
+        while time.monotonic() < until and any(one and one.poll() is None for one in asking.values()):
+            time.sleep(LOOK)
+        for one in asking.values():
+            if one and one.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.pid, signal.SIGKILL)
+                one.wait()
+        return [name for name, one in asking.items() if one is None or one.returncode != 0]
+
+
+def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    """Start a process in a group of its own, without output; None where there is no such program."""
+    quiet = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    except OSError:
+        return None
+
+
+def own_names() -> set[str]:
+    """Return the names of this host."""
+    name = platform.node()
+    return {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+
+
+# ------------------------------------------------------------------------------------- where they are named
+
+
+def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
+    """Return the hosts of a file or of the batch job, or None where none are named; raises UsageError."""
+    if hostfile:
+        return HostPool(tuple(read_file(hostfile)), probe_words(probe or BY_SSH))
+    if environ.get("SLURM_JOB_NODELIST"):
+        return HostPool(slurm_hosts(environ), probe_words(probe or BY_SRUN))
+    if environ.get("PBS_NODEFILE"):
+        return HostPool(tuple(read_file(environ["PBS_NODEFILE"])), probe_words(probe or BY_SSH))
+    return None
+
+
+def probe_words(text: str) -> tuple[str, ...]:
+    """Return the words of a question to a host; raises UsageError."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--probe {shown(text)}: not a command: {error}") from None
+    if not any(HERE in word for word in words):
+        raise UsageError(f"--probe {shown(text)}: expected {HERE} where the host's name belongs")
+    return words
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
+    """Return the nodes of a Slurm job with the ranks that each takes; raises UsageError."""
+    question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
+    try:
+        answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+        names = read_hosts(answer.stdout.decode().splitlines(), "scontrol show hostnames")
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+        raise UsageError(f"scontrol does not name the nodes of this job ({error}); give --hostfile") from None
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+    counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
+    counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
+    pairs = zip(names, counts, strict=False)
+    return tuple(HostEntry(host.name, max(1, count)) for host, count in pairs)

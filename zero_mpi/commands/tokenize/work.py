@@ -1,0 +1,227 @@
+"""The work of all ranks: look at the inputs, write the missing parts, write the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from zero_mpi.cli.text import elapsed, plural, short_size
+from zero_mpi.commands.tokenize.encode_parts import Encoding, encode_parts
+from zero_mpi.commands.tokenize.parts import WorkPart, cut_parts, dealt
+from zero_mpi.commands.tokenize.progress import Amount, Pulse
+from zero_mpi.commands.tokenize.text_formats import (
+    FLAG,
+    TEXT_FORMATS,
+    InputFile,
+    check_unchanged,
+    format_named,
+)
+from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record
+from zero_mpi.data import Tokenizer
+from zero_mpi.data.bin_tokens import megatron_dtype
+from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.text_documents import separator_notes
+from zero_mpi.data.text_files import TOKENIZER, collect_files, library_files, named, unreadable
+from zero_mpi.data.text_filter import TextFilter
+from zero_mpi.data.token_folder import UNFINISHED
+from zero_mpi.errors import JobError, UsageError, writing
+from zero_mpi.files.foreign import LONGEST, shown
+from zero_mpi.files.open import is_folder, open_file
+from zero_mpi.launch.ending import REQUEUE
+from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.hang_report import reports_in
+from zero_mpi.launch.stopping import PREPARING, STEPS, signals
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.progress_bar import short
+
+MEBIBYTE = BLOCK = 1 << 20
+COUNTS = ("documents", "tokens", "text_bytes", "skipped")
+LOOKING, WRITING = "looking at the files", "writing token files"
+TRAIN = "mpirun -n 8 python -m zero_mpi.train --data"
+
+
+def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Table, watchdog: Watchdog) -> int:
+    """Write what is missing in the folder. Returns the exit status. Collective."""
+    watchdog.beat("finding the files")
+    files = world.from_root(lambda: found_files(options.path, options.out))
+    hold = take_folder(world, Path(options.out))
+    watchdog.gather(*reports_in(Path(options.out), world.comm))
+    signals.enter(PREPARING)
+    encoding = Encoding(Path(options.out), files, TextReader(tokenizer, options.control_tokens), options)
+    folder: WorkFolder = world.on_root(lambda: WorkFolder(encoding.out, about))
+    inputs, weights, filters = look_at_files(world, encoding, watchdog)
+    watchdog.beat("reading what is there already")
+    size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
+    parts = cut_parts(files, weights, size)
+    missing = world.from_root(lambda: begin(folder, encoding, parts, inputs, filters))
+    if missing is None:
+        return 0
+    world.together(lambda: check_shared(encoding.out))
+    begun, new = time.monotonic(), [part for part in parts if part.name in missing]
+    share = dealt([part.weight for part in new], world.size)[world.rank]
+    total, left = (sum(part.weight for part in some) for some in (parts, new))
+    signals.enter(STEPS)
+    pulse = Pulse(world, watchdog, WRITING, total, total - left, lambda: bool(signals.caught or hold.lost))
+    is_done = pulse.run(partial(encode_parts, encoding, [new[place] for place in share]))
+    hold.check()
+    watchdog.beat("writing the manifest")
+    if not is_done:
+        world.on_root(lambda: say_stopped(encoding.out, parts))
+        signals.caught = signals.caught or "a signal to another rank"
+        return REQUEUE
+    seconds = time.monotonic() - begun
+    world.on_root(lambda: finish(folder, encoding, parts, inputs, missing, seconds))
+    return 0
+
+
+def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
+    """Return the files that the flags name; raises UsageError, also where `out` is in a folder of these."""
+    for given in paths:
+        inner, outer = os.path.realpath(out), os.path.realpath(given)
+        if os.path.commonpath([inner, outer]) == outer:
+            raise UsageError(f"--out {shown(out)}: lies in {FLAG} {shown(given)}: use a folder beside it")
+    files = list[InputFile]()
+    for name, path in collect_files(paths, FLAG) if paths else library_files():
+        try:
+            about = path.stat()
+        except OSError as error:
+            unreadable(error)
+        files.append(InputFile(name, path, format_named(name).name, about.st_size, about.st_mtime_ns))
+    return files
+
+
+def look_at_files(
+    world: World, encoding: Encoding, watchdog: Watchdog
+) -> tuple[list[Table], list[list[int]], list[TextFilter]]:
+    """Look at all files, each by one rank. Collective; raises UsageError.
+
+    Returns the inputs for the manifest, the weights of each file's pieces (none if it is no text), and the
+    filters of all ranks.
+    """
+    sizes = [file.size for file in encoding.files]
+    reading, found = encoding.reading(), dict[int, tuple[str, list[int]]]()
+
+    def look(pulse: Pulse) -> None:
+        reading.beat = pulse.beat
+        for number in dealt(sizes, world.size)[world.rank]:
+            file = encoding.files[number]
+            if not pulse.beat():
+                return  # another rank raises
+            weights = TEXT_FORMATS[file.format].weights(file, reading)
+            if weights is not None:
+                found[number] = digest_of(file, pulse), weights
+
+    Pulse(world, watchdog, LOOKING, sum(sizes)).run(look)
+    results = world.results(lambda: (found, reading.filter))
+    for theirs, _ in results:
+        found |= theirs
+    inputs: list[Table] = [
+        {"name": file.name, "format": file.format, "bytes": file.size, "sha256": found[number][0]}
+        for number, file in enumerate(encoding.files)
+        if number in found
+    ]
+    weights = [found[number][1] if number in found else [] for number in range(len(sizes))]
+    return inputs, weights, [text_filter for _, text_filter in results]
+
+
+def digest_of(file: InputFile, pulse: Pulse) -> str:
+    """Return the sha256 of a file; raises UsageError if it cannot be read, JobError if it changes."""
+    digest = hashlib.sha256()
+    with open_file(file.path) as raw:
+        try:
+            while block := raw.read(BLOCK):
+                digest.update(block)
+                pulse.beat(Amount(len(block), len(block)))
+        except OSError as error:
+            error.filename = file.path
+            unreadable(error)
+    check_unchanged(file)
+    return digest.hexdigest()
+
+
+def begin(
+    folder: WorkFolder,
+    encoding: Encoding,
+    parts: list[WorkPart],
+    inputs: list[Table],
+    filters: list[TextFilter],
+) -> set[str] | None:
+    """Write the plan; returns the names of missing parts, None where the folder is complete. On rank 0."""
+    joint = encoding.text_filter()
+    joint.out = sorted(name for each in filters for name in each.out)
+    joint.taken = sorted(name for each in filters for name in each.taken)
+    warn(joint.notes())
+    with writing():
+        folder.begin(inputs, encoding.text.tokenizer)
+    if folder.is_complete:
+        log.info("%s", f"{shown(encoding.out)} was complete: {train_on(encoding)}")
+        return None
+    missing = {part.name for part in parts if read_record(encoding.out, part.name) is None}
+    of = f"of {len(parts):,}, from {plural(len(inputs), 'file')}"
+    log.info("%s", f"{plural(len(missing), 'part')} to write {of}")
+    return missing
+
+
+def check_shared(out: Path) -> None:
+    """Raise UsageError on a rank that does not see what rank 0 has written."""
+    if not is_folder(out / UNFINISHED):
+        raise UsageError(f"--out {shown(out)}: expected a folder that the hosts of all ranks share")
+
+
+def say_stopped(out: Path, parts: list[WorkPart]) -> None:
+    """Say how much of a stopped work is complete."""
+    done = sum(read_record(out, part.name) is not None for part in parts)
+    log.info("%s", f"stopped: {done} of {plural(len(parts), 'part')} are complete; the same command goes on")
+
+
+def finish(
+    folder: WorkFolder,
+    encoding: Encoding,
+    parts: list[WorkPart],
+    inputs: list[Table],
+    new: set[str],
+    seconds: float,
+) -> None:
+    """Write the manifest, and say what there is now. Raises UsageError where there is nothing."""
+    found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
+    if len(found) != len(parts):
+        raise JobError(f"{shown(folder.out)}: the records of parts were removed under the job")
+    records, out = list(found.values()), shown(folder.out)
+    counts = {name: sum(each[name] for each in records) for name in COUNTS}
+    joint, reader = encoding.text_filter(), encoding.text.anew()
+    for record in records:
+        joint.odd += record["odd"]
+        reader.spelt.update(record["spelt"])
+    warn((*joint.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
+    if counts["skipped"]:
+        warn([f"lines and rows without a text left out: {counts['skipped']:,}"])
+    if not counts["documents"]:
+        folder.clear()
+        (folder.out / TOKENIZER).unlink()
+        raise UsageError(f"{FLAG} holds no text: {named(encoding.options.path, LONGEST)}")
+    files = [file for each in records for file in each["files"]]
+    ids = megatron_dtype(reader.tokenizer.vocab_size).name
+    with writing():
+        folder.end({**folder.about, "inputs": inputs, "ids": ids, **counts, "files": files})
+    rate = short(sum(found[name]["tokens"] for name in new) / max(seconds, 1e-9))
+    made = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
+    size = f"{short_size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
+    log.info("%s", f"{out}: {made} of {size}, {rate} tokens/s in {elapsed(seconds)}; {train_on(encoding)}")
+
+
+def warn(notes: Iterable[str]) -> None:
+    """Tell the user what was found."""
+    for note in notes:
+        log.tell(log.Caution(note))
+
+
+def train_on(encoding: Encoding) -> str:
+    """Return the advice at the end."""
+    return f"{TRAIN} {shown(encoding.out)} trains on them"

@@ -1,0 +1,153 @@
+"""`zero-mpi verify`: from the flags to a yes or to the first difference, on all ranks."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+
+from zero_mpi.cli.text import few, plural, write
+from zero_mpi.commands.verify.claim import Claim, check_tensors, examine
+from zero_mpi.commands.verify.findings import Differs, agreed, of_root
+from zero_mpi.commands.verify.premises import check_config, check_facts
+from zero_mpi.commands.verify.recompute import compute
+from zero_mpi.commands.verify.request import MOST_SEED, Request, config_then, make_parser, read_request
+from zero_mpi.commands.verify.stretches import Stretch, between, drawn, gaps
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.consistency import check, check_installation, check_not_alone
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World, run
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.proof import PROOF
+from zero_mpi.train.early_claims import obey_early
+from zero_mpi.train.identity import SETTINGS
+from zero_mpi.train.resolve import RunSpec, resolve
+
+__all__ = ["command", "main", "make_parser"]
+INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
+Steps = tuple[int, int]  # start and last
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Verify a run, and say what came of it. Returns the exit status."""
+    check_not_alone(world)
+    check_installation(world)
+    request: Request = world.together(lambda: read_request(arguments))
+    log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
+    check(world.comm, request.facts(), "start all ranks with the same flags and variables")
+    watchdog = Watchdog(world.rank, request.config.timeout, world.kill)
+    try:
+        status, last = verify(world, request, watchdog)
+    except Differs as difference:
+        status, last = 1, f"no: {difference}"
+    finally:
+        watchdog.stop()
+    say(world, last)
+    return status
+
+
+def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
+    """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
+    watchdog.beat("reading the records")
+    claim: Claim = of_root(world, lambda: examine(request.run, request.expect))
+    say(world, *([f"chain: whole, proof {claim.head}"] if claim.head else []))
+    say(world, *(f"note: {note}" for note in claim.notes))
+    for step in claim.saved:
+        watchdog.beat(f"reading the checkpoint of step {step}")
+        agreed(world, partial(check_tensors, request.run, step, world))
+    agreed(world, lambda: check_config(request, claim))
+    if claim.steps != (request.config.steps or claim.steps):
+        say(world, f"note: {claim.steps} of {request.config.steps} steps were made")
+    say(world, f"files: sound, the tensors of {plural(len(claim.saved), 'checkpoint')} too")
+    bounds = request.first or 0, claim.steps if request.last is None else request.last
+    asked = between(claim.stretches, *bounds)
+    exact = [one for one in asked if reduction_of(request, claim, one) == "exact"]
+    chosen = choose(world, request, bounds, exact)
+    for _, group in groupby(chosen, key=lambda stretch: stretch.run):
+        stretches = list(group)
+        spec = look(world, request, claim, stretches, watchdog)
+        compute(world, request.run, spec, stretches, watchdog, lambda text: say(world, text))
+    inexact = [(one.start, one.last) for one in asked if one not in exact]
+    return answer(world, claim, chosen, gaps(asked, *bounds), inexact)
+
+
+def reduction_of(request: Request, claim: Claim, stretch: Stretch) -> object:
+    """Return --reduction of the job that made a stretch."""
+    return claim.runs[stretch.run].get(SETTINGS, {}).get("reduction", request.config.reduction)
+
+
+def choose(
+    world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Stretch]
+) -> Sequence[Stretch]:
+    """Return the stretches to compute, the same on all ranks. Collective; raises UsageError."""
+    if (request.first, request.last) != (None, None):
+        if bounds[0] >= bounds[1]:
+            raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
+        if chosen:
+            between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
+            say(world, f"{between_states}, which are states that are there")
+    if request.sample is not None:
+        seed = request.seed
+        if seed is None:
+            seed = of_root(world, lambda: secrets.randbelow(MOST_SEED))
+        say(world, f"sample: {request.sample} of {len(chosen)} stretches, by --seed {seed}")
+        chosen = drawn(chosen, request.sample, seed)
+    return chosen
+
+
+def look(
+    world: World, request: Request, claim: Claim, stretches: Sequence[Stretch], watchdog: Watchdog
+) -> RunSpec:
+    """What a job of the run was, its data and files looked at; raises Differs for others. Collective."""
+    watchdog.beat("reading the data")
+    said = claim.runs[stretches[0].run]
+    config = request.config
+    if SETTINGS in said:
+        config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
+    spec = resolve(world, config, cached=False)
+    notes = of_root(world, lambda: check_facts(spec, said, request.run, stretches))
+    say(world, *(f"note: {note}" for note in notes))
+    return spec
+
+
+def answer(
+    world: World, claim: Claim, chosen: Sequence[Stretch], missing: Sequence[Steps], inexact: Sequence[Steps]
+) -> tuple[int, str]:
+    """Return the exit status, and a line that says what is true of the run and what nobody can compute."""
+    made = few([f"{one.start + 1}-{one.last}" for one in joined(chosen)])
+    parts = ["its files are those that it has written" if claim.head else "its files agree"]
+    if made:
+        parts.append(
+            f"steps {', '.join(made)} have the same bits, computed again on {plural(world.size, 'rank')}"
+        )
+    else:
+        parts.append("no step was computed again")
+    for steps, why in ((missing, "cannot be, from this folder"), (inexact, "have no --reduction exact")):
+        if steps:
+            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {why}")
+    whole = chosen and not missing and not inexact
+    return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
+
+
+def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Segments in their order, those that follow on each other as one."""
+    found: list[Stretch] = []
+    for one in stretches:
+        if found and found[-1].last == one.start:
+            found[-1] = Stretch(found[-1].start, one.last, one.ends, one.run)
+        else:
+            found.append(one)
+    return found
+
+
+def say(world: World, *texts: str) -> None:
+    """Print lines on rank 0. Collective."""
+    world.on_root(lambda: write(texts))
+
+
+def main() -> None:
+    """Entry point of the command."""
+    obey_early(sys.argv[1:], lambda arguments: read_request(arguments).config)
+    run("verify", command, sys.argv[1:])

@@ -1,5 +1,0 @@
-"""`python -m zero_mpi.export`."""
-
-from zero_mpi.export.command import main
-
-main()

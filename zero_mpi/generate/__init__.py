@@ -1,1 +1,0 @@
-"""`python -m zero_mpi.generate`: text from a GGUF model, in one process."""

@@ -1,1 +1,0 @@
-"""`python -m zero_mpi.inspect`: what a model file or checkpoint holds, if it is sound, and what differs."""

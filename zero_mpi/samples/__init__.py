@@ -1,1 +1,0 @@
-"""`python -m zero_mpi.samples`: what training would read of conversations, and what of it the loss counts."""

@@ -1,0 +1,99 @@
+"""What a run is, in words and numbers: what its checkpoints say of it, and what its ranks must have alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_mpi.checkpoint import adapter, folders
+from zero_mpi.checkpoint.sound import ID
+from zero_mpi.checkpoint.state import Description
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.config.inputs import fingerprint, has_tokenizer
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Tokenizer
+from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.conversations.chat_template import DAY
+from zero_mpi.files.gguf_keys import TEMPLATE
+from zero_mpi.models import ModelConfig
+from zero_mpi.train.resume import ResumePoint
+
+PART = "rope_dimension_count"  # 0 is left out: checkpoints are as they were before there was such a size
+
+
+def describe(
+    config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
+) -> Description:
+    """What the checkpoints of this run say beside their tensors, but for `of_text` and the machine."""
+    name = {"general.name": f"zero_mpi {model.arch}"}
+    if init is not None:
+        metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
+        if tokenizer is not None and not has_tokenizer(init):
+            metadata |= tokenizer.metadata()
+    elif tokenizer is not None:
+        metadata = model.metadata() | name | tokenizer.metadata()
+    else:
+        metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
+    if tokenizer is not None and config.chat_template is not None:
+        metadata = {key: value for key, value in metadata.items() if not key.startswith(TEMPLATE)}
+        metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
+    sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
+    settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
+    if tokenizer is not None and config.control_tokens is not None:  # token files spell nothing
+        settings["control_tokens"] = config.control_tokens
+    settings["data.tokenizer"] = fingerprint(tokenizer)
+    settings |= config.fixed()
+    if model.lora is not None and init is not None:
+        metadata = adapter.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
+        settings["base"] = adapter.weights_digest(init)
+    precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
+    machine = {} if config.precision == "fp32" else {"precision": precision}
+    about = (model.arch, metadata, settings, machine, config.plan())
+    if model.lora is not None:
+        return Description(*about, weights=folders.ADAPTER)
+    return Description(*about, model.constants())
+
+
+def of_text(
+    description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
+) -> Description:
+    """A description with what the data decide; `keys` are further ones of the model file."""
+    day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
+    return replace(
+        description,
+        model={**description.model, **keys},
+        settings={**day, **description.settings, **config.fixed(), "corpus": text, "packing": packing},
+        plan=config.plan(),
+    )
+
+
+def what_was_read(
+    config: Config,
+    start: ResumePoint | None,
+    init: WeightSource | None,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
+    return {
+        f"the checkpoint of --resume {config.resume}": start and start.files.state.metadata.get(ID),
+        f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
+        "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
+        f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
+        "the chat template": tokenizer and tokenizer.metadata().get(TEMPLATE),
+    }
+
+
+def sizes_of(model: ModelConfig) -> dict[str, Any]:
+    """The model's sizes by name, but for a part of heads that is none; of its adapters the flags tell."""
+    found = dataclasses.asdict(model).items()
+    return {name: value for name, value in found if name != "lora" and (value or name != PART)}
+
+
+def as_json(value: Any) -> Any:
+    """A size as JSON gives it back."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,178 @@
+"""What else happens at a step, beside training: each an observer, called in the order of a list.
+
+A step begins and ends for all ranks alike, so an observer may start collectives. What it has to tell goes
+into the record of the step, a line of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zero_mpi.comm.meter import Meter
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.optimizer import StepResult
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.metrics import Records
+from zero_mpi.train.divergence import Divergence
+from zero_mpi.train.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class StepMade:
+    """An optimizer step that was made, the same on all ranks but for what observers put into `record`.
+
+    number    steps of the run so far, this one included
+    loss      nats per token, of all micro-batches
+    seconds   from the first micro-batch to the update, on this rank
+    """
+
+    number: int
+    loss: float
+    result: StepResult
+    seconds: float
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Observer:
+    """Sees each step begin and end, and does nothing by itself."""
+
+    def begins(self, number: int) -> None:
+        """Step `number` (from 1) is about to begin. Collective if the observer says so."""
+
+    def ends(self, step: StepMade) -> None:
+        """A step was made. Collective if the observer says so."""
+
+
+class SignsOfLife(Observer):
+    """Tells the watchdog and status.json which step the run is at."""
+
+    def __init__(self, watchdog: Watchdog, outcome: Outcome) -> None:
+        self._watchdog, self._outcome = watchdog, outcome
+
+    def begins(self, number: int) -> None:
+        self._watchdog.beat(f"step {number}")
+
+    def ends(self, step: StepMade) -> None:
+        self._outcome.at(step.number)
+
+
+class Costs(Observer):
+    """Records what a step took: seconds, waits, bytes sent. Remembers the longest one."""
+
+    def __init__(self, meter: Meter, positions_per_step: int) -> None:
+        self.longest = 0.0  # seconds
+        self._meter, self._positions = meter, positions_per_step
+        self._waited = self._sent = 0.0
+
+    def begins(self, number: int) -> None:
+        self._waited, self._sent = self._meter.wait_seconds, self._meter.sent_bytes
+
+    def ends(self, step: StepMade) -> None:
+        self.longest = max(self.longest, step.seconds)
+        step.record["tokens_per_second"] = self._positions / step.seconds
+        step.record["step_seconds"] = step.seconds
+        step.record["wait_seconds"] = self._meter.wait_seconds - self._waited
+        step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent)
+
+
+class SkippedSteps(Observer):
+    """Records how many updates were left out, and warns at the first where that is no search for a scale."""
+
+    def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
+        self._scale, self._count, self._before = scale, count, count()
+
+    def ends(self, step: StepMade) -> None:
+        now, before = self._count(), self._before
+        self._before = step.record["skipped"] = now
+        if before == 0 < now and not self._scale.dynamic:
+            log.warning(
+                "the gradient of step %d is not finite: steps with such a gradient change nothing",
+                step.number,
+            )
+
+
+class HeldOutLoss(NamedTuple):
+    """The loss of an evaluation in nats per token, and that of each source where there are several."""
+
+    mean: float
+    by_source: dict[str, float]
+
+
+class Evaluation(Observer):
+    """Records the held-out loss every `every` steps and after the last one. Collective.
+
+    every      steps; 0: after the last one alone
+    evaluate   the loss; None where nothing is held out
+    first      before the first step too, which goes into that step's record: where training goes on from a
+               model that others have made, it is what there is to gain on
+    """
+
+    def __init__(
+        self, every: int, last: int, evaluate: Callable[[], HeldOutLoss | None], *, first: bool
+    ) -> None:
+        self.loss: float | None = None
+        self.before: float | None = None
+        self.longest = 0.0  # seconds
+        self._every, self._last, self._evaluate, self._first = every, last, evaluate, first
+
+    def begins(self, number: int) -> None:
+        if self._first and number == 1:
+            found = self._timed()
+            if found is not None:
+                self.before = found.mean
+                log.info("before the first step: validation loss %.4f nats a token", self.before)
+
+    def ends(self, step: StepMade) -> None:
+        if step.number == 1 and self.before is not None:
+            step.record["val_loss_before"] = self.before
+        if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
+            return
+        found = self._timed()
+        if found is None:
+            return
+        self.loss = step.record["val_loss"] = found.mean
+        if found.by_source:
+            step.record["val_losses"] = found.by_source
+
+    def _timed(self) -> HeldOutLoss | None:
+        begun = time.perf_counter()
+        loss = self._evaluate()
+        self.longest = max(self.longest, time.perf_counter() - begun)
+        return loss
+
+
+class Utilization(Observer):
+    """Records the share of the processor's peak that a step makes use of, where it is known."""
+
+    def __init__(self, share: Callable[[float], float | None]) -> None:
+        self._share = share
+
+    def ends(self, step: StepMade) -> None:
+        share = self._share(step.seconds)
+        if share is not None:
+            step.record["mfu"] = round(share, 4)
+
+
+class RecordWriter(Observer):
+    """Writes the record: metrics.jsonl, the progress bar, trackers."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def ends(self, step: StepMade) -> None:
+        self._records.step(step.record)
+
+
+class EndOfDivergence(Observer):
+    """Ends a run whose loss or gradients are not finite any more; raises JobError on all ranks."""
+
+    def __init__(self, divergence: Divergence, scale: LossScale) -> None:
+        self._divergence, self._scale = divergence, scale
+
+    def ends(self, step: StepMade) -> None:
+        searching = self._scale.dynamic and self._scale.exponent > 0
+        self._divergence.saw(step.number, step.loss, step.result.skipped, searching)

@@ -1,0 +1,343 @@
+"""What a run is to be: its flags, the files that they name and the machine are looked at, once.
+
+Nothing large is made here but the text, and nothing is written: a run is made of the answer by `setup.build`,
+and `--dry-run` says what it would be. What only one rank need look at (folders, text) rank 0 looks at; a
+fault is raised on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device, environment, ops
+from zero_mpi.checkpoint.adapter import open_adapter, weights_digest
+from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
+from zero_mpi.checkpoint.state import Description
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.comm.agree import Facts
+from zero_mpi.config.bounds import check, rate_scales, thread_count
+from zero_mpi.config.defaults import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, batch_size
+from zero_mpi.config.epochs import cautions, in_steps
+from zero_mpi.config.inputs import (
+    BYTE,
+    adapted,
+    carried_keys,
+    check_model,
+    choose_tokenizer,
+    kept_as_floats,
+    model_from_flags,
+    open_init,
+    passed_over,
+    read_model,
+    shortened,
+    template_inputs,
+)
+from zero_mpi.config.model_sizes import settled
+from zero_mpi.config.remarks import remarks, threads_within
+from zero_mpi.config.settings import Config
+from zero_mpi.data import (
+    Corpus,
+    EvalLoader,
+    HeldOut,
+    MixedWindows,
+    SampleOrder,
+    StepLoader,
+    Tokenizer,
+    WindowSource,
+    holds_token_files,
+    load_corpus,
+    windows_over,
+)
+from zero_mpi.data.bos import bos_of
+from zero_mpi.data.conversations.tokenized import ANSWERS
+from zero_mpi.data.corpus import Part
+from zero_mpi.data.documents import Remark, Stream
+from zero_mpi.data.encoded_cache import Batches, Beat
+from zero_mpi.data.packing import DOCUMENTS, NONE
+from zero_mpi.environment.portable import PORTABLE
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest
+from zero_mpi.launch.stopping import signals
+from zero_mpi.launch.world import World
+from zero_mpi.models import ModelConfig
+from zero_mpi.sharding.layout import is_trainable
+from zero_mpi.sharding.precision import precision_named
+from zero_mpi.sharding.rates import check_scales
+from zero_mpi.telemetry import log, trackers
+from zero_mpi.train import memory_check, same_bits
+from zero_mpi.train.description import describe, of_text, what_was_read
+from zero_mpi.train.resume import (
+    ResumePoint,
+    as_begun,
+    changes_since,
+    check_resume,
+    find_checkpoint,
+    jumps_of_rate,
+    settled_bos,
+    settled_day,
+)
+from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.transport import check_wish
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run is to be, the same on all ranks but for the text, which rank 0 has.
+
+    config       the flags, with the sizes of the model of `--init`
+    threads      that this rank computes on
+    init         where the first weights come from, if not from random numbers
+    adapter      where those of adapters come from
+    tokenizer    of the text; None: the data are ids
+    checkpoint   to go on from
+    description  what the run's checkpoints say beside their tensors
+    unsaid       settings that are left to the data
+    loader       of the steps, where the text is
+    notes        what rank 0 says at the start
+    no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
+    """
+
+    config: Config
+    threads: int
+    init: WeightSource | None
+    tokenizer: Tokenizer | None
+    model: ModelConfig
+    checkpoint: ResumePoint | None
+    description: Description
+    adapter: WeightSource | None = None
+    unsaid: frozenset[str] = frozenset()
+    corpus: Corpus | None = None
+    loader: StepLoader | None = None
+    notes: tuple[str, ...] = ()
+    no_room: str = ""
+
+    @property
+    def weights(self) -> dict[str, WeightSource | None]:
+        """The files that the run begins from, by their settings."""
+        return {"init": self.init, "lora_init": self.adapter}
+
+    @property
+    def out(self) -> Path:
+        """The directory of this run."""
+        return Path(self.config.out)
+
+
+def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
+    """What the run of a configuration is to be. Collective; raises UsageError on all ranks alike.
+
+    Not `cached`: text is encoded, whatever was kept of an earlier time.
+
+    There is one agreement on all that each rank reads for itself. The others are there because what follows
+    needs their answers: flags that differ lead ranks apart, a checkpoint is read by all ranks together, text
+    is too large for a second reader, and the operations are compiled by one rank of a node for the others.
+    """
+    phase, notes = log.Phases(), list[str]()
+    check_settings(world, config)
+    checkpoint = find_checkpoint(world, config, Path(config.out), notes)
+    phase("checkpoints looked at")
+    number = world.node.rank
+    read = partial(look, config, checkpoint, number)
+    spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
+    spec = replace(spec, config=settled(spec.config, spec.model))  # all have read the same model
+    notes += spec.notes
+    phase("model and tokenizer")
+    spec = read_text(world, spec, cached)
+    if spec.corpus is not None and spec.loader is not None:
+        notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
+        said = [*spec.corpus.notes, *spec.loader.windows.notes()]
+        notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
+    notes += map(log.Caution, passed_over(spec.init))
+    phase("data")
+    if checkpoint is not None or not config.dry_run:  # bits matter to no plan
+        machine = try_operations(world, spec.config, spec.threads, notes)
+        description = replace(spec.description, machine={**machine, **spec.description.machine})
+        spec = replace(spec, description=description)
+    phase("operations")
+    if checkpoint is not None:
+        notes += [*changes_since(checkpoint, spec.description), *jumps_of_rate(checkpoint, spec.config)]
+    return replace(spec, notes=tuple(notes))
+
+
+def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[RunSpec, Facts]:
+    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+
+    `number`: of the rank on its node, where the launcher does not tell it.
+    """
+    config = as_begun(config, checkpoint)
+    unsaid = frozenset(config.unsaid)
+    device.use(config.device, number)
+    check_wish(config)
+    threads = set_threads(config)
+    init = open_init(config)
+    named = None if init is None else read_model(init)
+    tokenizer = choose_tokenizer(config, init, named)
+    where = device.in_use().name
+    model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
+    config = shortened(config, model)
+    check_model(config, model)
+    check_rates(config, model)
+    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
+    facts = what_was_read(config, checkpoint, init, model, tokenizer)
+    facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
+    said = remarks(config, tokenizer is not None, holds_token_files(config.data))
+    day = settled_day(config, tokenizer, checkpoint)
+    config = replace(config, bos=settled_bos(config, tokenizer, checkpoint), template_date=day)
+    description = describe(config, model, tokenizer, init)
+    notes = (*said, *kept_as_floats(init, model, where))
+    found = (config, threads, init, tokenizer, model, checkpoint, description, adapter, unsaid)
+    return RunSpec(*found, notes=notes), {name: short_digest(value) for name, value in facts.items()}
+
+
+def check_rates(config: Config, model: ModelConfig) -> None:
+    """Raise UsageError for a pattern of `--lr-scale` that names nothing which is trained."""
+    trained = [name for name in model.params() if is_trainable(name, config.frozen)]
+    try:
+        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
+    """The run with its text on rank 0, and on all ranks with what identifies it, and its steps. Collective.
+
+    Before the text is read it is asked whether there is room for the run, and again where it makes windows
+    longer.
+    """
+    nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
+
+    def no_room(config: Config) -> str:
+        problem = memory_check.find_problem(nodes, config, spec.model, world.size)
+        if problem and not config.dry_run:
+            raise UsageError(problem)
+        return problem
+
+    def read(beat: Beat) -> tuple[Config, str, str, dict[str, object]]:
+        trackers.check(spec.config)
+        problem = no_room(spec.config)
+        corpus = read_corpus(spec.config, spec.model, spec.tokenizer, Batches(beat, cached))
+        packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
+        config, loader, held_out = fitted(spec, corpus)
+        problem = problem or no_room(config)
+        if config.patience is not None and not held_out:
+            raise UsageError(f"--patience {config.patience}: there are too few data to hold some out")
+        keys = {}
+        if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
+            keys = carried_keys(spec.init, spec.model)
+        if spec.checkpoint is not None:
+            check_resume(spec.checkpoint, of_text(spec.description, config, corpus.sha256, packing, keys))
+        on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=problem))
+        return config, corpus.sha256, packing, keys
+
+    config, *found = world.from_root_with_beat(read)
+    description = of_text(spec.description, config, *found)
+    return replace(on_root[0] if on_root else spec, config=config, description=description)
+
+
+def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
+    """The flags with what data decide that no flag says, and what reads the data; UsageError for too few."""
+
+    def unless_said(config: Config, **settings: Any) -> Config:
+        return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
+
+    config, model = spec.config, spec.model
+    streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
+    if config.lora is not None:
+        config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
+    if config.init is not None and all(stream.counted is not None for stream in streams):
+        longest = max(int(np.diff(stream.ends, prepend=0).max(initial=2)) - 1 for stream in streams)
+        context = min(longest, model.context_length, MOST_CONTEXT)
+        config = unless_said(config, context=context, epochs=EPOCHS)
+        config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
+    loader, held_out = make_loaders(config, corpus)
+    config = in_steps(config, loader.order.epoch)
+    check(config)
+    return config, loader, held_out
+
+
+def packing_of(config: Config, stream: Stream) -> str:
+    """How documents come into windows, where no flag says it: conversations whole, text as it comes."""
+    return config.packing or (NONE if stream.counted is None else DOCUMENTS)
+
+
+def set_threads(config: Config) -> int:
+    """Set the threads of this rank and return their number; exact mode has one unless told otherwise."""
+    wanted = threads_within(thread_count(config.threads))
+    return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
+
+
+def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
+    """The data of the flags."""
+    return load_corpus(
+        config.data,
+        val_fraction=config.val_fraction,
+        context=config.context,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        any_bytes=config.tokenizer == BYTE,
+        skip_bad=config.skip_bad,
+        control_tokens=config.control_tokens,
+        bos=bos_of(tokenizer, config.bos),
+        loss_on=config.loss_on or ANSWERS,
+        inputs=template_inputs(config, tokenizer),
+        packs=config.packing == DOCUMENTS,
+        val_paths=config.val_data,
+        batches=batches,
+    )
+
+
+def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
+    """What reads the micro-batches of steps, and those of evaluations; raises UsageError for too few."""
+    parts = [windows_of(config, part) for part in corpus.parts]
+    order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
+    steps = StepLoader(
+        parts[0] if len(parts) == 1 else MixedWindows(parts),
+        batch_size=config.batch_size,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        order=order,
+    )
+    loaders = {
+        part.name: EvalLoader(windows_of(config, part), config.micro_batch, config.eval_windows)
+        for part in corpus.held_out
+    }
+    return steps, HeldOut(loaders)
+
+
+def windows_of(config: Config, part: Part) -> WindowSource:
+    """The windows of a source; raises UsageError for one of several that has none."""
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
+    if part.name and not len(found):
+        raise UsageError(f"--data: {part.name} holds no {found.kind}")
+    return found
+
+
+def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
+    """Compile or load the operations and see that they have the same bits on all ranks. Collective.
+
+    Returns what rank 0 computes with, for one description of all: where bits agree, names may differ. Raises
+    UsageError on all ranks where bits differ in exact mode.
+    """
+    kind = precision_named(config.precision).compute
+    if config.bits == PORTABLE:
+        world.together(check_pins)
+    world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
+    machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
+    same_bits.check_bits(machines, config.reduction == "exact", notes)
+    slow = ops.products(kind)[1]
+    if slow:
+        said = f"--precision {config.precision} is slower than fp32 here, for products are float32's"
+        notes.append(log.Caution(f"{said}: {slow}"))
+    machine: dict[str, Any] = machines[0][1]
+    return machine
+
+
+def announce(text: str) -> None:
+    """Say at once what takes a while."""
+    log.info("%s", text)

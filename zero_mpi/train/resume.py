@@ -1,0 +1,205 @@
+"""Which checkpoint a run goes on from, and whether it may.
+
+`--resume auto` takes the newest checkpoint whose files are sound, and says which it passed over and why. A
+checkpoint of another run (model, corpus, what is marked `fixed` among the flags) is never passed over but
+refused: going on from an older one, or from the start, is not what its owner wants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
+from zero_mpi.checkpoint.state import Description, read_json, read_progress
+from zero_mpi.config.bounds import check
+from zero_mpi.config.inputs import kinds_of_data
+from zero_mpi.config.model_sizes import SIZES
+from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.toml import checked_type
+from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
+from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.conversations.chat_template import DAY, asks_day
+from zero_mpi.data.packing import NONE
+from zero_mpi.environment.portable import NATIVE
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import is_folder
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry.log import Caution
+from zero_mpi.train.lr_schedule import schedule_of
+from zero_mpi.train.same_bits import changes
+
+CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
+JUMP = 1.2  # times the rate that was planned
+# Settings that older checkpoints lack, as they were.
+SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to go on from, its indices read."""
+
+    folder: Path
+    files: CheckpointFiles
+
+
+def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
+    """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
+
+    `notes` is told what was passed over. Rank 0 looks at the folders. The bytes of one are shared out among
+    the ranks, so each that is tried needs an agreement of its own.
+    """
+    faults: list[str] = []
+    for folder in world.from_root(lambda: look(config, out)):
+        try:
+            point: ResumePoint = world.together(partial(open_checked, folder, world))
+        except UsageError as error:
+            faults.append(str(error))
+            continue
+        notes += [Caution(f"passed over a checkpoint that cannot be used: {text}") for text in faults]
+        return point
+    if faults:
+        more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
+        raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
+    return None
+
+
+def look(config: Config, out: Path) -> list[Path]:
+    """The folders that may be gone on from, the best first; a run removes what interrupted saves left."""
+    if not config.dry_run:
+        folders.clean(out)
+    if config.resume == "never":
+        return []
+    if config.resume == "auto":
+        return [real(folder) for folder in folders.candidates(out)]
+    folder = Path(config.resume)
+    if not is_folder(folder):
+        raise UsageError(
+            f"--resume {shown(folder)}: there is no checkpoint folder there; expected auto, never or a folder"
+        )
+    return [real(folder)]
+
+
+def real(folder: Path) -> Path:
+    """The folder that links name; one whose links go in a circle as it is."""
+    return Path(os.path.realpath(folder))
+
+
+def open_checked(folder: Path, world: World) -> ResumePoint:
+    """A checkpoint whose indices are sound, and this rank's share of its tensors; raises UsageError."""
+    point = read_indices(folder)
+    check_digests(point.files, world.rank, world.size, world.meter.beat)
+    return point
+
+
+def read_indices(folder: Path) -> ResumePoint:
+    """The checkpoint in a folder; raises UsageError unless the files in it are sound and belong together."""
+    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
+        link = shown(folder.parent / folders.LATEST)
+        raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
+    return ResumePoint(folder, open_checkpoint(folder))
+
+
+def as_begun(config: Config, point: ResumePoint | None) -> Config:
+    """The configuration with what no flag says as the run has it: defaults are another version's, or by data.
+
+    Raises UsageError for what is no setting.
+    """
+    if point is None:
+        return config
+    state = point.files.state
+    said = read_json(state, "training.settings") | read_json(state, "training.plan")
+    kept = {name: checked_type(point.folder, name, said[name]) for name in config.unsaid if name in said}
+    begun: Config = replace(config, **kept)
+    check(begun)
+    return begun
+
+
+def check_resume(point: ResumePoint, description: Description) -> None:
+    """Raise UsageError if the checkpoint is of another run, naming the first difference."""
+    before = {**SINCE, **read_json(point.files.state, "training.settings")}
+    difference = next(differences(before, description.settings), None)
+    if difference:
+        key, was, now = difference
+        label = {"corpus": CORPUS}.get(key) or shown(key if "." in key else spelled(key))
+        raise UsageError(
+            f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
+            f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
+        )
+
+
+def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
+    """Return ALWAYS or NEVER for `--bos`. Token files have no bos added, nor has a run that began without."""
+    asked = config.bos
+    if asked == AUTO and point is not None:
+        asked = {**SINCE, **read_json(point.files.state, "training.settings")}["bos"]
+    wanted = not holds_token_files(config.data) and bos_of(tokenizer, asked) is not None
+    return ALWAYS if wanted else NEVER
+
+
+def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
+    """Return the day for `--template-date`: the one on which the run began; None where no template asks."""
+    asked = config.template_date
+    if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
+        return asked
+    if point is None:
+        return date.today().isoformat()
+    return str(read_json(point.files.state, "training.settings").get("template_date", DAY))
+
+
+def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
+    """Notes on what may differ from the checkpoint, but moves bits or changes the rest of the run."""
+    state = point.files.state
+    yield from changes_between(
+        read_json(state, "training.machine"), read_json(state, "training.plan"), description
+    )
+
+
+def changes_between(
+    machine: Mapping[str, Any], plan: Mapping[str, Any], description: Description
+) -> Iterator[str]:
+    """The same by what the run was on and was to be when its state was kept."""
+    yield from map(Caution, changes(machine, description.machine))
+    changed = [
+        f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
+        for key, was, now in differences(plan, description.plan)
+    ]
+    if changed:
+        yield f"changed since the checkpoint: {'; '.join(changed)}"
+
+
+def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
+    """A caution where the next step has quite another learning rate than the checkpoint planned."""
+    step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
+    kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
+    kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
+    begun = replace(config, **kept)
+    check(begun)
+    planned, now = schedule_of(begun), schedule_of(config)(step)
+    last = planned(max(0, step - 1))
+    if step < config.steps and max(now, planned(step)) > JUMP * min(now, planned(step)):
+        yield Caution(
+            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}: the "
+            f"schedule is not the one of the checkpoint; --schedule constant --lr {last:.3g} keeps it"
+        )
+
+
+def flag_of(key: str) -> str:
+    """The flag of a size of the model, as " (--dim)"; empty for another setting."""
+    flag = next((name for name, size in SIZES.items() if key == f"model.{size}"), None)
+    return "" if flag is None else f" ({spelled(flag)})"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, now) of every key whose values differ, in the order of `now`."""
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)

@@ -1,0 +1,115 @@
+"""The steps of a session: data, accumulation, totals, optimizer; observers see each begin and end.
+
+A run that is trained (`trainer`) and one that is computed again (`verify`) make the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+
+from zero_mpi.checkpoint.state import TrainingProgress
+from zero_mpi.data import Batch, EvalLoader
+from zero_mpi.device.types import Array
+from zero_mpi.nn import CrossEntropy, Packed
+from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.sharding.grad_accum import GradAccum
+from zero_mpi.telemetry import spans
+from zero_mpi.train.lr_schedule import schedule_of
+from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
+from zero_mpi.train.setup import Session
+
+
+class Steps:
+    """Makes the steps of a session, one after the other, from where it stands.
+
+    observers   see each step, in their order
+    pace        is entered around each micro-batch
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.progress = session, session.progress
+        self.accumulator = GradAccum(session.module, session.loader.micro_batches)
+        self.rate = schedule_of(session.config)
+        self.observers: list[Observer] = []
+        self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+    def step(self) -> bool:
+        """One optimizer step. Returns whether to stop; all ranks agree. Collective."""
+        number = self.progress.step
+        for observer in self.observers:
+            observer.begins(number + 1)
+        begun = time.perf_counter()
+        self.rounds(number)
+        loss, stop = self.totals()
+        lr = self.rate(number)
+        result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
+        self.progress = self.after_a_step()
+        record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
+        record["tokens"] = self.progress.tokens
+        made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
+        for observer in self.observers:
+            observer.ends(made)
+        return stop
+
+    def rounds(self, number: int) -> None:
+        """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
+        loader = self.session.loader
+        scale = 1.0 / loader.counted(number)
+        for mine in self.accumulator:
+            if mine is None:
+                self.accumulator.accumulate(None)
+            else:
+                with self.pace:
+                    with spans.during(spans.DATA, "read"):
+                        batch = loader.micro(number, mine)
+                    self.accumulator.accumulate(*with_loss(batch, scale))
+
+    def totals(self) -> tuple[float, bool]:
+        """The loss of all ranks, and whether one of them is to stop. Collective."""
+        loss, stop = self.accumulator.totals(self.wants_to_stop())
+        return loss, stop > 0
+
+    def wants_to_stop(self) -> bool:
+        """Whether this rank has a reason to stop after the step that is being made."""
+        return False
+
+    def after_a_step(self) -> TrainingProgress:
+        """The counters of the run once the optimizer has made a step."""
+        loader, optimizer = self.session.loader, self.session.optimizer
+        scale = self.session.module.loss_scale
+        return replace(
+            self.progress,
+            step=self.progress.step + 1,
+            tokens=self.progress.tokens + loader.counted(self.progress.step),
+            skipped=optimizer.skipped,
+            updates=optimizer.steps,
+            samples=self.progress.samples + loader.batch_size,
+            scale_exponent=scale.recorded,
+            scale_steps=scale.good_steps,
+        )
+
+    def evaluate(self) -> HeldOutLoss | None:
+        """The held-out loss in nats per token; None where nothing is held out. Collective."""
+        held_out = self.session.held_out
+        if not held_out:
+            return None
+        losses = {
+            name: self.loss_of(loader) for name, loader in held_out.loaders.items() if loader.micro_batches
+        }
+        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
+
+    def loss_of(self, held_out: EvalLoader) -> float:
+        """The mean loss of held-out windows. Collective."""
+        return evaluate(
+            self.session.module,
+            held_out.micro_batches,
+            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.counted),
+        )
+
+
+def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
+    """What the model is given, and the criterion that holds its output against the targets."""
+    x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
+    return x, CrossEntropy(batch.targets, scale)

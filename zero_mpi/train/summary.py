@@ -1,0 +1,219 @@
+"""What a run is, in a few aligned lines at its start, and as the fields of its `started` event.
+
+Memory and the work of a step are the plan's own (`zero-mpi plan`), for the transport and the hosts that this
+job really has. A plan is a few milliseconds of rank 0; where none can be made the lines that need it are
+left out, for it is not worth a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from zero_mpi import __version__, device, environment
+from zero_mpi.cli.text import gibibytes, size
+from zero_mpi.data import named
+from zero_mpi.plan.case import Case, make_case
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory
+from zero_mpi.plan.report import base
+from zero_mpi.plan.resident import resident, text_of
+from zero_mpi.telemetry import log
+from zero_mpi.train.lr_schedule import described
+from zero_mpi.train.mfu import step_flop
+from zero_mpi.train.setup import Session
+
+TITLE = 11  # width
+SHOWN = 3  # kinds of memory that are named
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known when a job starts, beside its session.
+
+    hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
+    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
+    base    where a base in blocks lies.
+    0 or None: not known.
+    """
+
+    session: Session
+    hosts: Sequence[tuple[str, int]]
+    peak: float
+    memory: Memory | None = None
+    flop: float = 0.0
+    ask: int = 0
+    base: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.session.comm.size
+
+    @property
+    def threads(self) -> int:
+        """How many threads a rank computes on."""
+        return int(self.session.description.machine["threads"])
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model."""
+        return sum(param.size for param in self.session.module.params.values())
+
+    def share(self, seconds: float) -> float | None:
+        """The share of the peak that a step of so many seconds makes use of; None: not known."""
+        is_known = self.peak > 0 and self.flop > 0 and seconds > 0
+        return self.flop / (seconds * self.peak) if is_known else None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the event `started`."""
+        config = self.session.config
+        return {
+            "ranks": self.ranks,
+            "hosts": [[name, count] for name, count in self.hosts],
+            "arch": self.session.model.arch,
+            "parameters": self.parameters,
+            "strategy": config.strategy,
+            "transport": self.session.transport,
+            "device": device.in_use().about,
+            "precision": config.precision,
+            "threads": self.threads,
+            "version": __version__,
+            **({"planned_bytes": self.memory.total} if self.memory else {}),
+            **({"step_flop": self.flop, "peak_flops": self.peak} if self.flop else {}),
+        }
+
+
+def plan(start: Start) -> Start:
+    """The start with memory and work, which only a plan tells."""
+    try:
+        case = case_of(start)
+        memory, session = plan_memory(case), start.session
+        node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
+        about = base(case) if case.model.stored else ""
+        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
+    except Exception as error:  # too few addresses under a limit, say: whatever it is, a run is worth more
+        log.debug("no plan of this run: %s: %s", type(error).__name__, error)
+        return start
+
+
+def case_of(start: Start) -> Case:
+    """What the plan is asked: the settings of the run, with what `auto` has become."""
+    session, ranks, kind = start.session, start.ranks, start.session.comm.kind
+    nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
+    if session.module.owners.size < ranks:
+        nodes = ranks // session.module.owners.size
+    config = replace(session.config, device=device.in_use().name)
+    case = make_case(config, session.model, ranks, nodes)
+    return replace(case, transport_wanted=kind)
+
+
+def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
+    """(name, ranks) of each host, from the ranks' hosts in order of ranks."""
+    order = {name: number for number, name in reversed(list(enumerate(names)))}
+    return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
+
+
+def lines(start: Start) -> Iterator[str]:
+    """The lines of the summary."""
+    session, config = start.session, start.session.config
+    model, loader, corpus = session.model, session.loader, session.corpus
+    yield f"zero_mpi {__version__}: {computing(start)}"
+    yield row(
+        "model",
+        f"{model.arch}, {start.parameters:,} parameters: {model.block_count} layers, width "
+        f"{model.embedding_length}, {model.head_count} heads, context {config.context}",
+    )
+    if start.base:
+        yield row("base", start.base)
+    yield row("strategy", f"{config.strategy} over {many(start.ranks, 'rank')}, {config.reduction} reduction")
+    if session.transport:
+        yield row("transport", session.transport)
+    if start.memory is not None:
+        asked = f"ask for {gibibytes(start.ask)} a node"
+        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), of which")
+        yield " " * TITLE + kinds(start.memory)
+    yield row(
+        "data",
+        f"{corpus.tokens[0]:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
+        f"{corpus.tokens[1]:,} held out, of {named(config.data)}",
+    )
+    for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
+        if part.name:
+            yield row("source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs")
+    if loader.windows.about():
+        yield row("packed", loader.windows.about())
+    yield row("steps", f"{config.steps:,}, {described(config, loader.epochs(config.steps))}")
+    yield row(
+        "step",
+        f"{loader.positions_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "
+        f"{config.micro_batch} x {config.context}{work(start)}",
+    )
+
+
+def row(title: str, text: str) -> str:
+    """A line of the summary."""
+    return f"{title + ':':{TITLE}}{text}"
+
+
+def many(count: int, noun: str) -> str:
+    """A number of things."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('h') else 's'}"
+
+
+def computing(start: Start) -> str:
+    """Ranks, threads, hosts, and by what they compute."""
+    machine = start.session.description.machine
+    ranks, precision = many(start.ranks, "rank"), machine.get("precision", "fp32")
+    place = start.hosts[0][0] if len(start.hosts) == 1 else many(len(start.hosts), "host")
+    if "device" in machine:
+        return f"{ranks} on {place}, {precision}, {machine['device']}, {machine['operations']}"
+    return f"{ranks} x {many(start.threads, 'thread')} on {place}, {precision}, {machine['operations']}"
+
+
+def kinds(memory: Memory) -> str:
+    """The largest kinds of memory, and what is left."""
+    of_rank = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
+    sizes = sorted(of_rank, reverse=True)
+    shown = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
+    rest = sum(count for count, _ in sizes[SHOWN:])
+    return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
+
+
+def work(start: Start) -> str:
+    """What a step is to compute, and how fast that can be at best."""
+    if not start.flop or not start.peak:
+        return ""
+    return f"; {flops(start.flop)}, at most {flops(start.peak)}/s"
+
+
+def flops(count: float) -> str:
+    """A number of operations as text, in FLOP."""
+    for unit in ("M", "G", "T"):
+        count /= 1e3 if unit != "M" else 1e6
+        if count < 1000:
+            return f"{count:.3g} {unit}FLOP"
+    return f"{count / 1e3:.3g} PFLOP"
+
+
+def cautions(start: Start) -> Iterator[str]:
+    """What the person who started this should know, and may want to change."""
+    config, ranks_here = start.session.config, start.hosts[0][1]
+    quota, busy = environment.quota(), ranks_here * start.threads
+    if quota is not None and busy > max(1, quota):
+        yield (
+            f"{busy} threads of all ranks on this node, under a CPU quota of {quota:g}: the kernel stops "
+            "them in turn; start fewer ranks or threads, or raise the quota (containers: --cpus)"
+        )
+    chosen = config.threads is not None or environment.threads_were_set
+    if chosen or device.in_use() is not device.HOST or config.reduction != "exact":
+        return
+    cores = environment.node_cores()
+    if busy < cores:
+        yield (
+            f"{cores - busy} of {cores} cores stand idle, for exact mode computes with one thread a rank: "
+            "start more ranks, or give --threads (the same in all jobs of a run: the last bits depend on it)"
+        )

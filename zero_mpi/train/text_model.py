@@ -1,0 +1,97 @@
+"""A model in one process: prompt in, tokens out, with a key/value cache.
+
+The layers are those of training; each keeps what it needs of earlier positions in the cache. When the context
+is full the newest half of it is read again, and generation goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+from zero_mpi.models import config_from_gguf
+from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.train.sampling import choose
+
+
+class TextModel:
+    """The model of whatever `open_weights` takes, its weights as float32.
+
+    Raises UsageError for what it cannot run.
+    """
+
+    def __init__(self, source: str | Path | WeightSource) -> None:
+        self.file = open_weights(source) if isinstance(source, str | Path) else source
+        place = str(source) if isinstance(source, str | Path) else str(source.path)
+        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)
+        self.config.check_tensors(shapes, place)
+        self.stages = self.config.stages()
+        self.weights = {name: self.file.tensor(name) for name in self.config.params()}
+        for name, weight in self.weights.items():
+            if not np.isfinite(weight).all():
+                raise UsageError(f"{place}: tensor {name} holds values that are not finite")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all positions so far."""
+        self.cache, self.ids = Cache(), list[int]()
+
+    def logits(self, ids: Sequence[int] | Array) -> Array:
+        """Logits (T, V) of the positions of `ids` (T,), which follow those given before.
+
+        Raises ValueError beyond the model's context.
+        """
+        x = np.asarray(ids, np.int64)[None]
+        end = self.cache.position + x.shape[1]
+        if end > self.config.context_length:
+            raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
+        with np.errstate(all="ignore"):  # what overflows is told below
+            for stage in self.stages:
+                x = infer(stage.layer, self.weights, x, self.cache)
+        if not np.isfinite(x).all():
+            raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
+        self.cache.position = end
+        self.ids += np.asarray(ids).tolist()
+        return x[0]
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Array,
+        tokens: int,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> Iterator[int]:
+        """`tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` says.
+
+        A prompt that begins with all that the model has read so far, as the next turn of a conversation does,
+        is read from there on.
+        """
+        if not len(prompt):
+            raise UsageError("the prompt is empty: give at least one token")
+        generator = np.random.default_rng(seed)
+        room = self.config.context_length
+        history = [int(i) for i in prompt]
+        known = len(self.ids)
+        if not known < len(history) <= room or history[:known] != self.ids:
+            self.reset()
+            known = 0
+        waiting = history[-max(1, room // 2) :] if len(history) > room else history[known:]
+        for _ in range(tokens):
+            if self.cache.position + len(waiting) > room:
+                self.reset()
+                waiting = history[-max(1, room // 2) :]
+            logits = self.logits(waiting)[-1]
+            chosen = choose(logits, temperature, top_k, generator, top_p=top_p, min_p=min_p)
+            history.append(chosen)
+            waiting = [chosen]
+            yield chosen

@@ -1,0 +1,231 @@
+"""A time line of all ranks in one file: recording starts on all of them, rank 0 writes what they bring.
+
+Clocks: on one host all ranks read the same one. How far the clocks of other hosts are apart is measured when
+recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
+changes no bit and no order of collectives; what is collective here happens before the first step that is
+recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
+room for one piece.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import __version__, device
+from zero_mpi.arguments import instance
+from zero_mpi.comm import Comm, Piece
+from zero_mpi.comm.agree import together
+from zero_mpi.comm.meter import meters
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.atomic import partial_of, replacing, write_to_disk
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import check_target, is_file, open_in_place, reason, refusing
+from zero_mpi.telemetry import spans
+from zero_mpi.telemetry.log import Caution, tell
+from zero_mpi.train.trace_events import as_json, events_of
+
+PIECE = 4 << 20  # bytes of text that travel at once
+AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up
+COUNT = 3  # steps that are recorded unless told
+
+
+@contextmanager
+def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
+    """Record what is done inside on all ranks of `comm`, and write it to `path` at the end. Collective.
+
+    For loops of one's own; tell it where steps begin, or all of it counts as one:
+
+        with tracing(comm, "trace.json.gz") as timeline:
+            for step in range(10):
+                timeline.step(step + 1)
+                ...
+
+    A name that ends in .gz is compressed. Raises UsageError on all ranks if the file cannot be written.
+    """
+    instance("tracing: comm", comm, Comm, "a communicator, from connect()")
+    instance("tracing: path", path, str | PathLike, "the name of a file")
+    check_place(comm, Path(path))
+    timeline = Timeline(comm, Path(path))
+    try:
+        yield timeline
+        problem = timeline.write()
+    finally:
+        spans.stop()
+    if problem:
+        raise UsageError(problem)
+
+
+class Timeline:
+    """Records from now on, on all ranks of `comm`, until `write`. Collective."""
+
+    def __init__(self, comm: Comm, path: Path) -> None:
+        self.comm, self.path = comm, path
+        self.nbytes = self.count = 0  # of the file, of its spans
+        self.ends_in: int | None = None  # the step in which a rank had too many spans
+        self._clock = comm.clock_offset()
+        for meter in meters():
+            meter.account()  # what was counted so far is of no transfer to come
+        self.recorder = spans.start(device.in_use().stopwatch())
+
+    def step(self, number: int) -> None:
+        """Step `number`, from 1, begins, and the one before it ends."""
+        self.recorder.begin_step(number)
+
+    def write(self) -> str:
+        """Record no more and write the file. Collective. Returns why it could not be written, or nothing."""
+        self.recorder.end_steps()
+        spans.stop()
+        ended = time.perf_counter()
+        correct, wrong = self._correction()
+        events = [
+            event._replace(begun=correct(event.begun), ended=correct(event.ended))
+            for event in events_of(self.recorder, ended)
+        ]
+        told = self.comm.allgather_object(
+            (min(event.begun for event in events), len(events), wrong, self.recorder.ends_in)
+        )
+        origin, self.count = min(first for first, *_ in told), sum(count for _, count, *_ in told)
+        self.ends_in = min((step for *_, step in told if step is not None), default=None)
+        error = round(1e6 * max(wrong for _, _, wrong, _ in told), 3)
+        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": error}
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
+        text = as_json(events, self.comm.rank, platform.node() or "localhost", origin)
+        return self._bring_together(np.frombuffer(text.encode(), np.uint8), head)
+
+    def _correction(self) -> tuple[Callable[[float], float], float]:
+        """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
+        first, last = self._clock, self.comm.clock_offset()
+        drift = (last.ahead - first.ahead) / (last.at - first.at)
+
+        def correct(seconds: float) -> float:
+            return seconds - first.ahead - drift * (seconds - first.at)
+
+        return correct, max(first.wrong, last.wrong)
+
+    def _bring_together(self, mine: Any, head: str) -> str:
+        """All parts to rank 0, which writes them in order of ranks; what it cannot write comes as well."""
+        parts, problem = self._parts(mine), ""
+        if self.comm.rank == 0:
+            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
+            try:
+                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
+            except OSError as error:
+                problem = f"the time line {self.path} cannot be written: {reason(error)}"
+        for _ in parts:
+            pass
+        shared: str = self.comm.broadcast_object(problem)
+        return shared
+
+    def _parts(self, mine: Any) -> Iterator[bytes]:
+        """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
+        comm, nothing = self.comm, (0,) * self.comm.size
+        room = np.empty(PIECE if comm.rank == 0 else 0, np.uint8)
+        for rank, size in enumerate(comm.allgather_object(int(mine.size))):
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                part = mine[start:stop] if comm.rank == rank else mine[:0]
+                into = room[: stop - start] if comm.rank == 0 else None
+                counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
+                comm.gather(part, into, Piece(start, stop, counts, nothing), label="time line")
+                yield room[: stop - start].tobytes() + b",\n" * (stop == size and rank + 1 < comm.size)
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> int:
+    """Write a file, whole or not at all, compressed if its name ends in .gz; its bytes. OSError."""
+    with (
+        replacing(path) as partial,
+        open(partial, "wb", opener=open_in_place) as plain,
+        gzip.open(plain, "wb", 5) if path.suffix == ".gz" else nullcontext(plain) as file,
+    ):
+        file.writelines(parts)
+    return path.stat().st_size
+
+
+def check_place(comm: Comm, path: Path) -> None:
+    """Raise UsageError on all ranks if rank 0 cannot write there. Collective.
+
+    Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
+    beside its place, which is then renamed, so it needs a place for a file.
+    """
+
+    def look() -> None:
+        if comm.rank == 0:
+            check_target("--trace", path, "cannot write there")
+            if os.path.exists(path) and not is_file(path):
+                raise FileError(f"--trace {shown(path)}: expected the name of a file, found a device or pipe")
+            with refusing("--trace", path, "cannot write there"):
+                write_to_disk(partial_of(path), b"")
+                partial_of(path).unlink()
+
+    together(comm, look)
+
+
+class Tracer:
+    """`--trace`: a time line of steps [first, stop) of a run. Every method is collective.
+
+    path    None: nothing is recorded
+    steps   (first, stop), or None: a few steps after the first ones
+    done    steps that were done before this run
+
+    Raises UsageError on all ranks if the file cannot be written.
+    """
+
+    def __init__(self, comm: Comm, path: str | None, steps: tuple[int, int] | None, done: int) -> None:
+        self._comm, self._path = comm, None if path is None else Path(path)
+        self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
+        self._timeline: Timeline | None = None
+        self._recorded = 0, 0  # the first and the last step that are in the time line
+        if self._path is not None:
+            check_place(comm, self._path)
+
+    def reach(self, step: int) -> None:
+        """Step `step`, from 1, is about to begin."""
+        if self._path is None:
+            return
+        if self._timeline is not None and step >= self.stop:
+            self._write()
+        if self._timeline is None and self.first <= step < self.stop:
+            self._timeline = Timeline(self._comm, self._path)
+        if self._timeline is not None:
+            self._timeline.step(step)
+            self._recorded = self._recorded[0] or step, step
+
+    def end(self, step: int) -> None:
+        """The run ends after `step`."""
+        if self._timeline is not None:
+            self._write()
+            if step + 1 < self.stop:
+                self._say(Caution(f"the run ended before step {self.stop - 1}, the last one to trace"))
+        elif self._path is not None and not self._recorded[0]:
+            why = f"--trace-steps {self.first}:{self.stop} has no step of this run"
+            self._say(Caution(f"no time line: the run ended after step {step}, and {why}"))
+
+    def _write(self) -> None:
+        timeline, self._timeline = self._timeline, None
+        assert timeline is not None
+        problem, (first, last) = timeline.write(), self._recorded
+        if problem:
+            self._say(Caution(problem))
+            return
+        path, size = timeline.path, f"{timeline.nbytes / 1e6:.2f} MB, {timeline.count:,} spans"
+        self._say(f"time line of steps {first} to {last}: {path} ({size})")
+        self._say(f"ui.perfetto.dev shows it, zero-mpi trace {path} says where time went")
+        if timeline.ends_in is not None:
+            why = f"more than {spans.MAX_SPANS:,} spans of a rank"
+            self._say(Caution(f"the time line ends in step {timeline.ends_in}: {why}"))
+
+    def _say(self, note: str) -> None:
+        if self._comm.rank == 0:
+            tell(note)
