@@ -36,7 +36,7 @@ from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 21  # characters under way at once: its answers take 150 bytes for a character
+_BATCH = 1 << 20  # characters under way at once: its answers take 150 bytes for a character
 _WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
@@ -81,11 +81,12 @@ class BPETokenizer(GGUFTokenizer):
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        if not self.rules.cut:
-            return super().encode_with_lengths(documents)
+        if not self.rules.cut:  # each token stands for as many bytes as it is spelt with
+            found = self.encode_batch(documents, special=True)
+            return [(ids, self.widths[ids]) for ids in found]
         texts = [as_text(data) for data in documents]  # which bytes became which the library knows
-        found = self.library.encode_batch(texts, add_special_tokens=False)
-        return [self._aligned(text, encoding) for text, encoding in zip(texts, found, strict=True)]
+        encodings = self.library.encode_batch(texts, add_special_tokens=False)
+        return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
         """The library's ids of a text, and how many of its bytes each stands for."""
