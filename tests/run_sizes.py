@@ -51,7 +51,7 @@ PYTEST += ["--durations=5", "--durations-min=5"]
 PYTEST += ["-o", "tmp_path_retention_count=1000"]
 SUMMARY = re.compile(r"=*\s*(\d+ [a-z]+(, \d+ [a-z]+)*|no tests ran) in [\d.]+s.*")
 COUNT = re.compile(r"(\d+) ([a-z]+)")
-WORTH_SAYING = re.compile(r"(SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
+WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (call|setup|teardown) ")
 Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's status
 NO_VERDICT = 97  # ours: an end without a summary
