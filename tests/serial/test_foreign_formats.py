@@ -109,8 +109,8 @@ def test_a_value_of_another_type_is_named_with_its_file(folder, name, key):
 
 
 def test_normalizers_within_normalizers_are_refused_or_read(folder):
-    for depth, message in ((300, "nested too deeply"), (40, "found normalizer")):
-        inner = {"type": "NFKC"}
+    for depth, message in ((300, "nested too deeply"), (40, "Nmt")):
+        inner = {"type": "Nmt"}
         for _ in range(depth):
             inner = {"type": "Sequence", "normalizers": [inner]}
         change(folder / "tokenizer.json", {"normalizer": inner})
