@@ -118,13 +118,12 @@ def test_only_what_is_old_ours_and_held_by_nobody_goes(tmp_path, monkeypatch):
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
     (tmp_path / "mpich_shm_link").symlink_to("mpich_shm_old")
-    monkeypatch.setattr(leftovers, "removed", leftovers.Left())
+    monkeypatch.setattr(leftovers, "removed", [])
     with open(tmp_path / "mpich_shm_used", "r+b") as file, mmap.mmap(file.fileno(), 0):
         leftovers.sweep(tmp_path)
     stay = {path.name for path in tmp_path.iterdir()}
     assert stay == {"mpich_shm_used", "mpich_shm_new", "other", "mpich_shm_link"}
-    assert leftovers.removed.files == 2
-    assert leftovers.removed.text == "2 files (0.0 MiB) of killed jobs in /dev/shm"
+    assert leftovers.removed == [8192, 8192]
     monkeypatch.setattr(leftovers.os, "geteuid", lambda: os.getuid() + 1)
     assert leftovers.left_behind(tmp_path) == []
 

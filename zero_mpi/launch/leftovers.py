@@ -1,10 +1,11 @@
-"""Segments of MPI libraries in /dev/shm: what killed jobs left is found and removed, ours lose their names.
+"""Segments of MPI libraries in /dev/shm: what killed jobs left is removed, ours lose their names.
 
-A library's segment is a file with a name, which a kill leaves behind with its pages until the node is started
-anew. So a rank takes the name away as soon as all ranks hold the segment (`unname`), and a run begins by
-removing what is left of jobs that were killed before they came so far (`sweep`). Whether a process still
-holds a file is asked of the kernel, by a lease: it grants one only where nobody else has the file open or
-mapped, whoever they are. A list of processes would miss those of other containers that share /dev/shm.
+A library's segment is a file with a name, which a kill leaves behind with its pages. So a rank removes the
+name as soon as all ranks hold the segment (`unname`), and a run begins by removing what jobs left that were
+killed before they came so far (`sweep`). There is one rule: a segment that no process has open or mapped is
+stale. The kernel knows that, and tells it by a lease, which it grants for a file that nobody else has. The
+libraries choose the names, so these cannot say who made a file; and a list of processes would miss those of
+other containers that share /dev/shm.
 
 This module is imported before MPI starts, and must stay light.
 """
@@ -12,17 +13,14 @@ This module is imported before MPI starts, and must stay light.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-PLACE, PROC = Path("/dev/shm"), Path("/proc")
+PLACE = Path("/dev/shm")
 SEGMENTS = (  # MPICH, its windows, UCX, Open MPI 4 and 5, its windows
     "mpich_shm_*",
     "mpich_shar_tmp*",
@@ -32,46 +30,25 @@ SEGMENTS = (  # MPICH, its windows, UCX, Open MPI 4 and 5, its windows
     "osc_sm.*",
 )
 HELD_FROM_START = re.compile(r"mpich_shm_\w+")  # opened by name while MPI starts and never again
-SETTLED = 10.0  # seconds after which a library has long mapped what it made
+SETTLED = 2.0  # seconds after which a library has mapped what it made
 
-
-@dataclass(frozen=True)
-class Left:
-    """What killed jobs left: how many files, their bytes."""
-
-    files: int = 0
-    nbytes: int = 0
-
-    def __add__(self, other: Left) -> Left:
-        return Left(self.files + other.files, self.nbytes + other.nbytes)
-
-    @property
-    def text(self) -> str:
-        """What was left, as text."""
-        files = "1 file" if self.files == 1 else f"{self.files} files"
-        return f"{files} ({self.nbytes / 2**20:.1f} MiB) of killed jobs in {PLACE}"
-
-
-removed = Left()  # by this process at its start
-
-
-def candidates(place: Path) -> Iterator[Path]:
-    """Segments of this user that are no longer new."""
-    for pattern in SEGMENTS:
-        for path in sorted(place.glob(pattern)):
-            with contextlib.suppress(OSError):
-                about = path.lstat()
-                if about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED:
-                    yield path
+removed: list[int] = []  # bytes of the files that this process has removed at its start
 
 
 def left_behind(place: Path) -> list[Path]:
-    """Segments of this user that are no longer new and that no process has open or mapped."""
-    return [path for path in candidates(place) if is_unused(path)]
+    """Return the segments of this user that are no longer new and that no process has open or mapped."""
+    found = []
+    for path in sorted(path for pattern in SEGMENTS for path in place.glob(pattern)):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            is_ours = about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
+            if is_ours and is_unused(path):
+                found.append(path)
+    return found
 
 
 def is_unused(path: Path) -> bool:
-    """Whether the kernel says that nobody has the file; False where it does not say.
+    """Return True if the kernel says that nobody has the file; False also where it does not say.
 
     While the lease is held, which is for a moment, an open of the file by others waits, and we get a signal
     that does nothing.
@@ -92,31 +69,22 @@ def is_unused(path: Path) -> bool:
 
 
 def sweep(place: Path = PLACE) -> None:
-    """Remove what is left behind, and note in `removed` what that was."""
-    global removed
+    """Remove what is left behind, and note its bytes in `removed`."""
     for path in left_behind(place):
         with contextlib.suppress(OSError):
             nbytes = 512 * path.lstat().st_blocks
             path.unlink()
-            removed += Left(1, nbytes)
+            removed.append(nbytes)
 
 
-def unname(place: Path = PLACE, maps: Path = PROC / "self" / "maps") -> None:
-    """Take the names of this job's own segments away, once all ranks of the node have them mapped.
+def unname() -> None:
+    """Remove the names of this job's own segments, once all ranks of the node have them mapped.
 
     The library's own removal at its end finds nothing then, which it does not mind.
     """
     with contextlib.suppress(OSError):
-        lines = maps.read_text(errors="replace").splitlines()
-        for path in {line[line.index(f"{place}/") :] for line in lines if f"{place}/" in line}:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        for path in {line[line.index(f"{PLACE}/") :] for line in lines if f"{PLACE}/" in line}:
             if HELD_FROM_START.fullmatch(Path(path).name):
-                remove(path)
-
-
-def remove(path: str) -> None:
-    """Remove a name that another rank may have removed."""
-    try:
-        os.unlink(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EPERM, errno.EACCES):
-            raise
+                with contextlib.suppress(OSError):  # another rank was first
+                    os.unlink(path)

@@ -7,6 +7,7 @@ rank is printed with its number and aborts the job.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -31,6 +32,7 @@ from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+MPI_START = 600.0  # seconds for all ranks to come to MPI_Init
 BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
@@ -168,6 +170,8 @@ def find_world() -> World:
     Raises UsageError where MPI cannot start.
     """
     shm_room.check()
+    if environment.under_launcher():  # which lets ranks wait in MPI_Init for one that ended before it
+        faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
@@ -177,6 +181,8 @@ def find_world() -> World:
                 "install one: pip install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     from zero_mpi.comm.mpi import MPIComm
 
     ranks = MPI.COMM_WORLD

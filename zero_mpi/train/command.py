@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from zero_mpi import environment
+from zero_mpi.cli.text import plural
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
@@ -72,9 +73,10 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def removed_at_start(world: World) -> list[str]:
-    """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
-    removed = sum(world.comm.allgather_object(leftovers.removed), leftovers.Left())
-    return [f"removed {removed.text}"] if removed.files else []
+    """Return a note on what was removed from shared memory of all nodes, if anything was. Collective."""
+    sizes = [size for rank in world.comm.allgather_object(leftovers.removed) for size in rank]
+    files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
+    return [f"removed {files} ({size:.1f} MiB) of killed jobs in {leftovers.PLACE}"] if sizes else []
 
 
 def main() -> None:
