@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from zero_mpi import environment
 from zero_mpi.comm import agree
 from zero_mpi.comm.base import Comm
+from zero_mpi.comm.guarded import records
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
@@ -32,6 +33,7 @@ from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to come to MPI_Init
 BEAT = 0.25  # seconds at least between signs of life of rank 0
 
@@ -64,6 +66,7 @@ class World:
     mpi       mpi4py's MPI module, or None for a single process
     farewell  a communicator for the end alone
     comm      what the ranks agree by (`comm.agree`)
+    closing   called on each rank once all ranks have come to the end
     at_end    called with the exit status and the reason when this rank ends the command, or rank 0 for all:
               with 0 or 75 once all ranks have come to the end, with another status before they are ended
     """
@@ -73,6 +76,7 @@ class World:
     mpi: Any = None
     farewell: Any = None
     comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
+    closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     @property
@@ -258,7 +262,7 @@ def leave_together(world: World, status: int, problem: str) -> None:
     that is done has patience, for another may still be writing.
     """
     request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
-    with world.meter.waiting("the end of the other ranks"):
+    with world.meter.waiting(END):
         while not request.Test():
             if status != 0 and time.monotonic() > until:
                 why = f" ({problem})" if problem else ""
@@ -282,7 +286,10 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and not fine:
         world.tell(status, problem)
     if world.farewell is not None:
+        records.ended = 0 if fine else None
         leave_together(world, status, problem)
+    for close in world.closing:
+        close()
     if world.rank == 0 and fine:  # now that all ranks have come here
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:

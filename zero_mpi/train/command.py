@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from zero_mpi import environment
@@ -17,7 +16,6 @@ from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
 from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, signals
-from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.session.early_claims import obey_early
@@ -65,7 +63,8 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
     reports, places = reports_in(out, world.comm)
     outcome = Outcome(out, world, config.steps or 0, folder)
-    watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL))
+    watchdog.gather(reports, places, outcome.end)
+    world.closing.append(watchdog.stop)
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
