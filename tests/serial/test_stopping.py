@@ -311,7 +311,7 @@ from zero_mpi.train.command import command as train
 
 def command(world, arguments):
     status = train(world, arguments)
-    print(f"returned {status}\n", end="", flush=True)  # in one piece, for two ranks print
+    print(f"returned {status}\\n", end="", flush=True)  # in one piece, for two ranks print
     return status
 
 run("script", command, sys.argv[1:])

@@ -6,8 +6,6 @@ import runpy
 import sys
 
 from zero_mpi import environment
-from zero_mpi.cli.parser import nearest, version_lines
-from zero_mpi.files.foreign import show
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
@@ -38,6 +36,9 @@ def main() -> None:
         del sys.argv[1]
         runpy.run_module(f"zero_mpi.{name}", run_name="__main__")
         return
+    from zero_mpi.cli.parser import nearest, version_lines  # slow; a command hears signals first
+    from zero_mpi.files.foreign import show
+
     if environment.launch_rank() > 0:
         sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all
     if name == "--version":

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.doctor`."""
 
-from zero_mpi.doctor.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("doctor")

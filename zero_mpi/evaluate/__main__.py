@@ -1,5 +1,5 @@
 """`python -m zero_mpi.evaluate`."""
 
-from zero_mpi.evaluate.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("evaluate")

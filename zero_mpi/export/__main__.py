@@ -1,5 +1,5 @@
 """`python -m zero_mpi.export`."""
 
-from zero_mpi.export.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("export")

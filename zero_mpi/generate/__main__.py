@@ -1,5 +1,5 @@
 """`python -m zero_mpi.generate`."""
 
-from zero_mpi.generate.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("generate")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.hostfile`."""
 
-from zero_mpi.hostfile.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("hostfile")

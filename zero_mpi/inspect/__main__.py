@@ -1,5 +1,5 @@
 """`python -m zero_mpi.inspect`."""
 
-from zero_mpi.inspect.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("inspect")

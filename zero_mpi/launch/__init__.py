@@ -1,7 +1,8 @@
 """A job of ranks from its start to its end: the world, agreement, signals, locks, and one end for all.
 
-`world` starts a command on all ranks and ends them together; `connect` does the same for a script. Signals
-are heard from the first line on (`interrupts`, `stopping`), and ranks that differ are named (`consistency`).
+`start` takes signals (`interrupts`, `stopping`) before it imports a command. `world` starts the command on
+all ranks and ends them together; `connect` does the same for a script. Ranks that differ are named
+(`consistency`).
 
 Errors. What only one rank can see, such as files, rank 0 looks at, and all ranks learn of it
 (`World.on_root`, `World.together`; `comm.agree` works over any transport). Bad input is one line from rank 0

@@ -14,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
 LIMIT = 120.0  # seconds at most: if the ranks cannot save, the launcher shall do its work
@@ -71,6 +74,8 @@ def ranks_below(pid: int) -> set[int]:
 
 def sure_release(pid: int) -> subprocess.Popen[bytes]:
     """Start a process that outlives this one and lets the launcher go on; it is safe in a rank (vfork)."""
+    import subprocess  # not while signals are not heard yet
+
     command = f"sleep {LIMIT + LATER}; kill -CONT {pid}"
     quiet = subprocess.DEVNULL
     return subprocess.Popen(

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.plan`."""
 
-from zero_mpi.plan.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("plan")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.report`."""
 
-from zero_mpi.report.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("report")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.samples`."""
 
-from zero_mpi.samples.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("samples")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.supervise`."""
 
-from zero_mpi.supervise.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("supervise")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.tokenize`."""
 
-from zero_mpi.tokenize.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("tokenize")

@@ -1,5 +1,5 @@
 """`python -m zero_mpi.trace`."""
 
-from zero_mpi.trace.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("trace")

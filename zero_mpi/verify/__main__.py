@@ -1,5 +1,5 @@
 """`python -m zero_mpi.verify`."""
 
-from zero_mpi.verify.command import main
+from zero_mpi.launch.start import start
 
-main()
+start("verify")
