@@ -5,7 +5,7 @@
 Moments fall into the start of MPI, steps and saves. After each kill all processes of the job are gone and
 what was complete is sound. At the end one more start brings the run to the bytes of one that nothing
 disturbed, and /dev/shm holds no more segments than after the first kill. Other jobs on the machine make files
-there too, so give it one of its own: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm && exec "$@"' sh python ...
+there too, so give it its own: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
 """
 
 import argparse
