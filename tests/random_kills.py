@@ -24,7 +24,7 @@ from jobs import RANK_VARIABLES, clean_environment, launcher
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
-from zero_mpi.launch.leftovers import PLACE, SEGMENTS
+from zero_mpi.launch.dev_shm import PLACE, SEGMENTS
 
 MODEL = ["--layers", "2", "--dim", "96", "--heads", "3", "--ffn", "97", "--context", "32", "--warmup", "2"]
 MODEL += ["--batch-size", "12", "--micro-batch", "2", "--sample", "0", "--schedule", "constant"]

@@ -28,7 +28,7 @@ from test_shared_fallback import MOUNT, why_no_mount
 from thinned import thinned
 
 from zero_mpi.config.settings import Config
-from zero_mpi.launch import shm_room
+from zero_mpi.launch import dev_shm
 from zero_mpi.launch.limits import Limits
 from zero_mpi.models import Llama
 from zero_mpi.session import memory_check
@@ -76,8 +76,8 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
 def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
     def found(free, ranks, **other):
         environ = {"PMI_FD": "3", "MPI_LOCALNRANKS": str(ranks), **other}
-        monkeypatch.setattr(shm_room, "free_bytes", lambda: free)
-        problem = shm_room.find_problem(environ)
+        monkeypatch.setattr(dev_shm, "free_bytes", lambda: free)
+        problem = dev_shm.find_problem(environ)
         return bool(problem), environ.get("UCX_TLS")
 
     assert found(64 << 20, 12) == (False, None)
@@ -85,13 +85,13 @@ def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
     assert found(64 << 20, 64) == (True, "^posix")
     assert found(64 << 20, 14, UCX_TLS="all") == (True, "all")
     assert found(None, 64) == (False, None)
-    shm_room.check({"MPI_LOCALNRANKS": "64"})  # no MPICH
+    dev_shm.check_room({"MPI_LOCALNRANKS": "64"})  # no MPICH
 
 
 NO_ROOM = """
-from zero_mpi.launch import shm_room
-shm_room.free_bytes = lambda: 0
-shm_room.check({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "%d"})
+from zero_mpi.launch import dev_shm
+dev_shm.free_bytes = lambda: 0
+dev_shm.check_room({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "%d"})
 """
 
 

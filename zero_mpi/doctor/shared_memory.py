@@ -3,7 +3,7 @@
 The transport `shared` keeps the model once in it, and for each rank the gradients of a few blocks. Without it
 a run goes over messages, which takes longer but gives the same. A job that is killed while MPI starts leaves
 segments of the library; they are named here, and the next run of the same user removes them
-(`launch.leftovers`).
+(`launch.dev_shm`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
-from zero_mpi.launch.leftovers import PLACE, SEGMENTS, left_behind
+from zero_mpi.launch.dev_shm import PLACE, SEGMENTS, left_behind
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 
 SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB

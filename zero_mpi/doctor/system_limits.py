@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from zero_mpi.cli.text import few, plural, short_size
 from zero_mpi.doctor.ranks import Ranks
 from zero_mpi.doctor.verdicts import NOTE, Row, assessed
+from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.launch.limits import Limits, look
-from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs
 
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB

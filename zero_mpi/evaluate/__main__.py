@@ -1,5 +1,5 @@
 """`python -m zero_mpi.evaluate`."""
 
-from zero_mpi.launch.start import start
+from zero_mpi.launch.stopping import start
 
 start("evaluate")

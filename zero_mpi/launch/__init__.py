@@ -1,6 +1,6 @@
 """A job of ranks from its start to its end: the world, agreement, signals, locks, and one end for all.
 
-`start` takes signals (`interrupts`, `stopping`) before it imports a command. `world` starts the command on
+`stopping.start` takes signals (with `interrupts`) before it imports a command. `world` starts the command on
 all ranks and ends them together; `connect` does the same for a script. Ranks that differ are named
 (`consistency`).
 

@@ -34,11 +34,10 @@ from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
 from zero_mpi.launch.hang_report import RankReports
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import END, World, find_world
+from zero_mpi.launch.world import END, World, find_world, meet
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
 TIMEOUT = 600.0  # as `--timeout` of the command
-PAUSE = 0.01  # seconds between looks at the end
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
@@ -108,27 +107,22 @@ class WatchedScript:
     def __init__(self, world: World) -> None:
         self.world = world
         self._process, self._status = os.getpid(), 0
-        self._job = world.comm.broadcast_object(f"zero_mpi-{secrets.token_hex(6)}")
-        self._place = meeting_place(world, self._job)
-        self._places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
+        job = world.comm.broadcast_object(f"zero_mpi-{secrets.token_hex(6)}")
+        place = meeting_place(world, job)
+        places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
+        self._watchdog = Watchdog(world.rank, 0, self._kill, only_waits=True)
+        self._watchdog.beat("the script")
         self._reports = None
-        if self._place is not None:
-            self._reports = RankReports(self._place, world.rank, self._job, f".{self._job}")
-        self._watchdog: Watchdog | None = None
+        if place is not None:
+            self._reports = RankReports(place, world.rank, job, f".{job}")
+            self._watchdog.gather(self._reports, places)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
         sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
         atexit.register(self._ended)
 
     def limit(self, seconds: float) -> None:
         """How long a rank may wait from now on, 0 for ever."""
-        if self._watchdog is not None:
-            if self._watchdog.limit == (seconds or math.inf):
-                return
-            self._watchdog.stop()
-        self._watchdog = Watchdog(self.world.rank, seconds, self._kill, only_waits=True)
-        self._watchdog.beat("the script")
-        if self._reports is not None:
-            self._watchdog.gather(self._reports, self._places)
+        self._watchdog.limit = seconds or math.inf
 
     # --------------------------------------------------------------------------------- ways to an end
 
@@ -171,12 +165,9 @@ class WatchedScript:
             return  # a child; or a command, whose ranks have met
         sys.stdout.flush()
         records.ended = self._status
-        request = self.world.farewell.Ibarrier()
         with self.world.meter.waiting(END):
-            while not request.Test():
-                time.sleep(PAUSE)
-        if self._watchdog is not None:
-            self._watchdog.stop()
+            meet(self.world, math.inf)
+        self._watchdog.stop()
 
 
 def meeting_place(world: World, job: str) -> Path | None:

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -211,3 +212,13 @@ def was_stopped_early(reason: str) -> bool:
 
 
 signals = StopSignals()
+
+
+def start(name: str) -> None:
+    """Run the command `name`, which hears signals before it imports what takes a while."""
+    interrupts.program = name
+    if name == "train":
+        signals.listen()
+    else:
+        interrupts.begin()
+    import_module(f"zero_mpi.{name}.command").main()

@@ -31,7 +31,7 @@ WATCHERS = (__file__, " in _renew")  # the second is that of status.json and of 
 
 
 class Watchdog:
-    """Watches this process; `limit` in seconds, 0 for never.
+    """Watches this process; `limit` in seconds, 0 for none.
 
     `kill`: called with the status with which all ranks are to end.
     `only_waits`: where nothing but a wait for other ranks counts as standing still, for the main thread does
@@ -48,14 +48,13 @@ class Watchdog:
         self._tell: Callable[[int, str], None] = lambda status, reason: None
         self._kill = kill
         self._signed: float | None = None  # what `_changed` was when this rank signed
-        self._over, self._threads = threading.Event(), list[threading.Thread]()
-        if limit > 0:
-            self._start(self._watch, "watchdog")
-            self._start(self._last_resort, "last resort")
-
-    def _start(self, run: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True))
-        self._threads[-1].start()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
+            for run, name in ((self._watch, "watchdog"), (self._last_resort, "last resort"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Watch no more, for what was watched is done; leave nothing behind."""
@@ -76,8 +75,6 @@ class Watchdog:
         `places`: process and host of each rank. `tell` is given status and reason when this one ends the job.
         """
         self._places, self._tell, self._reports = places, tell, reports
-        if self.limit == math.inf:
-            self._start(self._watch, "watchdog")
 
     def beat(self, what: str) -> None:
         """The main thread begins `what`."""

@@ -8,6 +8,7 @@ rank is printed with its number and aborts the job.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -27,7 +28,7 @@ from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
+from zero_mpi.launch import dev_shm, interrupts, open_mpi_reprieve
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
@@ -173,7 +174,7 @@ def find_world() -> World:
 
     Raises UsageError where MPI cannot start.
     """
-    shm_room.check()
+    dev_shm.check_room()
     if environment.under_launcher():  # which lets ranks wait in MPI_Init for one that ended before it
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
@@ -191,7 +192,7 @@ def find_world() -> World:
 
     ranks = MPI.COMM_WORLD
     farewell = ranks.Dup()
-    leftovers.unname()  # all ranks have come to Dup, hence hold the library's segments
+    dev_shm.unname()  # all ranks have come to Dup, hence hold the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
 
@@ -255,27 +256,27 @@ def abort(world: World, error: BaseException) -> NoReturn:
     world.end(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}", f"{text}\n{why}")
 
 
+def meet(world: World, patience: float) -> bool:
+    """Wait until all ranks have come here; False if they have not after so many seconds."""
+    request, until = world.farewell.Ibarrier(), time.monotonic() + patience
+    while not request.Test():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def leave_together(world: World, status: int, problem: str) -> None:
     """Wait for the other ranks to end too.
 
     A rank that leaves alone with a bad status ends the job, or the others would wait for it for ever; one
     that is done has patience, for another may still be writing.
     """
-    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
     with world.meter.waiting(END):
-        while not request.Test():
-            if status != 0 and time.monotonic() > until:
-                why = f" ({problem})" if problem else ""
-                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
-                world.end(FAILED, f"rank {world.rank} left alone{why}", text)
-            time.sleep(0.01)
-
-
-def let_it_be_told(world: World) -> None:
-    """Wait until rank 0 has told the end: a launcher that was held back may then end all ranks."""
-    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
-    while not request.Test() and time.monotonic() < until:
-        time.sleep(0.01)
+        if not meet(world, PATIENCE if status else math.inf):
+            why = f" ({problem})" if problem else ""
+            text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
+            world.end(FAILED, f"rank {world.rank} left alone{why}", text)
 
 
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
@@ -293,7 +294,9 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and fine:  # now that all ranks have come here
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:
-        let_it_be_told(world)
+        meet(
+            world, PATIENCE
+        )  # until rank 0 has told it: a launcher that was held back may end all ranks then
     open_mpi_reprieve.release()
     for thread in threading.enumerate():
         if thread.name == "zero_mpi saver":  # behind a run that failed; it may be inside the MPI library

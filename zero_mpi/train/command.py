@@ -11,7 +11,7 @@ from zero_mpi.cli.text import plural
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
-from zero_mpi.launch import leftovers
+from zero_mpi.launch import dev_shm
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
 from zero_mpi.launch.hang_report import reports_in
@@ -73,15 +73,15 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 def removed_at_start(world: World) -> list[str]:
     """Return a note on what was removed from shared memory of all nodes, if anything was. Collective."""
-    sizes = [size for rank in world.comm.allgather_object(leftovers.removed) for size in rank]
+    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
     files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
-    return [f"removed {files} ({size:.1f} MiB) of killed jobs in {leftovers.PLACE}"] if sizes else []
+    return [f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}"] if sizes else []
 
 
 def main() -> None:
     """Entry point of the command."""
     signals.listen()
     if not environment.local_rank():
-        leftovers.sweep()
+        dev_shm.sweep()
     obey_early(sys.argv[1:])  # MPI starts in `run`
     run("train", command, sys.argv[1:])
