@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import platform
 import secrets
 import shutil
 import sys
@@ -32,7 +31,7 @@ from zero_mpi.comm.serial import SerialComm
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
-from zero_mpi.launch.hang_report import RankReports
+from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
@@ -107,14 +106,11 @@ class WatchedScript:
     def __init__(self, world: World) -> None:
         self.world = world
         self._process, self._status = os.getpid(), 0
-        job = world.comm.broadcast_object(f"zero_mpi-{secrets.token_hex(6)}")
-        place = meeting_place(world, job)
-        places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         self._watchdog = Watchdog(world.rank, 0, self._kill, only_waits=True)
         self._watchdog.beat("the script")
-        self._reports = None
-        if place is not None:
-            self._reports = RankReports(place, world.rank, job, f".{job}")
+        self._reports, folder = None, meeting_place(world)
+        if folder is not None:
+            self._reports, places = reports_in(folder.parent, world.comm, folder.name)
             self._watchdog.gather(self._reports, places)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
         sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
@@ -170,13 +166,13 @@ class WatchedScript:
         self._watchdog.stop()
 
 
-def meeting_place(world: World, job: str) -> Path | None:
-    """A folder that all ranks see, for small files: that of temporary files, or this one. Collective.
+def meeting_place(world: World) -> Path | None:
+    """Name a folder for small files that all ranks see: among temporary files, or in this one. Collective.
 
     On several hosts the first is each host's own, the second mostly one that they share. None: neither is.
     """
-    places = [Path(tempfile.gettempdir()), Path.cwd()] if world.rank == 0 else []
-    probes = [place / f".{job}" for place in places]
+    name = f".zero_mpi-{secrets.token_hex(6)}"
+    probes = [Path(tempfile.gettempdir(), name), Path.cwd() / name] if world.rank == 0 else []
     for probe in probes:
         with suppress(OSError):
             probe.mkdir(mode=0o700)
@@ -185,5 +181,4 @@ def meeting_place(world: World, job: str) -> Path | None:
     if world.rank == 0:
         for probe in probes:
             shutil.rmtree(probe, ignore_errors=True)
-    common = [probe.parent for probe, *by in zip(probes, *seen, strict=True) if all(by)]
-    return common[0] if common else None
+    return next((probe for probe, *by in zip(probes, *seen, strict=True) if all(by)), None)

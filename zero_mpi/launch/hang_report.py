@@ -141,10 +141,10 @@ class RankReports:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def reports_in(out: Path, comm: Comm) -> tuple[RankReports, list[str]]:
+def reports_in(out: Path, comm: Comm, folder: str = FOLDER) -> tuple[RankReports, list[str]]:
     """The reports of a job in its folder, and process and host of each rank. Collective."""
     places = comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
-    reports = RankReports(out, comm.rank, job=comm.broadcast_object(f"{places[0]}, {time.time_ns()}"))
+    reports = RankReports(out, comm.rank, comm.broadcast_object(f"{places[0]}, {time.time_ns()}"), folder)
     if comm.rank == 0:
         reports.clear()  # what a job left that was killed while it stood still
     return reports, places

@@ -13,7 +13,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,14 +23,7 @@ INTERRUPTED = 130  # as a shell says it of a program that Ctrl-C has ended
 Handler = Callable[[int, FrameType | None], None]
 
 program = ""  # the command that this process was started for, such as "train"
-_at_work = False
 _handled: dict[int, Handler] = {}  # the signals that this package has taken
-
-
-def begin() -> None:
-    """Let Ctrl-C end a command other than `train` without a traceback."""
-    handle(signal.SIGINT, _interrupt)
-    hide_unraisable(KeyboardInterrupt)
 
 
 def handle(number: int, handler: Handler) -> None:
@@ -49,24 +42,6 @@ def handle_again() -> None:
     """Take back what a library has taken meanwhile: MPICH's UCX takes SIGHUP when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def at_work() -> Iterator[None]:
-    """A command does its work: Ctrl-C is a KeyboardInterrupt, so that it tidies up."""
-    global _at_work
-    _at_work = True
-    try:
-        yield
-    finally:
-        _at_work = False
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if _at_work:
-        raise KeyboardInterrupt
-    say_interrupted()
-    os._exit(INTERRUPTED)
 
 
 def say_interrupted() -> None:

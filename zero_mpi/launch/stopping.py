@@ -220,5 +220,10 @@ def start(name: str) -> None:
     if name == "train":
         signals.listen()
     else:
-        interrupts.begin()
-    import_module(f"zero_mpi.{name}.command").main()
+        interrupts.handle(signal.SIGINT, signal.default_int_handler)
+        interrupts.hide_unraisable(KeyboardInterrupt)
+    try:
+        import_module(f"zero_mpi.{name}.command").main()
+    except KeyboardInterrupt:
+        interrupts.say_interrupted()
+        os._exit(interrupts.INTERRUPTED)

@@ -218,8 +218,7 @@ def run(
         if alone and world.size > 1 and not HELP.intersection(arguments):
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
-        with interrupts.at_work():
-            status = command(world, arguments)
+        status = command(world, arguments)
     except Stopped as stopped:
         status, problem = stopped.status, str(stopped)
         if world.rank == 0:
