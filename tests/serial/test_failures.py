@@ -126,6 +126,16 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(rank, flags, tmp_pa
     assert outcome(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
 
 
+def test_an_exception_after_a_long_wait_of_the_others_leaves_no_roll_call(flags, tmp_path):
+    """They have signed by then."""
+    fault = 'time.sleep(2); raise RuntimeError("the fault")'
+    sooner = "from zero_mpi.launch import watchdog\nwatchdog.CALL = 0.5\n"
+    script = sooner + FAULTY.format(step=2, where="rank == 1", fault=fault)
+    status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
+    assert (status, tracebacks(errors)) == (1, 1)
+    assert [path.name for path in (tmp_path / "out").glob(".ranks*")] == []
+
+
 @pytest.mark.parametrize("error", ["MemoryError()", "KeyboardInterrupt()", "AssertionError('ours')"])
 def test_errors_of_every_kind_end_the_job(error, tmp_path):
     script = COMMAND.format(where="world.rank == 1", fault=f"raise {error}")

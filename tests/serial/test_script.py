@@ -223,16 +223,17 @@ def test_a_rank_that_failed_is_named_before_one_that_ended():
     assert found == Vain("rank 2 has ended with exit status 7, while rank 0 waits for it in b", 7)
 
 
-def test_a_rank_compares_itself_with_the_ended_and_one_other(tmp_path):
+def test_a_rank_compares_itself_with_the_ended_the_first_and_the_next(tmp_path):
     """So thousands of ranks that wait do not read thousands of files each."""
-    calls = [RankReports(tmp_path, rank, "job") for rank in range(4)]
-    for call in calls[1:3]:
+    calls = [RankReports(tmp_path, rank, "job") for rank in range(7)]
+    for call in calls[1:6]:
         call.sign(state(started("a")))
-    calls[3].sign(state(started("a"), ended=0))
-    assert calls[2].read(few=True).keys() == {1, 3}
+    calls[6].sign(state(started("a"), ended=0))
+    few = [call.read(few=True).keys() for call in calls[1:]]
+    assert few == [{2, 6}, {1, 6}, {1, 2, 6}, {1, 3, 6}, {1, 4, 6}, {1, 5}]
     found = calls[1].read()
-    assert found.keys() == {1, 2, 3}
-    assert (found[3].ended, found[2].started) == (0, [started("a")])
+    assert found.keys() == {1, 2, 3, 4, 5, 6}
+    assert (found[6].ended, found[2].started) == (0, [started("a")])
     for call in calls[1:]:
         call.leave()
     assert list(tmp_path.iterdir()) == []

@@ -117,19 +117,21 @@ class RankReports:
     def read(self, *, few: bool = False) -> dict[int, RankState]:
         """Return rank -> where it stands, of those that have signed.
 
-        few: of those that have ended, and of one other rank: enough for a rank to be compared with
+        few: of those that have ended, and of the first rank and the next below this one, to compare it with
         """
-        found, now, others = dict[int, RankState](), 0.0, 0
-        for path in sorted(self._folder.glob(f"{self._job}-[0-9]*")):
-            rank, is_end = int(path.name.split("-")[1]), path.name.endswith(ENDED)
-            if few and (rank == self._rank or (others and not is_end)):
-                continue
+        paths = {int(path.name.split("-")[1]): path for path in self._folder.glob(f"{self._job}-[0-9]*")}
+        if few:
+            others = paths.keys() - {self._rank}
+            waiting = sorted(rank for rank in others if not paths[rank].name.endswith(ENDED))
+            kept = {*waiting[:1], *[rank for rank in waiting if rank < self._rank][-1:]}
+            paths = {rank: paths[rank] for rank in others if rank in kept or rank not in waiting}
+        found, now = dict[int, RankState](), 0.0
+        for rank, path in sorted(paths.items()):
             with contextlib.suppress(OSError, ValueError):  # one that left just now
                 now = now or self._signed.stat().st_mtime
                 standing = standing_of(parse_json(read_file(path, MOST)))
                 behind = max(0.0, now - path.stat().st_mtime)
                 found[rank] = replace(standing, seconds=standing.seconds + behind)
-                others += not is_end
         return found
 
     def clear(self) -> None:

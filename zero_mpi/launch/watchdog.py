@@ -26,6 +26,7 @@ STATUS = 86  # of a job that was ended for standing still
 LOOK = 0.5  # seconds between looks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a word about the others
 CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank calls the roll, and joins one
+MOST_PAUSE = 60.0  # seconds between two comparisons, at most: thousands of ranks may wait in one folder
 SUSPENDED = 2.0  # seconds (at most half the limit) that a look is late by if the process was stopped
 WATCHERS = (__file__, " in _renew")  # the second is that of status.json and of the lock
 
@@ -48,6 +49,7 @@ class Watchdog:
         self._tell: Callable[[int, str], None] = lambda status, reason: None
         self._kill = kill
         self._signed: float | None = None  # what `_changed` was when this rank signed
+        self._pause, self._compares_at = CALL / 2, 0.0  # of comparisons: who signs later compares as well
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -133,7 +135,10 @@ class Watchdog:
             reports.leave()
         if self._signed is None and self._is_due(reports, age):
             self._sign(reports, changed)
-        if self._signed is not None:
+        now = time.perf_counter()
+        if self._signed is not None and now >= self._compares_at:
+            self._pause = min(2 * self._pause, MOST_PAUSE)
+            self._compares_at = now + self._pause
             vain = in_vain({**reports.read(few=True), self.rank: self.standing(with_stacks=False)})
             if vain is not None:
                 self._speak(changed, age, vain)
@@ -149,7 +154,7 @@ class Watchdog:
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
-        self._signed = changed
+        self._signed, self._pause, self._compares_at = changed, CALL / 2, 0.0
 
     def _speak(self, changed: float, age: float, vain: Vain | None = None) -> None:
         """Tell where all ranks stand and end the job, unless another rank does."""

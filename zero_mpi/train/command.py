@@ -65,6 +65,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     outcome = Outcome(out, world, config.steps or 0, folder)
     watchdog.gather(reports, places, outcome.end)
     world.closing.append(watchdog.stop)
+    world.at_end.append(lambda status, reason: reports.clear())
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
