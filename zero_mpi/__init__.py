@@ -5,13 +5,6 @@ Importing it starts neither MPI nor CUDA; the names below are loaded when they a
 
 from __future__ import annotations
 
-from zero_mpi.launch import interrupts, stopping
-
-if interrupts.program == "train":  # first of all: what is imported below takes a while
-    stopping.signals.listen()
-elif interrupts.program:
-    interrupts.begin()
-
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -95,6 +95,9 @@ STARTING: dict[str, How] = {
     "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test"),
     ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test"),
     ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test"),
+    ".venv/bin/python tests/random_kills.py --count 100 --out /tmp/kills --data README.md": ByTest(
+        "tests/serial/test_kills.py::test_random_kills_of_ranks_launcher_and_job_lose_nothing"
+    ),
     ".venv/bin/python tests/run_sizes.py -n 2,3 tests/mpi": Suite("make test"),
     "source .venv/bin/activate": Run(),
 }

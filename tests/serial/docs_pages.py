@@ -12,7 +12,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"# (\w+\.py)\n")
 PROGRAM = re.compile(r"^ {4}((?:mpirun|mpiexec|python|zero-mpi|make) .*)$", re.MULTILINE)
-OF_HOSTFILE = re.compile(r"^#   (mpi\w+ .*?)(?: {2,}\(.*\))?$|^# The other form: (zero-mpi .*)$", re.MULTILINE)
+OF_HOSTFILE = re.compile(
+    r"^#   (mpi\w+ .*?)(?: {2,}\(.*\))?$|^# The other form: (zero-mpi .*)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

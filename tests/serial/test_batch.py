@@ -21,6 +21,7 @@ from test_resume import SMALL, wait_for_lines
 
 from zero_mpi.config import settings
 from zero_mpi.launch import time_limit
+from zero_mpi.launch.limits import process_age
 from zero_mpi.launch.time_limit import (
     NOTICE,
     BatchJob,
@@ -29,7 +30,6 @@ from zero_mpi.launch.time_limit import (
     clock_seconds,
     find_job,
     pbs_left,
-    process_age,
     slurm_left,
 )
 
@@ -182,7 +182,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
 
 def test_the_age_of_a_process_counts_from_its_start():
     text = "import time; time.sleep(0.5)\n"
-    text += "from zero_mpi.launch.time_limit import process_age\nprint(process_age())"
+    text += "from zero_mpi.launch.limits import process_age\nprint(process_age())"
     begun = time.monotonic()
     printed = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
     assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms

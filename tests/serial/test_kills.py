@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import RANK_VARIABLES, clean_environment, end, launcher, run_job
+from jobs import RANK_VARIABLES, clean_environment, end, launcher, run_command, run_job
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
+from test_shared_fallback import MOUNT, why_no_mount
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
@@ -170,6 +171,37 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path, quick):
     train(1, tmp_path / "unbroken", *flags, "--steps", last)
     assert_same_run(trials.out, tmp_path / "unbroken")
     assert not list(trials.out.glob(".*"))
+
+
+@pytest.mark.timeout_seconds(400)
+def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
+    """In a /dev/shm of its own, which holds no more at the end; by hand `random_kills.py` does a hundred."""
+    if reason := why_no_mount():
+        pytest.skip(f"no private /dev/shm: {reason}")
+    driver = Path(__file__).parent.parent / "random_kills.py"
+    job = [
+        sys.executable,
+        str(driver),
+        "--count",
+        "4" if quick else "10",
+        "--seed",
+        "20",
+        "--out",
+        str(tmp_path),
+    ]
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        MOUNT + 'exec "$@"',
+        "200m",
+        *job,
+        "--data",
+        *write_text(tmp_path),
+    ]
+    status, said, errors = run_command(command, timeout=390)
+    assert status == 0, said + errors
 
 
 # a run that ends waits for the save under way

@@ -16,7 +16,7 @@ from jobs import launcher, launcher_kind, run_command
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
-from zero_mpi.launch import leftovers
+from zero_mpi.launch import dev_shm
 
 SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--context", "16", "--batch-size", "4"]
 SMALL += ["--warmup", "1", "--sample", "0", "--steps"]
@@ -88,7 +88,7 @@ def in_use(path, code):
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"there\n"
-        found = leftovers.is_unused(path)
+        found = dev_shm.is_unused(path)
         child.communicate(b"\n")
     return not found
 
@@ -96,7 +96,7 @@ def in_use(path, code):
 @pytest.fixture
 def segment(tmp_path):
     """A file as libraries make it, on a file system in memory; new, or another test's job would remove it."""
-    path = leftovers.PLACE / f"mpich_shm_test{os.getpid()}"
+    path = dev_shm.PLACE / f"mpich_shm_test{os.getpid()}"
     path.write_bytes(bytes(5000))
     yield path
     path.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def test_the_kernel_knows_who_holds_a_file_in_any_container(segment):
     only_mapped = "m = mmap.mmap(fd, 4096, prot=mmap.PROT_READ); os.close(fd)"
     assert in_use(segment, start.format("O_RDWR", only_mapped))
     assert in_use(segment, start.format("O_RDONLY", "None"))
-    assert leftovers.is_unused(segment)
+    assert dev_shm.is_unused(segment)
 
 
 def test_only_what_is_old_ours_and_held_by_nobody_goes(tmp_path, monkeypatch):
@@ -118,15 +118,14 @@ def test_only_what_is_old_ours_and_held_by_nobody_goes(tmp_path, monkeypatch):
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
     (tmp_path / "mpich_shm_link").symlink_to("mpich_shm_old")
-    monkeypatch.setattr(leftovers, "removed", leftovers.Left())
+    monkeypatch.setattr(dev_shm, "removed", [])
     with open(tmp_path / "mpich_shm_used", "r+b") as file, mmap.mmap(file.fileno(), 0):
-        leftovers.sweep(tmp_path)
+        dev_shm.sweep(tmp_path)
     stay = {path.name for path in tmp_path.iterdir()}
     assert stay == {"mpich_shm_used", "mpich_shm_new", "other", "mpich_shm_link"}
-    assert leftovers.removed.files == 2
-    assert leftovers.removed.text == "2 files (0.0 MiB) of killed jobs in /dev/shm"
-    monkeypatch.setattr(leftovers.os, "geteuid", lambda: os.getuid() + 1)
-    assert leftovers.left_behind(tmp_path) == []
+    assert dev_shm.removed == [8192, 8192]
+    monkeypatch.setattr(dev_shm.os, "geteuid", lambda: os.getuid() + 1)
+    assert dev_shm.left_behind(tmp_path) == []
 
 
 @needs_mpiexec

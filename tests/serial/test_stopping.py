@@ -311,7 +311,7 @@ from zero_mpi.train.command import command as train
 
 def command(world, arguments):
     status = train(world, arguments)
-    print(f"returned {status}\n", end="", flush=True)  # in one piece, for two ranks print
+    print(f"returned {status}\\n", end="", flush=True)  # in one piece, for two ranks print
     return status
 
 run("script", command, sys.argv[1:])
@@ -324,7 +324,7 @@ run("script", command, sys.argv[1:])
 def test_a_script_that_trains_saves_and_ends_with_75(number, whom, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(PIDS.format(folder=tmp_path) + CALLS)
-    with (tmp_path / "log").open("wb") as log:
+    with (tmp_path / "log").open("ab") as log:  # ranks may write past their launcher
         job = start([*launcher(), "-n", "2", PYTHON, str(script), "--out", str(out), *flags, *ENDLESS], log)
         try:
             wait_for_lines(out / "metrics.jsonl", 5, job)

@@ -483,7 +483,7 @@ def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_pat
         ("work.read_record", lambda out, name: None),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(f"zero_mpi.tokenize.{name}", fault)
+            patch.setattr(f"zero_mpi.commands.tokenize.{name}", fault)
             with pytest.raises(JobError, match="out" if name == "work.read_record" else "No space left"):
                 tokenize(long, *SMALL)
     assert tokenize(long, *SMALL) == 0

@@ -77,8 +77,11 @@ def status_of(out: Path) -> dict[str, object]:
 
 
 def snapshot(out: Path) -> dict[str, object]:
-    """Every file's content, but for what the first job renews while it waits."""
+    """Every file's content, but for what the first job renews while it waits, and where its ranks sign."""
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    files = {
+        path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")
+    }
     said = json.loads(files.pop(out / "status.json"))
     return files | {
         "status": said | {"updated": "", "step": 0},

@@ -74,7 +74,7 @@ def test_a_watchdog_sees_every_wait_of_the_process():
     found = watchdog.standing(with_stacks=False)
     assert (found.waits, found.stacks) == ("", "")
     assert found.last in ("gather of checkpoint blk.0", "allreduce of vector")
-    assert found.seconds < 1
+    watchdog.stop()
 
 
 # the roll call

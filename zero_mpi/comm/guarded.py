@@ -1,8 +1,8 @@
-"""The transport of a script, which keeps a record of what was started and belongs to one thread.
+"""A transport that keeps a record of what was started; that of a script also belongs to one thread.
 
-The record is what lets ranks find out, when they have waited for a while, that they wait for different things
-or for a rank that has ended (`launch.lookout`). Collectives of two threads have no order, so ranks would pair
-those of one with those of the other: whoever comes second is refused.
+By the record ranks find out, when they have waited for a while, that they wait for different things or for a
+rank that has ended (`launch.watchdog`). Collectives of two threads have no order, so ranks would pair those
+of one with those of the other: in a script whoever comes second is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-MOST_KEPT = 512  # collectives of a communicator that are remembered
+MOST_KEPT = 128  # collectives of a communicator that are remembered
 
 
 class Started(NamedTuple):
@@ -44,46 +44,59 @@ class ThreadError(UsageError):
 
 
 class CollectiveRecords:
-    """The records of all communicators of a script, in the order in which all ranks made them."""
+    """The last collectives that this process has started.
+
+    of_comms   one record for each communicator, in the order in which all ranks made them
+    threads    that have started a collective of a script, or wanted to
+    ended      the exit status of a rank that will start nothing more; None before
+    """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.threads: set[int] = set()  # that have started a collective, or wanted to
-
-    def open(self) -> Record:
-        """Begin the record of one more communicator."""
-        self.records.append(deque(maxlen=MOST_KEPT))
-        return self.records[-1]
+        self.of_comms: list[Record] = []
+        self.threads: set[int] = set()
+        self.ended: int | None = None
 
 
-class GuardedComm(NotifyingWrapper):
-    """The transport `inner`. Raises ThreadError where another thread starts a collective than the first did.
+records = CollectiveRecords()  # those of this process
+
+
+class NumberedComm(NotifyingWrapper):
+    """The transport `inner`, with a record of its collectives."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self._record: Record = deque(maxlen=MOST_KEPT)
+        records.of_comms.append(self._record)
+        self._number = 0  # of the next collective
+
+    def beside(self, other: Comm) -> Comm:
+        return type(self)(other)
+
+    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+        what = about[0] if about else ""
+        self._record.append(Started(self._number, kind, label, getattr(what, "size", what)))
+        self._number += 1
+
+
+class GuardedComm(NumberedComm):
+    """The same for a script. Raises ThreadError where another thread starts a collective than the first did.
 
     A thread that has ended leaves it to the next.
     """
 
-    def __init__(self, inner: Comm, records: CollectiveRecords) -> None:
-        super().__init__(inner)
-        self._records, self._record = records, records.open()
-        self._number = 0  # of the next collective
-        self._thread = 0  # that starts collectives
-
-    def beside(self, other: Comm) -> Comm:
-        return GuardedComm(other, self._records)
+    _thread = 0  # that starts collectives
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Write a collective down; raise ThreadError if this thread may not start it."""
         if threading.get_ident() != self._thread:
             self._take_over(collective((kind, label)))
-        what = about[0] if about else ""
-        self._record.append(Started(self._number, kind, label, getattr(what, "size", what)))
-        self._number += 1
+        super().on_collective(kind, label, *about)
 
     def _take_over(self, what: str) -> None:
         """The collectives are this thread's from now on, if nobody else has them."""
         me = threading.current_thread()
         assert me.ident is not None
-        self._records.threads.add(me.ident)
+        records.threads.add(me.ident)
         owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
         if owner is not None:
             raise ThreadError(

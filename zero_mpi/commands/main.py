@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 
 from zero_mpi import environment
-from zero_mpi.cli.parser import nearest, version_lines
-from zero_mpi.files.foreign import show
+from zero_mpi.launch import stopping
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
@@ -40,6 +37,9 @@ def main() -> None:
         del sys.argv[1]
         start(name)
         return
+    from zero_mpi.cli.parser import nearest, version_lines  # slow; a command hears signals first
+    from zero_mpi.files.foreign import show
+
     if environment.launch_rank() > 0:
         sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all
     if name == "--version":
@@ -56,10 +56,7 @@ def main() -> None:
 
 def start(name: str) -> None:
     """Run a command with what is in sys.argv behind its name."""
-    if name == "train":
-        runpy.run_module("zero_mpi.train", run_name="__main__")
-    else:
-        import_module(module_of(name)).main()
+    stopping.start(name, module_of(name))
 
 
 def module_of(name: str) -> str:

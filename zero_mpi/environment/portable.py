@@ -9,12 +9,9 @@ which processors of Intel have since 2013 and of AMD since 2015.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import sys
 from collections.abc import MutableMapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from zero_mpi import environment
 
@@ -46,6 +43,8 @@ def pins() -> dict[str, str]:
 
 def numpy_version() -> tuple[int, ...]:
     """The first two numbers of NumPy's version, without an import of it."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and seldom asked for
+
     try:
         return tuple(int(part) for part in version("numpy").split(".")[:2])
     except (PackageNotFoundError, ValueError):
@@ -77,6 +76,8 @@ def claim(bits: str) -> None:
 
 def flag_of(arguments: Sequence[str]) -> str:
     """What `--bits` says among the arguments of a command; native where nothing, or something wrong."""
+    import argparse  # slow, and signals are not heard before this module is there
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--bits", default=NATIVE)
     try:
@@ -100,7 +101,7 @@ def fault(blas: str, target: str) -> str:
     """
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
-    found = unfit(platform.machine(), environment.of_processor("flags"))
+    found = unfit(os.uname().machine, environment.of_processor("flags"))
     if found:
         return found
     if target != TARGET:

@@ -2,15 +2,15 @@
 
 A rank of a script may fail, end early, or start something else than the others, who would wait for it for
 ever. So `connect` sees to it that an exception which nobody catches ends all ranks, that a rank which ends is
-known to those who wait for it (`lookout`), and that a wait of many minutes ends the job (`watchdog`). A
+known to those who wait for it, and that a wait in vain or of many minutes ends the job (`watchdog`). A
 process by itself is left as it is: in a notebook nothing of this is installed.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
-import platform
 import secrets
 import shutil
 import sys
@@ -26,20 +26,17 @@ from zero_mpi import ops
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
-from zero_mpi.comm.guarded import CollectiveRecords, GuardedComm
+from zero_mpi.comm.guarded import GuardedComm, records
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
-from zero_mpi.launch.hang_report import RankReports
-from zero_mpi.launch.lookout import Lookout, Notes
+from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.watchdog import Watchdog
-from zero_mpi.launch.world import World, find_world
+from zero_mpi.launch.world import END, World, find_world, meet
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
 TIMEOUT = 600.0  # as `--timeout` of the command
-AT_ONCE, GRACE = 0.05, 0.3  # seconds at the end in which ranks look often; after which they leave a note
-PAUSE = 0.01  # seconds between looks
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
@@ -76,7 +73,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
         from zero_mpi.comm.checked import CheckedComm
 
         comm = CheckedComm(comm)
-    return GuardedComm(comm, script.records)
+    return GuardedComm(comm)
 
 
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
@@ -107,28 +104,21 @@ class WatchedScript:
     running: WatchedScript | None = None  # a process has one
 
     def __init__(self, world: World) -> None:
-        self.world, self.records = world, CollectiveRecords()
+        self.world = world
         self._process, self._status = os.getpid(), 0
-        self._job = world.comm.broadcast_object(f"zero_mpi-{secrets.token_hex(6)}")
-        self._place = meeting_place(world, self._job)
-        self._places = world.comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
-        self._notes = Notes((self._place or Path(os.devnull)) / f".{self._job}-notes", world.rank)
-        self._lookout = Lookout(self._notes, self.records, self._kill)
-        self._watchdog = Watchdog(world.rank, 0, self._kill)
+        self._watchdog = Watchdog(world.rank, 0, self._kill, only_waits=True)
+        self._watchdog.beat("the script")
+        self._reports, folder = None, meeting_place(world)
+        if folder is not None:
+            self._reports, places = reports_in(folder.parent, world.comm, folder.name)
+            self._watchdog.gather(self._reports, places)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
         sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
         atexit.register(self._ended)
 
     def limit(self, seconds: float) -> None:
         """How long a rank may wait from now on, 0 for ever."""
-        if seconds == self._watchdog.limit:
-            return
-        self._watchdog.stop()
-        self._watchdog = Watchdog(self.world.rank, seconds, self._kill, only_waits=True)
-        self._watchdog.beat("the script")
-        if self._place is not None:
-            reports = RankReports(self._place, self.world.rank, self._job, f".{self._job}")
-            self._watchdog.gather(reports, self._places)
+        self._watchdog.limit = seconds or math.inf
 
     # --------------------------------------------------------------------------------- ways to an end
 
@@ -140,7 +130,7 @@ class WatchedScript:
 
     def _thread_failed(self, about: Any) -> None:
         """A thread has failed: that ends the job if the thread had started collectives."""
-        of_ours = about.thread is not None and about.thread.ident in self.records.threads
+        of_ours = about.thread is not None and about.thread.ident in records.threads
         if of_ours:
             await_turn(self.world.rank)
         self._hooks[1](about)
@@ -155,7 +145,8 @@ class WatchedScript:
 
     def _kill(self, status: int) -> NoReturn:
         """End all ranks at once; as the last thing, or another one would make the folder anew."""
-        self._notes.clear()
+        if self._reports is not None:
+            self._reports.clear()
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
@@ -168,28 +159,20 @@ class WatchedScript:
         """The process ends: wait for the others, and let those know who wait for this one."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
             return  # a child; or a command, whose ranks have met
-        self._lookout.stop()
-        self._watchdog.stop()
         sys.stdout.flush()
-        request, began, noted = self.world.farewell.Ibarrier(), time.monotonic(), False
-        while not request.Test():
-            waited = time.monotonic() - began
-            if waited > GRACE and not noted:
-                noted = True
-                with suppress(OSError):
-                    self._notes.leave(self._lookout.note(self._status))
-            time.sleep(PAUSE if waited > AT_ONCE else PAUSE / 10)
-        if noted:
-            self._notes.take_back()
+        records.ended = self._status
+        with self.world.meter.waiting(END):
+            meet(self.world, math.inf)
+        self._watchdog.stop()
 
 
-def meeting_place(world: World, job: str) -> Path | None:
-    """A folder that all ranks see, for small files: that of temporary files, or this one. Collective.
+def meeting_place(world: World) -> Path | None:
+    """Name a folder for small files that all ranks see: among temporary files, or in this one. Collective.
 
     On several hosts the first is each host's own, the second mostly one that they share. None: neither is.
     """
-    places = [Path(tempfile.gettempdir()), Path.cwd()] if world.rank == 0 else []
-    probes = [place / f".{job}" for place in places]
+    name = f".zero_mpi-{secrets.token_hex(6)}"
+    probes = [Path(tempfile.gettempdir(), name), Path.cwd() / name] if world.rank == 0 else []
     for probe in probes:
         with suppress(OSError):
             probe.mkdir(mode=0o700)
@@ -198,5 +181,4 @@ def meeting_place(world: World, job: str) -> Path | None:
     if world.rank == 0:
         for probe in probes:
             shutil.rmtree(probe, ignore_errors=True)
-    common = [probe.parent for probe, *by in zip(probes, *seen, strict=True) if all(by)]
-    return common[0] if common else None
+    return next((probe for probe, *by in zip(probes, *seen, strict=True) if all(by)), None)

@@ -52,14 +52,9 @@ def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
     name, values, rank, usual = odd_fact(told)
     others = [number for number, value in enumerate(values) if value == usual]
     return (
-        f"the ranks differ: rank {rank} on {hosts[rank]} has {name} {short(values[rank])}, "
-        f"{named(others)} (on {hosts[others[0]]}) {short(usual)}; {remedy}"
+        f"the ranks differ: rank {rank} on {hosts[rank]} has {name} {shown(values[rank], LONGEST)}, "
+        f"{named(others)} (on {hosts[others[0]]}) {shown(usual, LONGEST)}; {remedy}"
     )
-
-
-def short(value: str) -> str:
-    """A value for a line of text."""
-    return shown(value, LONGEST)
 
 
 def check_installation(world: World) -> None:

@@ -11,15 +11,16 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import reason
+from zero_mpi.launch import folder_lock
 from zero_mpi.launch.ending import FAILED, end_surely
-from zero_mpi.launch.folder_lock import EVERY, LOOK, NAME, SLOW, Record, Taking, find, read, unpacked, write
+from zero_mpi.launch.folder_lock import EVERY, LOOK, NAME, SLOW, Record, create, find, read, unpacked, write
 from zero_mpi.launch.time_limit import find_job
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import metrics
@@ -35,46 +36,50 @@ class RunLock:
 
     def __init__(self, path: Path, mine: Record, handle: int) -> None:
         self._path, self._mine, self._handle = path, mine, handle
-        self._mutex, self._over = threading.Lock(), threading.Event()
         self._kept = os.open(path.parent, os.O_DIRECTORY)  # so that no later folder gets its inode's number
         self._folder, self.lost = os.fstat(self._kept), ""
         self.at_loss: Callable[[], object] = lambda: None
         os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True).start()
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._renew, daemon=True)
+        self._thread.name = "zero_mpi lock"
+        self._thread.start()
 
     @classmethod
     def take(cls, out: Path, job: str = "") -> RunLock:
         """The lock of a folder that is there. Raises UsageError if another job has it, or OSError."""
         path, mine = out / NAME, Record(since=utc(), job=job)
-        return cls(path, mine, Taking(path, mine).take())
+        return cls(path, mine, folder_lock.take(path, mine))
 
     def release(self) -> None:
         """Let the folder go."""
         self._over.set()
-        locked = self._mutex.acquire(timeout=SLOW)  # the disk may hang
-        with contextlib.suppress(OSError, UsageError):
-            handle = find(self._path, ANY)
-            record = unpacked(read(handle))
-            os.close(handle)
+        if not self.lost:
+            self._thread.join(SLOW)  # the disk may hang
+        with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
             if record is not None and record.token == self._mine.token:
                 os.unlink(self._path)
         self._forget()
-        if locked:
-            self._mutex.release()
 
     def _forget(self) -> None:
         """Close file and folder; also in a child, which would keep the lock when this process is dead."""
-        handles = [handle for handle in (self._handle, self._kept) if handle >= 0]
-        self._handle = self._kept = -1
+        handles, self._handle, self._kept = (self._handle, self._kept), -1, -1
         for handle in handles:
             with contextlib.suppress(OSError):
                 os.close(handle)
 
+    @contextlib.contextmanager
+    def _record(self) -> Iterator[tuple[int, Record | None]]:
+        """The file, opened anew: what others wrote is seen so over a network, and ours reaches its server."""
+        handle = find(self._path, ANY)
+        try:
+            yield handle, unpacked(read(handle))
+        finally:
+            os.close(handle)
+
     def _renew(self) -> None:
         while not self._over.wait(EVERY):
-            with self._mutex, contextlib.suppress(OSError, UsageError):  # what cannot be read tells nothing
-                if not self._over.is_set():
-                    self._give_sign()
+            with contextlib.suppress(OSError, UsageError):  # what cannot be read tells nothing
+                self._give_sign()
             if self.lost:
                 if not self._over.wait(GRACE):
                     self.at_loss()
@@ -98,22 +103,17 @@ class RunLock:
         if self.look():
             return
         try:
-            handle = find(self._path, ANY)
+            with self._record() as (handle, record):
+                if record is not None and record.token != self._mine.token:
+                    self.lost = f"the run folder {self._path.parent} was taken over by {record}"
+                elif record is not None:
+                    self._mine = replace(self._mine, beat=record.beat + 1)
+                    write(handle, self._mine)
         except FileNotFoundError:
-            new = Taking(self._path, self._mine).look()
+            new = create(self._path, self._mine)
             if new is not None:
-                self._forget()
+                os.close(self._handle)
                 self._handle = new
-            return
-        try:
-            record = unpacked(read(handle))
-            if record is not None and record.token != self._mine.token:
-                self.lost = f"the run folder {self._path.parent} was taken over by {record}"
-            elif record is not None:
-                self._mine = replace(self._mine, beat=record.beat + 1)
-                write(handle, self._mine)
-        finally:
-            os.close(handle)  # which brings it to the server of a network file system
 
 
 class Hold:

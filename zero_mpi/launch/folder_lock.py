@@ -1,12 +1,11 @@
 """`OUT/.lock`: a run folder belongs to one job at a time, and to nobody once that job is dead.
 
-The file says who holds the folder; whoever makes it, which one process can, has it. The holder keeps a lock
-of the system on it, which dies with the process, and renews it every few seconds. A lock that is refused is
-believed. One that is granted is believed only of a holder on this machine: between machines locks may be
-unknown (NFS, Lustre, by how they are mounted) or count on each by itself. There a holder is dead when its
-record stands still, by the clock of the one who watches: no two clocks are compared. Whoever takes over then
-writes its name and waits: of two at once, the one written last stays (Fischer's mutual exclusion, in Lamport,
-"A fast mutual exclusion algorithm", 1987). A holder that was only stopped sees that, and ends.
+The file says who holds the folder; whoever makes it, which one process can, has it. The holder keeps a flock
+on it, which dies with the process, and renews it every few seconds. A lock that is refused is believed. One
+that is granted is believed only of a holder on this machine: between machines locks may be unknown (NFS,
+Lustre, by how they are mounted) or count on each by itself. There a holder is dead when its record stands
+still, by the clock of the one who watches. Its file is then renamed, which one process can, and a new one is
+made. A holder that was only stopped sees that, and ends.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ SLOW = 2.0  # seconds for a look: the file system hangs, and a holder that stand
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
 SETTLE = 5.0  # seconds without one after which a refused lock is called held all the same
 LEAVE = 60.0  # seconds that a holder of the same batch job, requeued or the step before, has to end
-CLAIM = 3.0  # seconds that a record must stand where no lock can be believed; more than EVERY
 ROOM = 1024  # bytes of a record: always as many, so that a renewal needs no room on a full disk
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -91,11 +89,6 @@ class HeldError(UsageError):
 # ------------------------------------------------------------------------------------------------ the file
 
 
-def make(path: Path) -> int:
-    """A new file, of which this process is the only maker; FileExistsError."""
-    return open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-
-
 def find(path: Path, links: int = 1) -> int:
     """Open the file that is there; FileNotFoundError. UsageError if it is none, or has more hard links."""
     try:
@@ -143,119 +136,97 @@ def is_at(handle: int, path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ to get it
 
 
-class Taking:
-    """Tries to make the file ours, look by look."""
+def create(path: Path, mine: Record) -> int | None:
+    """Make the file ours, if there is none: the handle that keeps its lock, or None."""
+    try:
+        handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return None
+    try:
+        while lock(handle) is False:  # somebody looks whether it is locked
+            time.sleep(LOOK / 10)
+        write(handle, mine)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(handle)
+        raise
+    return handle
 
-    def __init__(self, path: Path, mine: Record) -> None:
-        self.path, self.mine = path, mine
-        self._seen: tuple[bytes, int, int] | None = None  # the record, and what else moves with a renewal
-        self._begun, self._since = time.monotonic(), 0.0
-        self._told = False
 
-    def take(self) -> int:
-        """The handle that keeps the lock. Raises HeldError, or OSError with the file's name."""
-        with naming(self.path):
-            while (handle := self.look()) is None:
-                time.sleep(LOOK)
-            return handle
+def take(path: Path, mine: Record) -> int:
+    """Return the handle that keeps the lock of a folder. Raises HeldError, or OSError with the file's name.
 
-    def look(self) -> int | None:
-        """One look: the handle if the file is ours now, None if it is to be looked at again."""
-        try:
-            return self._fill(make(self.path))
-        except FileExistsError:
-            pass
-        try:
-            handle = find(self.path)
-        except FileNotFoundError:  # its holder has just ended
-            return None
-        kept = False
-        try:
-            kept = self._judge(handle)
-        finally:
-            if not kept:
-                os.close(handle)
-        return handle if kept else None
-
-    def _fill(self, handle: int) -> int | None:
-        """A file that this process has made: lock it, then say whose it is."""
-        try:
-            while lock(handle) is False:  # somebody looks whether it is locked
-                if read(handle):  # this process stood still for so long that another took it for dead
-                    os.close(handle)
-                    return None
-                time.sleep(LOOK / 10)
-            write(handle, self.mine)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            os.close(handle)
-            raise
+    A file that is there is looked at again and again, until it is free, or its holder is seen to live.
+    """
+    seen: bytes | None = None  # what it said at the look before
+    begun = since = time.monotonic()
+    is_told = False
+    with naming(path):
+        while (handle := create(path, mine)) is None:
+            started, found = time.monotonic(), look(path, mine)
+            if isinstance(found, int):
+                return found
+            if found is None:
+                continue
+            locked, raw = found
+            holder, was, now = unpacked(raw), unpacked(seen or b""), time.monotonic()
+            lives = raw != seen and holder is not None and was is not None and was.token == holder.token
+            if raw != seen or now - started > SLOW:
+                seen, since = raw, now
+            quiet = now - since
+            if lives or (locked is False and quiet > SETTLE):
+                if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
+                    raise held(path, holder)
+            elif locked is not False and quiet > PATIENCE:
+                put_aside(path, raw, mine)
+            elif locked is not False and not is_told and (holder or quiet > 0):  # it is not only being made
+                is_told = True
+                left = f"{path} was left by {holder or 'a job that is not known'}"
+                log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
+            time.sleep(LOOK)
         return handle
 
-    def _judge(self, handle: int) -> bool:
-        """Whether the file of another job is ours now."""
-        begun = time.monotonic()
-        locked, raw, about = lock(handle), read(handle), os.fstat(handle)
-        if not is_at(handle, self.path):
-            return False
+
+def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
+    """Look once: the handle if the file is ours now, else if it is locked and what it says; None: it went.
+
+    It is ours where the lock was granted, and so went with a holder on this machine.
+    """
+    try:
+        handle = find(path)
+    except FileNotFoundError:  # its holder has just ended
+        return None
+    try:
+        locked, raw = lock(handle), read(handle)
         holder = unpacked(raw)
-        if locked and holder is not None and holder.machine == self.mine.machine:
-            write(handle, self.mine)  # it is dead, and its lock went with it
-            return True
-        quiet = self._quiet((raw, about.st_mtime_ns, about.st_ino), holder, begun)
-        if locked is False and quiet > SETTLE:
-            self._refuse(holder, f", though it gives no sign of life for {quiet:.0f} s")
-        if locked is False or quiet <= PATIENCE:
-            if holder or quiet > 0:  # one that says nothing at the first look is only being made
-                self._tell(holder, locked)
-            return False
-        return self._claim(handle)
+        if not is_at(handle, path):
+            return None
+        if holder and (holder.token == mine.token or (locked and holder.machine == mine.machine)):
+            write(handle, mine)
+            kept, handle = handle, -1
+            return kept
+        return locked, raw
+    finally:
+        if handle >= 0:
+            os.close(handle)
 
-    def _quiet(self, sight: tuple[bytes, int, int], holder: Record | None, begun: float) -> float:
-        """Seconds without a sign of life; HeldError at the first one."""
-        before, self._seen = self._seen, sight
-        now = time.monotonic()
-        if before is not None and before != sight and holder is not None:
-            known = unpacked(before[0])
-            if known is not None and known.token == holder.token:
-                self._refuse(holder)
-        if before != sight or now - begun > SLOW:
-            self._since = now
-        return now - self._since
 
-    def _claim(self, handle: int) -> bool:
-        """Take over from a holder that is dead as far as can be seen; False if another one did."""
-        write(handle, self.mine)
-        os.fsync(handle)
-        time.sleep(CLAIM)
-        try:
-            again = find(self.path)  # a network file system shows at an opening what others have written
-        except FileNotFoundError:
-            return False
-        try:
-            found = unpacked(read(again))
-        finally:
-            os.close(again)
-        return found is not None and found.token == self.mine.token
+def put_aside(path: Path, raw: bytes, mine: Record) -> None:
+    """Remove the file of a dead job, which says `raw`; where another one was faster, its file stays."""
+    aside = path.with_name(f"{NAME}-{mine.token}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, aside)
+        if aside.read_bytes()[:ROOM] != raw:
+            with contextlib.suppress(OSError):  # without links: it makes a new one
+                os.link(aside, path)
+        os.unlink(aside)
 
-    def _refuse(self, holder: Record | None, more: str = "") -> None:
-        """Raise HeldError; not at once if the holder is of this very batch job, which may be ending it."""
-        mine = self.mine.job and holder is not None and holder.job == self.mine.job
-        if mine and time.monotonic() - self._begun < LEAVE:
-            return
-        who = str(holder) if holder else "its file does not say who"
-        raise HeldError(
-            f"--out {self.path.parent}: another job is at work in this folder: {who}{more}; wait for its "
-            f"end or use another --out; if it is dead, remove {self.path} and start again"
-        )
 
-    def _tell(self, holder: Record | None, locked: bool | None) -> None:
-        """Say once why it takes a while."""
-        if self._told or locked is False:
-            return
-        self._told = True
-        log.info(
-            "%s was left by %s: waiting %.0f s for a sign of life",
-            self.path, holder or "a job that is not known", PATIENCE,
-        )  # fmt: skip
+def held(path: Path, holder: Record | None) -> HeldError:
+    """The error that says who has the folder."""
+    who = str(holder) if holder else "its file does not say who"
+    return HeldError(
+        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its "
+        f"end or use another --out; if it is dead, remove {path} and start again"
+    )

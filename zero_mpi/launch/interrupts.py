@@ -1,9 +1,8 @@
 """Ctrl-C without a traceback, from the first line of a program of this package to its last.
 
 `train` saves before it ends (`stopping`); any other command ends at once: with a line and status 130, after
-it has tidied up if it was at work. Which program the process was started for is known before anything else
-is imported. A mere import, in a script or a notebook, changes no signal: there an interrupt stays Python's
-KeyboardInterrupt.
+it has tidied up if it was at work. An import, in a script or a notebook, changes no signal: there an
+interrupt stays Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -14,43 +13,17 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
 from zero_mpi import environment
 
 INTERRUPTED = 130  # as a shell says it of a program that Ctrl-C has ended
-SCRIPT = "zero-mpi"
 Handler = Callable[[int, FrameType | None], None]
 
-_at_work = False
+program = ""  # the command that this process was started for, such as "train"
 _handled: dict[int, Handler] = {}  # the signals that this package has taken
-
-
-def started_for() -> str:
-    """The command that this process was started for, such as "train"; empty for programs of others.
-
-    To be asked while the package is imported: for `python -m` the arguments then stand as they were given.
-    """
-    after = len(sys.orig_argv) - len(sys.argv)
-    if not sys.argv or after < 0:
-        return ""
-    name, first = sys.orig_argv[after], sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if sys.argv[0] == "-m":
-        package, _, command = name.removeprefix("-m").partition(".")
-        return (command or first) if package == __name__.partition(".")[0] else ""
-    return first if Path(name).name == SCRIPT else ""
-
-
-program = started_for()
-
-
-def begin() -> None:
-    """Let Ctrl-C end a command other than `train` without a traceback."""
-    handle(signal.SIGINT, _interrupt)
-    hide_unraisable(KeyboardInterrupt)
 
 
 def handle(number: int, handler: Handler) -> None:
@@ -69,24 +42,6 @@ def handle_again() -> None:
     """Take back what a library has taken meanwhile: MPICH's UCX takes SIGHUP when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def at_work() -> Iterator[None]:
-    """A command does its work: Ctrl-C is a KeyboardInterrupt, so that it tidies up."""
-    global _at_work
-    _at_work = True
-    try:
-        yield
-    finally:
-        _at_work = False
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if _at_work:
-        raise KeyboardInterrupt
-    say_interrupted()
-    os._exit(INTERRUPTED)
 
 
 def say_interrupted() -> None:

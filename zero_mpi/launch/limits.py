@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from zero_mpi.environment.control_groups import group_limits
 
 MEMINFO = Path("/proc/meminfo")
 INFINIBAND = Path("/sys/class/infiniband")
+
+_imported = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,12 @@ def available_memory(meminfo: Path = MEMINFO) -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) << 10
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def process_age(process: int | str = "self") -> float:
+    """Return the seconds since a process was started; for this one imports are included."""
+    try:
+        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
+        return time.monotonic() - _imported

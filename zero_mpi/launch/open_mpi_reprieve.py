@@ -3,9 +3,10 @@
 Whatever ends mpirun (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT, SIGTERM and
 SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has something to
 save stops that process as soon as the SIGTERM comes, and lets it go on when all have saved, or after a while;
-a process of its own sees to that where the ranks are gone. Where a rank of the node has ended the SIGTERM is
+a process of its own sees to that where the ranks are gone. Where a rank of the node has ended, the SIGTERM is
 Open MPI's answer to that, and there is nothing to wait for. An interactive shell calls its job stopped
-meanwhile. Other launchers hand signals on and wait.
+meanwhile. A stopped launcher passes on no output, so ranks write to where it would. Other launchers hand
+signals on and wait.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
 LIMIT = 120.0  # seconds at most: if the ranks cannot save, the launcher shall do its work
@@ -27,68 +31,51 @@ _is_over = threading.Event()  # nothing is left that is worth a wait
 _held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and who lets it go on
 
 
-def launcher() -> int:
-    """The process of Open MPI's launcher that has started this one, or 0."""
-    parent = os.getppid()
-    if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return 0
-    try:
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
-    except OSError:
-        return 0
-    return parent if name in LAUNCHERS else 0
-
-
 def hold() -> None:
     """Stop the launcher before it kills; the ranks of a node may all do so."""
-    pid = launcher()
-    if not pid or _held or _is_over.is_set():
-        return
-    ranks = ranks_below(pid)
-    if len(ranks) < int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
+    pid = os.getppid()
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
         return
     with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
+            return
+        ranks = ranks_below(pid)
+        if len(ranks) < int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
+            return
         os.kill(pid, signal.SIGSTOP)
         _held.append((pid, sure_release(pid)))
-        for handle in (1, 2):
-            speak_past(pid, handle)
         threading.Thread(target=watch, args=(pid, ranks), daemon=True).start()
+        for handle in (1, 2):
+            theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+            os.dup2(theirs, handle)
+            os.close(theirs)
 
 
-def watch(pid: int, ranks: list[int]) -> None:
+def watch(pid: int, ranks: set[int]) -> None:
     """Let the launcher go on when one of its ranks has ended, or after a while."""
     deadline = time.monotonic() + LIMIT
-    while all(lives_below(pid, rank) for rank in ranks) and time.monotonic() < deadline:
+    while ranks <= ranks_below(pid) and time.monotonic() < deadline:
         if _is_over.wait(EVERY):
             return
     release()
 
 
-def ranks_below(pid: int) -> list[int]:
-    """The ranks that a launcher has started on this node and that live."""
-    processes = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [process for process in processes if lives_below(pid, process) and is_rank(process)]
-
-
-def lives_below(pid: int, process: int) -> bool:
-    """Whether a process lives that `pid` has started."""
-    try:
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return False
-    return int(parent) == pid and state not in "ZX"
-
-
-def is_rank(process: int) -> bool:
-    """Whether Open MPI has given a process a rank; its daemons on other nodes have none."""
-    try:
-        return b"\0OMPI_COMM_WORLD_RANK=" in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
-    except OSError:
-        return False
+def ranks_below(pid: int) -> set[int]:
+    """Return the living processes that a launcher has started as ranks, not as daemons of other nodes."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes() if int(parent) == pid else b""  # none if it is dead
+            if b"\0OMPI_COMM_WORLD_RANK=" in b"\0" + variables:
+                found.add(int(folder.name))
+    return found
 
 
 def sure_release(pid: int) -> subprocess.Popen[bytes]:
-    """A process that outlives this one and lets the launcher go on; to start it is safe (vfork)."""
+    """Start a process that outlives this one and lets the launcher go on; it is safe in a rank (vfork)."""
+    import subprocess  # not while signals are not heard yet
+
     command = f"sleep {LIMIT + LATER}; kill -CONT {pid}"
     quiet = subprocess.DEVNULL
     return subprocess.Popen(
@@ -96,19 +83,8 @@ def sure_release(pid: int) -> subprocess.Popen[bytes]:
     )
 
 
-def speak_past(pid: int, handle: int) -> None:
-    """Write to where the launcher would: it passes nothing on any more, from now to its end."""
-    with contextlib.suppress(OSError):
-        theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-        os.dup2(theirs, handle)
-        os.close(theirs)
-
-
 def release() -> None:
-    """Let it go on, if it was stopped here and still lives. What it then kills has ended or was given up.
-
-    From now on it is not stopped any more.
-    """
+    """Let the launcher go on, if it was stopped here and lives; it is not stopped again from now on."""
     _is_over.set()
     while _held:
         pid, waiting = _held.pop()

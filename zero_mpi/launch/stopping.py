@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -192,9 +193,10 @@ def stopped_early(stopped: Stopped) -> str:
     """What a person is told of a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to go on"
-    from zero_mpi.launch import time_limit
+    from zero_mpi.launch.limits import process_age
+    from zero_mpi.launch.time_limit import find_job
 
-    job, age = time_limit.find_job(), time_limit.process_age()
+    job, age = find_job(), process_age()
     left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
     return (
         f"{stopped}, as in the job before: such jobs would follow each other for ever; the signal came {left}"
@@ -210,3 +212,18 @@ def was_stopped_early(reason: str) -> bool:
 
 
 signals = StopSignals()
+
+
+def start(name: str, module: str) -> None:
+    """Run `main` of a module, which is the command `name`; it hears signals before the import, which is slow."""
+    interrupts.program = name
+    if name == "train":
+        signals.listen()
+    else:
+        interrupts.handle(signal.SIGINT, signal.default_int_handler)
+        interrupts.hide_unraisable(KeyboardInterrupt)
+    try:
+        import_module(module).main()
+    except KeyboardInterrupt:
+        interrupts.say_interrupted()
+        os._exit(interrupts.INTERRUPTED)

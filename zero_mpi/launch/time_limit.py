@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from zero_mpi.launch.limits import process_age
 
 INTERVAL = 240.0  # seconds between two questions
 PATIENCE = 30.0  # seconds for an answer
 NOTICE = 30.0  # seconds of a job's end left to the job script and to what is inexact about the end
-
-_imported = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -109,15 +108,6 @@ def ask(job: BatchJob) -> float | None:
     except (OSError, subprocess.SubprocessError):  # no such command; no answer in time
         return None
     return job.read(answer.stdout) if answer.returncode == 0 else None
-
-
-def process_age() -> float:
-    """Seconds since this process was started, imports included."""
-    try:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
-        return time.monotonic() - _imported
 
 
 class TimeLimit:

@@ -7,6 +7,8 @@ rank is printed with its number and aborts the job.
 
 from __future__ import annotations
 
+import faulthandler
+import math
 import os
 import sys
 import threading
@@ -20,17 +22,20 @@ from typing import Any, NoReturn
 from zero_mpi import environment
 from zero_mpi.comm import agree
 from zero_mpi.comm.base import Comm
+from zero_mpi.comm.guarded import records
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import interrupts, leftovers, open_mpi_reprieve, shm_room
+from zero_mpi.launch import dev_shm, interrupts, open_mpi_reprieve
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
+END = "the end of the other ranks"
+MPI_START = 600.0  # seconds for all ranks to come to MPI_Init
 BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
@@ -62,6 +67,7 @@ class World:
     mpi       mpi4py's MPI module, or None for a single process
     farewell  a communicator for the end alone
     comm      what the ranks agree by (`comm.agree`)
+    closing   called on each rank once all ranks have come to the end
     at_end    called with the exit status and the reason when this rank ends the command, or rank 0 for all:
               with 0 or 75 once all ranks have come to the end, with another status before they are ended
     """
@@ -71,6 +77,7 @@ class World:
     mpi: Any = None
     farewell: Any = None
     comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
+    closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     @property
@@ -167,7 +174,9 @@ def find_world() -> World:
 
     Raises UsageError where MPI cannot start.
     """
-    shm_room.check()
+    dev_shm.check_room()
+    if environment.under_launcher():  # which lets ranks wait in MPI_Init for one that ended before it
+        faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
@@ -177,11 +186,13 @@ def find_world() -> World:
                 "install one: pip install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     from zero_mpi.comm.mpi import MPIComm
 
     ranks = MPI.COMM_WORLD
     farewell = ranks.Dup()
-    leftovers.unname()  # all ranks have come to Dup, hence hold the library's segments
+    dev_shm.unname()  # all ranks have come to Dup, hence hold the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
 
@@ -208,8 +219,7 @@ def run(
         if alone and world.size > 1 and not helping:
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
-        with interrupts.at_work():
-            status = command(world, arguments)
+        status = command(world, arguments)
     except Stopped as stopped:
         status, problem = stopped.status, str(stopped)
         if world.rank == 0:
@@ -246,27 +256,27 @@ def abort(world: World, error: BaseException) -> NoReturn:
     world.end(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}", f"{text}\n{why}")
 
 
+def meet(world: World, patience: float) -> bool:
+    """Wait until all ranks have come here; False if they have not after so many seconds."""
+    request, until = world.farewell.Ibarrier(), time.monotonic() + patience
+    while not request.Test():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def leave_together(world: World, status: int, problem: str) -> None:
     """Wait for the other ranks to end too.
 
     A rank that leaves alone with a bad status ends the job, or the others would wait for it for ever; one
     that is done has patience, for another may still be writing.
     """
-    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
-    with world.meter.waiting("the end of the other ranks"):
-        while not request.Test():
-            if status != 0 and time.monotonic() > until:
-                why = f" ({problem})" if problem else ""
-                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
-                world.end(FAILED, f"rank {world.rank} left alone{why}", text)
-            time.sleep(0.01)
-
-
-def let_it_be_told(world: World) -> None:
-    """Wait until rank 0 has told the end: a launcher that was held back may then end all ranks."""
-    request, until = world.farewell.Ibarrier(), time.monotonic() + PATIENCE
-    while not request.Test() and time.monotonic() < until:
-        time.sleep(0.01)
+    with world.meter.waiting(END):
+        if not meet(world, PATIENCE if status else math.inf):
+            why = f" ({problem})" if problem else ""
+            text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
+            world.end(FAILED, f"rank {world.rank} left alone{why}", text)
 
 
 def finish(world: World, status: int, problem: str = "") -> NoReturn:
@@ -277,11 +287,16 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and not fine:
         world.tell(status, problem)
     if world.farewell is not None:
+        records.ended = 0 if fine else None
         leave_together(world, status, problem)
+    for close in world.closing:
+        close()
     if world.rank == 0 and fine:  # now that all ranks have come here
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:
-        let_it_be_told(world)
+        meet(
+            world, PATIENCE
+        )  # until rank 0 has told it: a launcher that was held back may end all ranks then
     open_mpi_reprieve.release()
     for thread in threading.enumerate():
         if thread.name == "zero_mpi saver":  # behind a run that failed; it may be inside the MPI library

@@ -20,7 +20,7 @@ from zero_mpi.data.encoded_cache import LEAST, folder
 from zero_mpi.data.text_files import library_files
 from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.token_spans import MOST_HELD
-from zero_mpi.launch.shm_room import WITH_UCX
+from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.size import elements
 from zero_mpi.plan.case import Case

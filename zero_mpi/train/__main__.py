@@ -1,5 +1,5 @@
 """`python -m zero_mpi.train`."""
 
-from zero_mpi.train.command import main
+from zero_mpi.launch.stopping import start
 
-main()
+start("train", "zero_mpi.train.command")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from zero_mpi import environment
+from zero_mpi.cli.text import plural
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
-from zero_mpi.launch import leftovers
+from zero_mpi.launch import dev_shm
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_hold import take_folder
 from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, signals
-from zero_mpi.launch.watchdog import STATUS as STANDING_STILL
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
@@ -64,7 +63,9 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
     reports, places = reports_in(out, world.comm)
     outcome = Outcome(out, world, config.steps or 0, folder)
-    watchdog.gather(reports, places, partial(outcome.end, STANDING_STILL))
+    watchdog.gather(reports, places, outcome.end)
+    world.closing.append(watchdog.stop)
+    world.at_end.append(lambda status, reason: reports.clear())
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
@@ -72,15 +73,16 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def removed_at_start(world: World) -> list[str]:
-    """A note on what was removed from shared memory of all nodes, if there was something. Collective."""
-    removed = sum(world.comm.allgather_object(leftovers.removed), leftovers.Left())
-    return [f"removed {removed.text}"] if removed.files else []
+    """Return a note on what was removed from shared memory of all nodes, if anything was. Collective."""
+    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
+    files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
+    return [f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}"] if sizes else []
 
 
 def main() -> None:
     """Entry point of the command."""
     signals.listen()
     if not environment.local_rank():
-        leftovers.sweep()
+        dev_shm.sweep()
     obey_early(sys.argv[1:])  # MPI starts in `run`
     run("train", command, sys.argv[1:])

@@ -12,6 +12,7 @@ from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, loa
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
+from zero_mpi.comm.guarded import NumberedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
@@ -65,6 +66,8 @@ def build(world: World, spec: RunSpec) -> Session:
     phase("transport")
     if config.check_collectives:
         comm = CheckedComm(comm)
+    if comm.size > 1:
+        comm = NumberedComm(comm)
     corpus = share_corpus(comm, spec.corpus, notes)
     loader, held_out = make_loaders(config, corpus)
     phase("text to all ranks")

@@ -2,7 +2,7 @@
 
 The transport `shared` keeps the model in it. Without it a run goes over messages: slower, with the same bits.
 A job that is killed while MPI starts leaves segments of the library; the next run of the same user removes
-them (`launch.leftovers`).
+them (`launch.dev_shm`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.commands.doctor.ranks import Ranks
 from zero_mpi.commands.doctor.verdicts import NOTE, Row, assessed
-from zero_mpi.launch.leftovers import PLACE, left_behind
+from zero_mpi.launch.dev_shm import PLACE, left_behind
 
 SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried

@@ -11,8 +11,8 @@ from pathlib import Path
 from zero_mpi.cli.text import FEW, plural, short_size
 from zero_mpi.commands.doctor.ranks import Ranks
 from zero_mpi.commands.doctor.verdicts import NOTE, Row, assessed
+from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.launch.limits import Limits, look
-from zero_mpi.launch.shm_room import WITH_UCX
 from zero_mpi.plan.resident import programs
 
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB

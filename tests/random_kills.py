@@ -1,0 +1,162 @@
+"""One run that is killed again and again at random moments: a rank, its launcher, or the whole job.
+
+    python tests/random_kills.py --count 100 --seed 1 --out FOLDER --data TEXT
+
+Moments fall into the start of MPI, steps and saves. After each kill all processes of the job are gone and
+what was complete is sound. At the end one more start brings the run to the bytes of one that nothing
+disturbed, and /dev/shm holds no more segments than after the first kill. Other jobs on the machine make files
+there too, so give it its own: unshare -m sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$@"' sh python ...
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from jobs import RANK_VARIABLES, clean_environment, launcher
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.launch.dev_shm import PLACE, SEGMENTS
+
+MODEL = ["--layers", "2", "--dim", "96", "--heads", "3", "--ffn", "97", "--context", "32", "--warmup", "2"]
+MODEL += ["--batch-size", "12", "--micro-batch", "2", "--sample", "0", "--schedule", "constant"]
+MODEL += ["--keep", "2", "--timeout", "60"]
+VICTIMS = ("rank", "launcher", "job")
+MARK = "ZERO_MPI_TRIAL"  # a variable by which all processes of a trial are found
+PATIENCE = 120.0  # seconds for what must happen on a busy machine
+
+
+def until(condition, what):
+    """Wait for a condition."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited {PATIENCE:g} s for {what}"
+        time.sleep(0.002)
+
+
+def processes(mark):
+    """Process -> its rank, or -1, of all that live with a mark."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            told = dict(line.partition("=")[::2] for line in lines)
+            if told.get(MARK) == mark:
+                found[int(folder.name)] = int(next((told[n] for n in RANK_VARIABLES if n in told), -1))
+    return found
+
+
+def kill(pid):
+    """Kill a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def newest(out):
+    """The step that `latest` names; 0 where there is none yet."""
+    with contextlib.suppress(OSError):
+        return int(os.readlink(out / "latest").removeprefix("step-"))
+    return 0
+
+
+def segments():
+    """How many segments of MPI libraries there are."""
+    return sum(len(list(PLACE.glob(pattern))) for pattern in SEGMENTS)
+
+
+def sound_step(folder):
+    """The step of a checkpoint whose two files are what was written."""
+    files = open_checkpoint(folder)
+    check_digests(files)
+    return int(files.state.metadata["training.iteration_count"])
+
+
+def trial(out, flags, draw):
+    """Start the job, kill a part of it, and look at what is there. Returns what was killed."""
+    before, victim, mark = newest(out), draw.choice(VICTIMS), uuid.uuid4().hex
+    command = [*launcher(), "-n", str(draw.choice([2, 3])), sys.executable, "-m", "zero_mpi.train", *flags]
+    command += [*draw.choice([[], ["--async-save"]]), "--steps", "100000", "--save-every", "1"]
+    log = out.parent / "log"
+    with log.open("wb") as said:
+        job = subprocess.Popen(
+            command, env=clean_environment() | {MARK: mark}, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        if draw.random() < 0.3:  # anywhere in the start
+            time.sleep(draw.random())
+        else:
+            until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint")
+            time.sleep(draw.random() * 0.2)
+        assert job.poll() is None, log.read_text()
+        complete, found = newest(out), processes(mark)
+        ranks = sorted(pid for pid, rank in found.items() if rank >= 0)
+        if victim == "rank" and ranks:
+            kill(draw.choice(ranks))
+        elif victim == "job":
+            os.kill(job.pid, signal.SIGSTOP)  # or it would tidy up after its ranks
+            for pid in found:
+                kill(pid)
+        if victim == "launcher" or not ranks:
+            kill(job.pid)
+        until(lambda: job.poll() is not None, f"the launcher's end after a kill of a {victim}")
+        assert job.returncode not in (0, 2, 75), log.read_text()
+        until(lambda: not processes(mark), f"the ranks' end after a kill of a {victim}")
+    finally:
+        for pid in [job.pid, *processes(mark)]:
+            kill(pid)
+        job.wait()
+    best = folders.candidates(out)
+    assert not complete or sound_step(best[0]) >= complete >= before
+    return victim
+
+
+def bytes_of(out):
+    """The records and the model of a run."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], (
+        out / "latest" / "model.gguf"
+    ).read_bytes()
+
+
+def run(folder, data, count, seed):
+    """The whole of it. Returns the segments after the first kill, and after the last start."""
+    out, draw, left = folder / "out", random.Random(seed), list[int]()
+    flags = ["--out", str(out), "--data", *data, *MODEL]
+    for number in range(count):
+        victim = trial(out, flags, draw)
+        left.append(segments())
+        print(f"{number + 1:3} {victim:8} step {newest(out):5}, {left[-1]} segments", flush=True)
+    time.sleep(2.5)  # what is newer than 2 s is not touched
+    last = ["--steps", str(newest(out) + 2)]
+    for ranks, place in ((3, out), (1, folder / "unbroken")):
+        job = [*launcher(), "-n", str(ranks), sys.executable, "-m", "zero_mpi.train"]
+        job += [*flags, "--out", str(place), *last]
+        subprocess.run(job, env=clean_environment(), check=True, stdout=subprocess.DEVNULL)
+    assert bytes_of(out) == bytes_of(folder / "unbroken"), "other bytes than those of an unbroken run"
+    print(f"the bytes of an unbroken run; segments: {left[0]} after one kill, {segments()} at the end")
+    return left[0], segments()
+
+
+def main():
+    """By hand, or by a test."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", nargs="+", required=True)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    first, last = run(asked.out, asked.data, asked.count, asked.seed)
+    assert last <= first, "what kills leave in /dev/shm grows"
+
+
+if __name__ == "__main__":
+    main()

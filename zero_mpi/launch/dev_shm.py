@@ -1,0 +1,163 @@
+"""Segments of MPI libraries in /dev/shm: room for them, and what killed jobs left of theirs.
+
+Room is looked at before MPI starts (`check_room`). MPICH dies of a segmentation fault, before it says a word,
+where /dev/shm is too small for the segment that all ranks of a node share: containers give it 64 MiB unless
+they are told otherwise. Most of what it takes is UCX's, for messages inside the node that MPICH carries by
+itself; so where room is short UCX is told to do without. Ranks of a node decide alike: the segment that must
+have room is made after all have come here, and where an earlier rank's UCX took its part, there was room for
+the parts of all.
+
+A segment is a file with a name, which a kill leaves behind with its pages. So a rank removes the name as soon
+as all ranks hold the segment (`unname`), and a run begins by removing what jobs left that were killed before
+they came so far (`sweep`). There is one rule: a segment that no process has open or mapped is stale. The
+kernel knows that, and tells it by a lease, which it grants for a file that nobody else has. The libraries
+choose the names, so these cannot say who made a file; and a list of processes would miss those of other
+containers that share /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import signal
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from zero_mpi import environment
+from zero_mpi.errors import UsageError
+from zero_mpi.launch.ending import DRAIN, say
+from zero_mpi.launch.limits import process_age
+
+PLACE = Path("/dev/shm")
+SEGMENTS = (  # MPICH, its windows, UCX, Open MPI 4 and 5, its windows
+    "mpich_shm_*",
+    "mpich_shar_tmp*",
+    "ucx_shm_posix_*",
+    "vader_segment.*",
+    "sm_segment.*",
+    "osc_sm.*",
+)
+HELD_FROM_START = re.compile(r"mpich_shm_\w+")  # opened by name while MPI starts and never again
+SETTLED = 2.0  # seconds after which a library has mapped what it made
+# Bytes of a rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
+WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
+SPARE = 1 << 18  # bytes of a node beside that
+UCX = {"UCX_TLS": "^posix"}
+REMEDY = "give it more room (containers: --shm-size=1g or --ipc=host), or start fewer ranks a node"
+
+removed: list[int] = []  # bytes of the files that this process has removed at its start
+
+
+def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Raise UsageError if MPI has no room to start; choose what takes less where room is short."""
+    if "PMI_FD" not in environ:  # of MPICH and its kin; Open MPI takes 0.1 MB a rank
+        return
+    problem = find_problem(environ)
+    if problem:
+        if environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
+            end_all_nodes(problem, environ)
+        raise UsageError(problem)
+
+
+def find_problem(environ: MutableMapping[str, str]) -> str:
+    """Return why MPI could not start, or an empty text; set in `environ` what takes less if room is short."""
+    free, ranks = free_bytes(), environment.local_ranks(environ)
+    if free is None or free >= ranks * WITH_UCX + SPARE:
+        return ""
+    for name, value in UCX.items():
+        environ.setdefault(name, value)
+    spares = all(environ[name] == value for name, value in UCX.items())
+    needed = ranks * (WITHOUT_UCX if spares else WITH_UCX) + SPARE
+    if free >= needed:
+        return ""
+    return (
+        f"MPI needs {needed / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, and "
+        f"{PLACE} has {free / 2**20:.1f} MiB free: {REMEDY}"
+    )
+
+
+def free_bytes(place: Path = PLACE) -> int | None:
+    """Return what this job can have in /dev/shm, what its ranks took so far included; None if unknown."""
+    try:
+        about = os.statvfs(place)
+        files = [path.stat() for path in place.iterdir()]
+    except OSError:  # no such folder; a segment that has just lost its name
+        return None
+    launched = time.time() - process_age(os.getppid())
+    ours = (
+        512 * each.st_blocks for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched
+    )
+    return about.f_bavail * about.f_frsize + sum(ours)
+
+
+def end_all_nodes(problem: str, environ: MutableMapping[str, str]) -> None:
+    """Say the problem once for this node and end the job.
+
+    Ranks of other nodes wait in MPI_Init, and MPICH's launcher lets them wait for a rank that exits before
+    it has come there. It ends all ranks when one dies of a signal.
+    """
+    if environment.local_rank(environ):
+        time.sleep(1.0)  # the first rank of the node speaks
+    else:
+        say(f"zero_mpi: error: {problem}")
+        time.sleep(DRAIN)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_behind(place: Path) -> list[Path]:
+    """Return the segments of this user that are no longer new and that no process has open or mapped."""
+    found = []
+    for path in sorted(path for pattern in SEGMENTS for path in place.glob(pattern)):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            is_ours = about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
+            if is_ours and is_unused(path):
+                found.append(path)
+    return found
+
+
+def is_unused(path: Path) -> bool:
+    """Return True if the kernel says that nobody has the file; False also where it does not say.
+
+    While the lease is held, which is for a moment, an open of the file by others waits, and we get a signal
+    that does nothing.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def sweep(place: Path = PLACE) -> None:
+    """Remove what is left behind, and note its bytes in `removed`."""
+    for path in left_behind(place):
+        with contextlib.suppress(OSError):
+            nbytes = 512 * path.lstat().st_blocks
+            path.unlink()
+            removed.append(nbytes)
+
+
+def unname() -> None:
+    """Remove the names of this job's own segments, once all ranks of the node have them mapped.
+
+    The library's own removal at its end finds nothing then, which it does not mind.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        for path in {line[line.index(f"{PLACE}/") :] for line in lines if f"{PLACE}/" in line}:
+            if HELD_FROM_START.fullmatch(Path(path).name):
+                with contextlib.suppress(OSError):  # another rank was first
+                    os.unlink(path)
