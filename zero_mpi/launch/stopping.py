@@ -215,7 +215,7 @@ signals = StopSignals()
 
 
 def start(name: str, module: str) -> None:
-    """Run `main` of a module, which is the command `name`; it hears signals before the import, which is slow."""
+    """Run `main` of a module, the command `name`; signals are heard before the import, which is slow."""
     interrupts.program = name
     if name == "train":
         signals.listen()
