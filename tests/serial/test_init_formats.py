@@ -5,10 +5,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import bpe_files
 import gguf
+import hf_models
 import numpy as np
 import pytest
-from jobs import run_command
+from jobs import run_command, run_job
 from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
 from test_export import export
 from test_resume import refused
@@ -193,3 +195,36 @@ def test_dropout_that_a_folder_asks_for_is_told_at_the_start(models, text, tmp_p
     flags = ["--init", str(folder), "--data", *text, *RUN, "--steps", "0"]
     printed = train(2, tmp_path / "out", *flags)
     assert printed.count("asks for dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
+
+
+AS_BEFORE = """
+from zero_mpi.data.tokenizers import tokenizer_json
+
+tokenizer_json.rules_json = lambda *given, **options: {}
+
+from zero_mpi.train.command import main
+
+main()
+"""
+
+
+def test_a_run_that_began_without_the_rules_of_a_folder_s_tokenizer_goes_on_without(text, tmp_path):
+    pytest.importorskip("tokenizers", reason="no tokenizers")
+    config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    content = bpe_files.trained_json("gpt-2", tokens=300) | {"normalizer": {"type": "NFC"}}
+    bpe_files.write_json(tmp_path / "hf", content)
+    (tmp_path / "before.py").write_text(AS_BEFORE)
+    (tmp_path / "letters.txt").write_text("Cafe\u0301 u\u0308ber alles. " * 300)
+    out, flags = (
+        tmp_path / "run",
+        ["--init", str(tmp_path / "hf"), "--data", str(tmp_path / "letters.txt"), *RUN],
+    )
+    before = [str(tmp_path / "before.py"), "--out", str(out), *flags, "--steps", "1"]
+    assert run_job(1, before, timeout=60)[0] == 0
+    train(2, out, *flags, "--steps", "2")
+    assert len(fields(out)) == 2
+    keys = GGUFFile.open(out / "latest" / "model.gguf").metadata
+    assert "tokenizer.huggingface.rules" not in keys
+    train(1, tmp_path / "new", *flags, "--steps", "1")
+    assert "tokenizer.huggingface.rules" in GGUFFile.open(tmp_path / "new" / "latest" / "model.gguf").metadata

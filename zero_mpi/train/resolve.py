@@ -81,6 +81,7 @@ from zero_mpi.train.resume import (
     jumps_of_rate,
     settled_bos,
     settled_day,
+    tokenizer_as_begun,
 )
 from zero_mpi.train.same_flags import check_settings
 from zero_mpi.train.transport import check_wish
@@ -176,7 +177,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     threads = set_threads(config)
     init = open_init(config)
     named = None if init is None else read_model(init)
-    tokenizer = choose_tokenizer(config, init, named)
+    tokenizer = tokenizer_as_begun(choose_tokenizer(config, init, named), checkpoint)
     where = device.in_use().name
     model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
     config = shortened(config, model)

@@ -19,15 +19,16 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
-from zero_mpi.config.inputs import kinds_of_data
+from zero_mpi.config.inputs import fingerprint, kinds_of_data
 from zero_mpi.config.model_sizes import SIZES
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
-from zero_mpi.data import Tokenizer, holds_token_files
+from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
 from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY, asks_day
 from zero_mpi.data.packing import NONE
+from zero_mpi.data.tokenizers.huggingface_rules import RULES
 from zero_mpi.environment.portable import NATIVE
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -134,6 +135,15 @@ def check_resume(point: ResumePoint, description: Description) -> None:
             f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
             f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
         )
+
+
+def tokenizer_as_begun(tokenizer: Tokenizer | None, point: ResumePoint | None) -> Tokenizer | None:
+    """Return the tokenizer with which the run began: 0.1.0 passed over rules of Hugging Face folders."""
+    if tokenizer is None or point is None or RULES not in (keys := tokenizer.metadata()):
+        return tokenizer
+    plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
+    begun = read_json(point.files.state, "training.settings").get("data.tokenizer")
+    return plain if begun == fingerprint(plain) else tokenizer
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
