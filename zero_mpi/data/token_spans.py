@@ -54,7 +54,7 @@ class FileSpan:
         """Fill `room` with ids from `first` on; raises JobError where the file is no longer as it was."""
         view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
-            file = opened(self.path, self.length)
+            file = opened(self.path, self.length).file
             if fill(file.fileno(), view, at) < len(view):
                 raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
         except (OSError, EOFError) as error:
@@ -64,8 +64,18 @@ class FileSpan:
             ) from error
 
 
+class OpenFile:
+    """A file that is closed when nobody has it any more."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.file = file
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
 @lru_cache(maxsize=OPEN_FILES)
-def opened(path: str, length: int) -> FileIO:
+def opened(path: str, length: int) -> OpenFile:
     """A file of `length` bytes, open until many others are; raises JobError where it has another length."""
     try:
         file = open_file(path, "a token file")
@@ -75,7 +85,7 @@ def opened(path: str, length: int) -> FileIO:
     if found != length:
         file.close()
         raise JobError(f"{shown(path)} has {found:,} bytes, when the run began {length:,}; {CHANGED}")
-    return file
+    return OpenFile(file)
 
 
 class TokenSpans:
