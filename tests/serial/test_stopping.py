@@ -512,7 +512,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
 def test_a_signal_ends_what_takes_long_before_the_first_step(name, who, flags, tmp_path):
     out, script = tmp_path / "out", tmp_path / "busy.py"
     module, _, name = name.partition(".")
-    script.write_text(BUSY.format(package="session", module=module, name=name, told=who))
+    script.write_text(BUSY.format(package="train", module=module, name=name, told=who))
     status, printed, errors = run_job(2, [str(script), "--out", str(out), *flags, *ENDLESS], timeout=40)
     assert status == REQUEUE, errors
     assert printed.count("before the first step: nothing to save") <= 1

@@ -275,8 +275,8 @@ BAD = [
 @pytest.mark.parametrize(("raw", "line", "problem"), BAD)
 def test_a_line_in_error_is_named_or_left_out(raw, line, problem, packed, tmp_path, monkeypatch):
     if problem == "3,000 bytes":
-        for name in ("text_streams", "text_formats"):
-            monkeypatch.setattr(f"zero_mpi.commands.tokenize.{name}.MOST", 3000)
+        for name in ("files.text_streams", "commands.tokenize.text_formats"):
+            monkeypatch.setattr(f"zero_mpi.{name}.MOST", 3000)
     path = tmp_path / ("t.jsonl.gz" if packed else "t.jsonl")
     texts = [f"good {number}" for number in range(200)]
     good = lines(texts)
