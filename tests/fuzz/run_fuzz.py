@@ -275,7 +275,8 @@ class Fuzz:
             action = (lambda: run_alone(args)) if self.alone else (lambda: run_command(args))
             before = contents(folder / "outside")
             end = run_in_child(action, folder, place / "run", MOST_WRITTEN)
-            command = args[1].rpartition(".")[2] if args[0] == "-m" else ""
+            command = {"-m": args[1].rpartition(".")[2]}.get(args[0], "")
+            command = args[2] if args[:2] == ["-m", "zero_mpi"] else command
             self.outcomes[f"{name} {end.status}"] += 1
             self.slowest = max(self.slowest, (end.cpu, label))
             self.largest = max(self.largest, (end.growth, label))
