@@ -275,8 +275,9 @@ class Fuzz:
             action = (lambda: run_alone(args)) if self.alone else (lambda: run_command(args))
             before = contents(folder / "outside")
             end = run_in_child(action, folder, place / "run", MOST_WRITTEN)
-            command = {"-m": args[1].rpartition(".")[2]}.get(args[0], "")
-            command = args[2] if args[:2] == ["-m", "zero_mpi"] else command
+            command = ""
+            if args[0] == "-m":
+                command = args[2] if args[1] == "zero_mpi" else args[1].rpartition(".")[2]
             self.outcomes[f"{name} {end.status}"] += 1
             self.slowest = max(self.slowest, (end.cpu, label))
             self.largest = max(self.largest, (end.growth, label))
