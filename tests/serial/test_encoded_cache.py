@@ -191,6 +191,23 @@ def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path)
         found = load(folder)
         assert (found.sha256, found.notes, encoded()) == (digest, (), 10)
     assert (entry / name).read_bytes() == content
+
+
+@pytest.mark.timeout_seconds(30)
+@pytest.mark.parametrize("name", ["about.json", "counted.bin", "ids.bin", "sha256sums"])
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_an_entry_with_something_else_than_a_file_is_made_anew(kind, name, cache, encoded, tmp_path):
+    folder = texts(tmp_path / "texts")
+    digest = load(folder).sha256
+    (entry,) = cache.iterdir()
+    (entry / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(entry / name)
+    else:
+        (entry / name).symlink_to("/dev/zero")
+    found = load(folder)
+    assert (found.sha256, found.notes) == (digest, ())
+    assert (entry / name).is_file()
     assert np.fromfile(entry / "ids.bin", "<u2").tolist() == ids(found.train)
 
 

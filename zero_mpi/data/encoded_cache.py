@@ -29,7 +29,7 @@ from zero_mpi.data.text_files import unreadable
 from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
-from zero_mpi.files.open import READ_AT_ONCE, read_file
+from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
 from zero_mpi.files.parse import parse_json
 
 LEAST = 4 << 20  # bytes of text; less is encoded in about a second
@@ -150,9 +150,9 @@ def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path |
 
 
 def digest_of(path: Path, beat: Beat) -> str:
-    """Return the sha256 of a file."""
+    """Return the sha256 of a regular file; raises FileError for a pipe and its like."""
     total = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(READ_AT_ONCE):
             total.update(block)
             beat()
@@ -231,7 +231,8 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     """
     try:
         recorded = read_file(entry / SUMS, 1 << 10)
-        if not recorded.endswith(sum_of(entry, ABOUT, beat)):
+        is_long = (entry / ABOUT).stat().st_size > MOST_ABOUT
+        if is_long or not recorded.endswith(sum_of(entry, ABOUT, beat)):
             return None
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]
