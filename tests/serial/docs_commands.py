@@ -377,6 +377,7 @@ MEASURING: dict[str, How] = {
     ),
     "taskset -c 0 python benchmarks/encode.py": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "taskset -c 0 python benchmarks/encode.py --lines": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
+    "python benchmarks/conversations.py MODEL.gguf": ByTest(f"{BENCHMARKS}test_conversations_are_timed"),
     "mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20": ByTest(
         "tests/serial/test_trace.py::test_the_benchmark_says_what_a_time_line_costs"
     ),

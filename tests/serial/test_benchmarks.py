@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs import run_command, run_job
+from oracles import smollm2
 from test_command_bits import needs_mpiexec
 
 from zero_mpi import SerialComm, ShardedModule
@@ -186,6 +187,17 @@ def test_tokenizers_are_timed(more):
     found = [re.fullmatch(row, line) for line in rows]
     assert len(found) == 3
     assert all(match and match[1] == match[2] != "0" for match in found), printed
+
+
+def test_conversations_are_timed():
+    """Beside Transformers, with as many ids."""
+    pytest.importorskip("transformers", reason="no transformers to compare with")
+    command = [sys.executable, BENCHMARKS / "conversations.py", smollm2(), "--rows", "5", "--rounds", "1"]
+    status, printed, errors = run_command(command, timeout=50)
+    assert status == 0, errors
+    ours, theirs = re.findall(r" ([\d,]+) ids ", printed)
+    assert ours == theirs != "0"
+    assert re.fullmatch(r"ratio \d+\.\d\d", printed.splitlines()[-1])
 
 
 class RanksThatTakeTurns:
