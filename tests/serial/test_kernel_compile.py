@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+ARCHITECTURES = [*(pytest.param(name, marks=pytest.mark.long) for name in ("sm_80", "sm_90")), "sm_100"]
 PTX_TYPES = {"P": ("u64", "b64"), "L": ("u64", "b64", "s64"), "F": ("f32", "b32"), "D": ("f64", "b64")}
 CUPY_ADDS = "-ftz=true"  # to whatever it compiles
 ONE_AT_A_TIME = ("add_losses", "add_partials", "attention_", "by_", "counts_", "digit_", "token_keys")
@@ -121,7 +121,7 @@ def kernels_of(source: str) -> set[str]:
 
 
 @pytest.mark.timeout_seconds(300)
-@pytest.mark.parametrize("architecture", ARCHITECTURES[-1:])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_and_keep_their_registers(architecture):
     nvrtc()
     for source in sources():

@@ -405,7 +405,7 @@ def loss_of_first_step(model: Path, data: list[str]) -> float:
     return total / tokens.size
 
 
-@pytest.mark.parametrize("kind", [*ENCODED][:1])
+@pytest.mark.parametrize("kind", ENCODED)
 def test_a_run_starts_from_the_weights_of_a_file(kind, trained, flags, tmp_path):
     model = rewrite(trained, tmp_path / "start.gguf", ENCODED[kind])
     sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
