@@ -28,6 +28,7 @@ MODELS = tiny.MODELS | tiny.OTHERS
 TRAINED = [(name, precision) for name in tiny.MODELS for precision in PRECISIONS]
 TRAINED += [(arch, "fp32") for arch in tiny.OTHERS]
 NEAR = {"fp32": 1e-5}  # of losses to the host's; of the others 1e-2
+ROUNDED = [(arch, "bf16") for arch in tiny.OTHERS]
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def alone(name, precision):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(("name", "precision"), TRAINED)
+@pytest.mark.parametrize(("name", "precision"), TRAINED + ROUNDED)
 def test_losses_are_near_those_of_the_host(gpu, name, precision):
     found, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
     near = NEAR.get(precision, 1e-2)
@@ -65,7 +66,7 @@ def test_strategies_and_recomputation_change_no_bit(gpu, options):
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
     """Of the losses and of all sums of squares: while the host waits it gives the GPU nothing to do."""
     module = tiny.make(SerialComm(), tiny.MODELS["gpt2"], strategy, bucket_mb=0.01)
@@ -97,7 +98,7 @@ def transport(request, the_gpu):
 
 @pytest.mark.world(2, 3)
 @pytest.mark.timeout_seconds(200)
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_are_those_of_one_rank(gpu, transport, precision, strategy, monkeypatch):
     expected = alone("llama", precision)

@@ -179,7 +179,7 @@ def test_other_architectures_on_three_ranks(arch, text, tmp_path):
     assert_same_run(tmp_path / "three", tmp_path / "one")
 
 
-@pytest.mark.parametrize("strategy", ["full-shard", "no-shard"])
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 @pytest.mark.parametrize(
     "how",
     [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]],
@@ -217,7 +217,7 @@ def test_without_a_launcher_it_is_the_run_of_one_rank(reference, tmp_path):
     assert_same_run(tmp_path / "out", expected)
 
 
-@pytest.mark.parametrize("strategy", ["full-shard", "no-shard"])
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 def test_strategies_on_one_rank_are_the_same_run(strategy, reference, tmp_path):
     expected, flags = reference("gpt2", "7/2")
     train_compiled(1, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")
@@ -251,7 +251,7 @@ def test_frozen_tensors_keep_their_initial_bits_and_the_others_train(frozen_run,
     assert not [name for name in moments for frozen in unchanged if name.endswith(f".{frozen}")]
 
 
-@pytest.mark.parametrize("strategy", ["full-shard", "no-shard"])
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 def test_a_run_with_frozen_tensors_is_the_same_on_three_ranks(strategy, frozen_run, tmp_path):
     expected, flags = frozen_run
     train_compiled(3, tmp_path / "out", *flags, "--strategy", strategy, "--bucket-mb", "0.01")

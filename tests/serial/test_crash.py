@@ -294,7 +294,7 @@ def save_refused(out: Path, case: Case, stop_at: int, number: int, background: b
 
 @pytest.mark.parametrize(
     ("name", "background"),
-    [("ENOSPC", False), ("EIO", True)],
+    [("ENOSPC", False), ("EDQUOT", False), ("EROFS", False), ("EIO", False), ("EIO", True)],
 )
 def test_a_save_may_be_refused_any_operation(name, background, case, start, complete):
     number, refused = getattr(errno, name), 0

@@ -227,7 +227,7 @@ def test_if_all_are_damaged_the_run_does_not_start_over(ranks, run, data):
     assert "--resume never" in line
 
 
-@pytest.mark.parametrize("damage", ["model cut", "a bit of a weight"])
+@pytest.mark.parametrize("damage", ["model cut", "a bit of a weight", "a bit of a moment", "older moments"])
 def test_a_damaged_one_that_was_asked_for_is_refused(damage, run, data):
     expected = DAMAGES[damage](run / NEWEST)
     line = refused(3, run, *SMALL, *data, "--steps", "5", "--resume", str(run / NEWEST))
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_another_model_is_no_damage(run, data, tmp_path):
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE])
-@pytest.mark.parametrize("value", [np.nan], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 def test_values_that_are_not_finite_are_refused_though_all_sums_are_right(value, name, run, data):
     write_signed(run / NEWEST, name, value)
     line = refused(3, run, *SMALL, *data, "--steps", "5")
