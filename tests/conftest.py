@@ -285,6 +285,9 @@ def pytest_configure(config):
     """Find out where this process stands, before other plugins open their files."""
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
+    config.addinivalue_line(
+        "markers", "carries(*transports): moves GPU memory by these, whatever it is called with"
+    )
     config.addinivalue_line("markers", "long: more of the same; not with --quick")
     harness = Harness(join_world(config.getoption("with_mpi", False)))
     config.pluginmanager.register(harness, "zero_mpi-harness")

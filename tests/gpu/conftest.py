@@ -8,22 +8,41 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 from zero_mpi import device, ops
 
 HERE = Path(__file__).resolve().parent
 NO_GPU = "no GPU: `python tests/run_sizes.py tests/gpu` brings a pretend one"
+NOT_AWARE = "ZERO_MPI_GPU_AWARE=1 does not say that MPI takes the memory of this GPU"
+NO_GPU_EACH = "NCCL needs a GPU for each rank"
 NO_COMPILER = "the pretend GPU runs kernels only where there is g++"
 
 
 def pytest_collection_modifyitems(items):
     """Skip what is in this folder where CuPy finds no GPU, or a pretend one that cannot run kernels."""
+    skip_what_cannot_travel(items)
     has_compiler = os.environ.get("ZERO_MPI_TEST_GPU") == "1" or shutil.which("g++")
     if device.gpus() and has_compiler:
         return
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=NO_COMPILER if device.gpus() else NO_GPU))
+
+
+def skip_what_cannot_travel(items):
+    """On a real GPU: MPI takes its memory if ZERO_MPI_GPU_AWARE=1, NCCL has a GPU for each rank."""
+    world = MPI.COMM_WORLD
+    if world.size == 1 or not device.gpus() or "pretend" in device.use("cuda").about:
+        return
+    lacking = {} if os.environ.get("ZERO_MPI_GPU_AWARE") == "1" else {"mpi": NOT_AWARE}
+    lacking |= {"nccl": NO_GPU_EACH} if device.gpus() < world.size else {}
+    for item in items:
+        mark = item.get_closest_marker("carries")
+        given = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+        words = {str(value).partition(" ")[0] for value in given} | set(mark.args if mark else ())
+        if HERE in item.path.parents and (found := words & set(lacking)):
+            item.add_marker(pytest.mark.skip(reason=lacking[found.pop()]))
 
 
 @pytest.fixture(scope="session")

@@ -88,8 +88,6 @@ def transport(request, the_gpu):
     from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 
-    if request.param == "mpi" and "pretend" not in the_gpu.about:
-        pytest.skip("the MPI library may not take the memory of this GPU: benchmarks/gpu_check.py looks")
     device.adopt(the_gpu)
     comm = device_choice.make(kinds.asked_for(request.param, on_gpu=True)[0], exact=True)
     yield comm

@@ -187,6 +187,7 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
 
 
 @several_ranks
+@pytest.mark.carries("mpi")
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
@@ -198,6 +199,7 @@ def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
 
 
 @several_ranks
+@pytest.mark.carries("mpi")
 def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
     real = CudaAwareBackend._post
@@ -218,6 +220,7 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
 
 
 @several_ranks
+@pytest.mark.carries("nccl")
 def test_nccl_is_a_choice(monkeypatch):
     comm, said = made("nccl")
     assert comm.exact

@@ -120,7 +120,9 @@ class OnGPU(Compiled):
         rows, width = x.size // x.shape[-1], sizes.logit_width(w.shape[0])
         dx = self.take(x.shape, x.dtype) if need_dx else None
         logits = self.take((sizes.logit_rows(rows, width * x.itemsize), width), x.dtype)
+        whole = w if width == len(w) else self.take((width, *w.shape[1:]), w.dtype)
         self.take((len(logits),), np.float64)
+        del whole
         return logits, dx
 
     def norm_sums(self, x: Array, count: int) -> None:

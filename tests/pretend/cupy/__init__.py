@@ -70,6 +70,8 @@ class ndarray:
         self.data = cuda.alloc(size) if memptr is None else memptr
         self.base: ndarray | None = None
         memory = (ctypes.c_char * max(1, size)).from_address(self.data.ptr)
+        if not size and strides is None:
+            strides = (0,) * len(shape)  # as the real one has it, and NumPy has not
         self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
 
     def _view(self, host: np.ndarray) -> ndarray:

@@ -90,6 +90,8 @@ def kind_of(x: Array) -> int:
 def row_step(x: Array) -> int | None:
     """Elements from a row of x (..., C) to the next; None where rows are not contiguous or lie unevenly."""
     shape, strides, size = x.shape, x.strides, x.itemsize
+    if not x.size:
+        return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:
         return None
     step, rows = 0, 1

@@ -1,8 +1,10 @@
 """The linear layer on a GPU: one product each, into memory that is there already.
 
-Biases are added inside the product, as is what comes beside it (`plus`, `into`, a gradient so far): rounded
-once, whatever is added. A head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned
-into its gradient where it lies.
+Biases are added inside the product, as is what comes beside it (`plus`, `into`, a gradient so far). cuBLASLt
+rounds the product to 16 bits before it adds to a result in place, and in some kernels before it adds a bias.
+A head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned into its gradient where it
+lies. Products of 50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100): a
+vocabulary that is no multiple of LINE is brought to one by rows of zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
 from zero_mpi.ops.gpu.launch import take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
-from zero_mpi.ops.sizes import logit_rows, logit_width
+from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
 
 
 def lying(x: Array) -> Array:
@@ -37,6 +39,16 @@ def fitting(b: Array) -> Array:
         return b
     copy = take(b.shape, b.dtype)
     copy[...] = b
+    return copy
+
+
+def with_zeros(x: Array, length: int) -> Array:
+    """Return `x`, or a copy that is brought to `length` rows by zeros."""
+    if len(x) == length:
+        return x
+    copy = take((length, *x.shape[1:]), x.dtype)
+    copy[: len(x)] = x
+    copy[len(x) :].fill(0)
     return copy
 
 
@@ -110,20 +122,22 @@ def linear_cross_entropy(
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None
-    width = logit_width(len(w))
+    width, even = logit_width(len(w)), len(w) // LINE * LINE
     step = logit_rows(len(flat), width * x.itemsize)
-    room = take((min(step, len(flat)), width), x.dtype)
-    bias = None if b is None else fitting(b)
+    room, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
+    bias = None if b is None else fitting(with_zeros(b, width))
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         rows = flat[part]
-        z = room[: len(rows), : len(w)]
-        project(rows, w, z, bias, None)
+        wide = room[: len(rows)]
+        project(rows, whole, wide, bias, None)
+        z = wide[:, : len(w)]  # beside it are logits of zero, which are their own gradients
         consume_logits(z, ids[part], scale, total, gradient)
         if dw is not None:
-            linear_backward_w(z, rows, dw)
+            linear_backward_w(z[:, :even], rows, dw[:even])
+            linear_backward_w(z[:, even:], rows, dw[even:])
         if db is not None:
             linear_backward_b(z, db)
         if dx is not None:
-            multiply(matrix(z), matrix(w), matrix(dx[part]))
+            multiply(matrix(wide), matrix(whole), matrix(dx[part]))
     return total.reshape(()), None if dx is None else dx.reshape(x.shape)
